@@ -1,0 +1,56 @@
+# make demo      train a byte-level GPT on two ranks, and show what was compiled
+# make test      lint, types, and every test that is not slow (under 10 minutes on 2 cores)
+# make test-all  the full matrix too
+# make bench     step time against FSDP2 and DDP
+#
+# PYTHON=python3.12 chooses the interpreter of the environment, VENV=dir its place,
+# PYTEST_FLAGS="-x -k plan" what is passed on to pytest, BENCH_FLAGS=--quick to the benchmark.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# Ranks are processes: more than one thread in each makes them fight over the cores, and waiting
+# threads must not spin. The caller's own settings win.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: venv demo test test-all lint format bench clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "zerofx needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,solver]'
+	@touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m zerofx demo
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: lint
+	$(PY) -m pytest -m "not slow" $(PYTEST_FLAGS)
+
+test-all: lint
+	$(PY) -m pytest -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
+
+bench: $(STAMP)
+	$(PY) -m benchmarks.step_time $(BENCH_FLAGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Benchmarks, one command each: `python -m benchmarks.step_time`, `.compile_time`, `.memory`."""

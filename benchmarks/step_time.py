@@ -1,0 +1,192 @@
+"""Step time and CPU seconds against FSDP2 and DDP, as ratios from interleaved rounds.
+
+    python -m benchmarks.step_time            # every size, 8 rounds
+    python -m benchmarks.step_time --quick --sizes 4x128 --systems zerofx-3,ddp
+
+Every system lives in its own processes (gloo, one thread each) that sleep while another runs its
+round. A ratio is taken within a round, against FSDP2 of the same round; the table shows medians
+over rounds. Before it counts, each system's losses are compared with FSDP2's, step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.pool import Group
+from benchmarks.report import Column, finish, need_memory
+from benchmarks.sizes import SIZES, Size, make_batches
+from benchmarks.systems import BASELINE, SYSTEMS, Trainer
+
+LOSS_TOLERANCE = 1e-4
+AGREEMENT = 0.15  # CPU-seconds ratio within this of the step-time ratio
+BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound on one rank
+DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "fsdp2-heap"]
+# the issue's targets for stage 3, as a fraction of FSDP2's step time
+TARGETS = {"4x32": 0.25, "4x128": 0.65, "8x384": 0.80, "4x1024": 0.62}
+
+
+class Job:
+    """What a worker serves: warm-up and rounds of steps of one system at one size."""
+
+    def __init__(self, system: str, size: str) -> None:
+        self.trainer = Trainer(system, SIZES[size].model)
+        self.batches = make_batches(SIZES[size], self.trainer.rank, self.trainer.ranks)
+        self.done = 0
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Run `count` steps after an untimed one; report seconds, faults and all losses."""
+        losses = [self._step()]  # caches were another system's; it also lines the ranks up
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        cpu, wall = time.process_time(), time.perf_counter()
+        losses += [self._step() for _ in range(count)]
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        return {"wall_s": wall, "cpu_s": cpu, "faults": faults, "losses": losses}
+
+    def _step(self) -> float:
+        x, y = self.batches[self.done % len(self.batches)]
+        self.done += 1
+        return self.trainer.step(x, y).item()
+
+
+@dataclass
+class Rounds:
+    """All rounds of one system at one size, per step: seconds, CPU seconds, page faults."""
+
+    wall_s: list[float]
+    cpu_s: list[float]
+    faults: list[float]
+    losses: list[list[float]]  # [rank][step]
+
+    @classmethod
+    def empty(cls, ranks: int) -> Rounds:
+        return cls([], [], [], [[] for _ in range(ranks)])
+
+    def add(self, answers: list[dict[str, Any]], steps: int) -> None:
+        """Take a round: the slowest rank's time, the sum of the ranks' CPU seconds."""
+        self.wall_s.append(max(a["wall_s"] for a in answers) / steps)
+        self.cpu_s.append(sum(a["cpu_s"] for a in answers) / steps)
+        self.faults.append(sum(a["faults"] for a in answers) / steps / len(answers))
+        self.add_losses(answers)
+
+    def add_losses(self, answers: list[dict[str, Any]]) -> None:
+        for kept, answer in zip(self.losses, answers, strict=True):
+            kept.extend(answer["losses"])
+
+
+def measure(name: str, systems: list[str], rounds: int, ranks: int, steps: int) -> dict[str, Rounds]:
+    """Run all systems in turn, `rounds` times, each time starting with the next one."""
+    data = {system: Rounds.empty(ranks) for system in systems}
+    with ExitStack() as stack:
+        groups = {}
+        for system in systems:
+            args = {"system": system, "size": name}
+            group = Group(system, "benchmarks.step_time:Job", args, ranks, SYSTEMS[system].env)
+            groups[system] = stack.enter_context(group)
+            group.ready()
+            data[system].add_losses(group.call("steps", count=2))
+        for number in range(rounds):
+            start = number % len(systems)
+            for system in systems[start:] + systems[:start]:
+                data[system].add(groups[system].call("steps", count=steps), steps)
+    return data
+
+
+def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
+    """Return the largest relative difference of any rank's loss at any step.
+
+    Without communication the ranks train apart, so only their first loss can agree.
+    """
+    last = None if communicates else 1
+    return max(
+        abs(a - b) / abs(b)
+        for my_rank, its_rank in zip(mine.losses, baseline.losses, strict=True)
+        for a, b in zip(my_rank[:last], its_rank[:last], strict=True)
+    )
+
+
+def ratio(mine: list[float], baseline: list[float]) -> float:
+    """Return the median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(mine, baseline, strict=True))
+
+
+def rows(name: str, data: dict[str, Rounds]) -> list[dict[str, Any]]:
+    """Return one result a system; raises where a system did not train what FSDP2 trained."""
+    baseline, result = data[BASELINE], []
+    for system, mine in data.items():
+        error = loss_error(mine, baseline, SYSTEMS[system].communicates)
+        if not error <= LOSS_TOLERANCE:
+            raise SystemExit(
+                f"{system} at {name}: losses differ from {BASELINE}'s by {error:.1e} relative, "
+                f"more than {LOSS_TOLERANCE:.0e}; its times would be of another training"
+            )
+        times = [a / b for a, b in zip(mine.wall_s, baseline.wall_s, strict=True)]
+        time_ratio, cpu_ratio = ratio(mine.wall_s, baseline.wall_s), ratio(mine.cpu_s, baseline.cpu_s)
+        result.append(
+            {
+                "size": name,
+                "system": system,
+                "time_ratio": time_ratio,
+                "cpu_ratio": cpu_ratio,
+                "agree": abs(cpu_ratio / time_ratio - 1) <= AGREEMENT,
+                "low": min(times),
+                "high": max(times),
+                "step_ms": statistics.median(mine.wall_s) * 1e3,
+                "cpu_ms": statistics.median(mine.cpu_s) * 1e3,
+                "faults": statistics.median(mine.faults),
+                "loss_error": error,
+                "target": TARGETS.get(name) if system == "zerofx-3" else None,
+                "rounds": vars(mine) | {"losses": None},
+            }
+        )
+    return result
+
+
+COLUMNS = [
+    Column("size", "size"),
+    Column("system", "system"),
+    Column("time_ratio", "time / fsdp2", "{:.2f}"),
+    Column("target", "target", "{:.2f}"),
+    Column("cpu_ratio", "CPU s / fsdp2", "{:.2f}"),
+    Column("agree", "agree"),
+    Column("low", "lowest", "{:.2f}"),
+    Column("high", "highest", "{:.2f}"),
+    Column("step_ms", "step ms", "{:.1f}"),
+    Column("cpu_ms", "CPU ms, all ranks", "{:.1f}"),
+    Column("faults", "faults / step, rank", "{:.0f}"),
+    Column("loss_error", "loss error", "{:.0e}"),
+]
+
+
+def steps_of(size: Size, quick: bool) -> int:
+    return max(1, size.steps // 3) if quick else size.steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--systems", default=",".join(DEFAULT), help="; ".join(SYSTEMS))
+    parser.add_argument("--sizes", default=",".join(SIZES), help="; ".join(SIZES))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="3 short rounds, for a look only")
+    options = parser.parse_args()
+    wanted = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
+    systems = list(dict.fromkeys([BASELINE, *wanted]))
+    results = []
+    for name in options.sizes.split(","):
+        size = SIZES[name]
+        need_memory(size.num_params * BYTES_PER_PARAM * options.ranks * len(systems))
+        rounds = 3 if options.quick else options.rounds
+        data = measure(name, systems, rounds, options.ranks, steps_of(size, options.quick))
+        results += rows(name, data)
+    finish("step_time", COLUMNS, results, vars(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Imports go one way, foreign packages stay in their rooms, private torch stays in compat.
+
+Read from the syntax trees, so that imports inside functions and under TYPE_CHECKING count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "zerofx"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What each room may import of zerofx: these rooms, and what they in turn stand on. A room is a
+# folder or a top-level file; "zerofx" is the face, zerofx/__init__.py.
+LEAVES = {"errors", "sizes", "fields", "compat"}  # errors, and below it nothing
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "compat": {"errors"},
+    "sizes": {"errors"},
+    "fields": {"errors", "sizes"},
+    "plan_parts": {"errors", "sizes", "fields"},
+    "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
+    "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
+    "machine": {"errors", "sizes", "fields"},
+    "runtime": {"errors", "compat"},
+    "ir": {"runtime"} | LEAVES,
+    "analysis": {"ir", "machine"},
+    "views": {"analysis"},
+    "passes": {"analysis", "ir", "plan", "machine"},
+    "codegen": {"ir"},
+    "capture": {"ir"},
+    "api": {"capture", "passes", "codegen", "runtime", "plan", "machine", "views"},
+    "zerofx": {"api"},
+    "demo": {"zerofx"},
+    "cli": {"api", "views", "demo", "zerofx"},
+    "__main__": {"cli"},
+}
+
+# Foreign packages: what pyproject.toml depends on, and where. `ANYWHERE` includes the runtime.
+ANYWHERE = {"torch", "numpy"}
+DEPENDENCIES = {"networkx", "jinja2", "typer", "rich", "tqdm", "yaml", "safetensors"}
+OPTIONAL = {"scipy", "transformers", "triton"}  # imported inside functions only
+ONLY_IN = {
+    "networkx": {"analysis", "passes", "ir"},
+    "jinja2": {"codegen"},
+    "typer": {"cli"},
+    "rich": {"cli", "views", "demo", "api"},
+    "triton": {"runtime", "codegen"},
+}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a dotted module name: `zerofx.passes.base` is in `passes`."""
+    return module.split(".")[1] if "." in module else "zerofx"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield every imported dotted name, `from a.b import c` as `a.b.c`, relative ones resolved."""
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node, f"{base}.{alias.name}") for alias in node.names)
+
+
+@cache
+def allowed(room: str) -> frozenset[str]:
+    """Return the rooms that `room` may import, following BELOW downwards."""
+    reached: set[str] = set()
+    todo = [room]
+    while todo:
+        new = BELOW[todo.pop()] - reached
+        reached |= new
+        todo += new
+    return frozenset(reached)
+
+
+def rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
+    for node, name in imports(path):
+        if name == "zerofx" or name.startswith("zerofx."):
+            # `from zerofx import errors` names a room, `from zerofx import compile` the face.
+            room = room_of(name)
+            is_room = (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()
+            yield node.lineno, room if is_room else "zerofx"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    room = room_of(module_of(path))
+    assert room in BELOW, f"{room}: a new room needs its line in BELOW, and one in docs/layout.md"
+    for line, target in rooms_imported(path):
+        assert target == room or target in allowed(room), (
+            f"{path.relative_to(ROOT)}:{line} imports zerofx.{target}; "
+            f"{room} may import {', '.join(sorted(allowed(room))) or 'nothing of zerofx'}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_foreign_packages_are_declared_and_in_their_rooms(path: Path) -> None:
+    room = room_of(module_of(path))
+    top_level = set(map(id, tree_of(path).body))
+    for node, name in imports(path):
+        package = name.split(".")[0]
+        where = f"{path.relative_to(ROOT)}:{node.lineno}"
+        if package in sys.stdlib_module_names or package == "zerofx" or package in ANYWHERE:
+            continue
+        assert package in DEPENDENCIES | OPTIONAL, f"{where}: {package} is not a dependency"
+        assert room not in ("runtime", "compat", "errors") or package == "triton", (
+            f"{where}: {room} imports torch, numpy and the standard library only"
+        )
+        rooms = ONLY_IN.get(package)
+        assert rooms is None or room in rooms, f"{where}: {package} belongs to {sorted(rooms)}"
+        assert package not in OPTIONAL or id(node) not in top_level, (
+            f"{where}: {package} is optional; import it where it is used"
+        )
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def private_torch(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of each private part of torch that a file imports or reaches."""
+    roots: dict[str, str] = {}  # local name -> the dotted torch name it stands for
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                if name.split(".")[0] != "torch":
+                    continue
+                if any(map(is_private, name.split("."))):
+                    yield node.lineno, name
+                if alias.asname or base:
+                    roots[alias.asname or alias.name] = name
+                else:
+                    roots["torch"] = "torch"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            parts: list[str] = []
+            head: ast.expr = node
+            while isinstance(head, ast.Attribute):
+                parts.insert(0, head.attr)
+                head = head.value
+            if isinstance(head, ast.Name) and head.id in roots:
+                yield node.lineno, ".".join([roots[head.id], *parts])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_torch_is_reached_through_compat_only(path: Path) -> None:
+    if path == PACKAGE / "compat.py":
+        return
+    found = [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in private_torch(path)]
+    assert not found, "move these behind a function of zerofx/compat.py: " + "; ".join(found)
+
+
+def test_passes_do_not_import_one_another() -> None:
+    """A pass file stands on the shared files of its folder, never on another pass."""
+    passes = {
+        f"zerofx.passes.{path.stem}": path
+        for path in (PACKAGE / "passes").glob("*.py")
+        if any(
+            isinstance(node, ast.ClassDef)
+            and any(isinstance(b, ast.Name) and b.id == "Pass" for b in node.bases)
+            for node in tree_of(path).body
+        )
+    }
+    for module, path in passes.items():
+        for node, name in imports(path):
+            target = name.rsplit(".", 1)[0]
+            assert target == module or target not in passes, (
+                f"{path.relative_to(ROOT)}:{node.lineno} imports the pass file {target}"
+            )
+
+
+def test_the_rules_are_seen(tmp_path: Path) -> None:
+    """The reader sees what the rules are about: aliases, nested imports, relative imports."""
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "import torch.distributed as dist\n"
+        "from torch import fx\n"
+        "def f():\n"
+        "    from torch._inductor import config\n"
+        "    dist._functional_collectives.x(fx.Node._args, torch.nn.functional.relu.__name__)\n"
+    )
+    assert sorted(private_torch(path)) == [
+        (4, "torch._inductor.config"),
+        (5, "torch.distributed._functional_collectives"),
+        (5, "torch.fx.Node._args"),
+    ]
+    assert room_of("zerofx") == "zerofx"
+    assert room_of("zerofx.passes.base") == "passes"
+    assert "api" not in allowed("passes") and "ir" in allowed("views")
+    assert allowed("runtime") == {"errors", "compat"}

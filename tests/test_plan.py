@@ -1,0 +1,256 @@
+"""Plans: one stored form, exact round trips, and errors that name the way out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerofx.errors import PlanError
+from zerofx.fields import Patterns, covers
+from zerofx.plan import Plan, as_plan
+from zerofx.plan_parts import Offload, Precision
+from zerofx.sizes import exact_bytes, format_bytes, parse_bytes
+
+NAMES = st.sampled_from(["blocks.*", "wte", "head", "blocks.0.mlp"])
+BYTES = st.one_of(st.integers(1, 2**45), st.sampled_from(["40GiB", "1.5 MiB", "100KB"]))
+
+# Any combination of these is free of contradictions.
+FREE: dict[str, st.SearchStrategy[Any]] = {
+    "stage": st.integers(1, 3),
+    "precision": st.sampled_from(
+        ["fp32", "bf16", "fp16", {"compute": "bf16", "reduce": "bf16"}, Precision(compute="fp16")]
+    ),
+    "memory_budget": BYTES,
+    "activations": st.one_of(
+        st.sampled_from(["keep", "recompute", 0, 1]),
+        st.floats(0, 1),
+        st.dictionaries(NAMES, st.sampled_from(["keep", "recompute"]), min_size=1),
+    ),
+    "tiling": st.one_of(
+        st.sampled_from(["off", "auto"]), st.dictionaries(NAMES, st.integers(1, 9), min_size=1)
+    ),
+    "offload": st.sampled_from(
+        [None, "none", {"optimizer": "cpu", "delayed": True}, Offload(activations="cpu")]
+    ),
+    "prefetch": st.one_of(st.just("auto"), st.integers(0, 9)),
+    "persist_below": st.one_of(st.none(), st.just(0), BYTES),
+    "bucket_bytes": st.one_of(st.none(), BYTES),
+    "units": st.one_of(st.just("auto"), NAMES, st.lists(NAMES, min_size=1)),
+    "shard_axis_size": st.one_of(st.none(), st.integers(1, 64)),
+    "differentiate": st.sampled_from(["loss", "all"]),
+    "update": st.sampled_from(["step", "in-backward"]),
+    "buffers": st.sampled_from(["rank0", "local"]),
+    "numerics": st.sampled_from(["bitwise", "fast"]),
+    "kernels": st.sampled_from(["inductor", "aten"]),
+    "debug": st.booleans(),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=FREE))
+def test_a_plan_comes_back_from_every_form(fields: dict[str, Any]) -> None:
+    plan = Plan(**fields)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+    assert eval(repr(plan)) == plan
+    assert hash(copy.deepcopy(plan)) == hash(pickle.loads(pickle.dumps(plan))) == hash(plan)
+
+
+def test_values_are_stored_in_one_form() -> None:
+    assert Plan(memory_budget="40GiB").memory_budget == 40 * 2**30
+    assert Plan(precision="bf16").precision == Precision(compute="bf16")
+    assert Plan(offload={"optimizer": "cpu"}) == Plan(offload=Offload(optimizer="cpu"))
+    assert Plan(units="blocks.*").units == ("blocks.*",)
+    assert Plan(activations=1).activations == 1.0
+
+
+def test_defaults_are_the_contract() -> None:
+    assert Plan().to_dict() == {
+        "stage": 3,
+        "precision": "fp32",
+        "memory_budget": None,
+        "host_budget": None,
+        "activations": "keep",
+        "tiling": "off",
+        "offload": "none",
+        "prefetch": "auto",
+        "persist_below": None,
+        "bucket_bytes": None,
+        "units": "auto",
+        "shard_axis_size": None,
+        "differentiate": "loss",
+        "outputs": "all",
+        "update": "step",
+        "buffers": "rank0",
+        "numerics": "bitwise",
+        "kernels": "inductor",
+        "cuda_graph": False,
+        "debug": False,
+    }
+    assert repr(Plan()) == "Plan(stage=3)"
+    Plan().require_supported()
+
+
+def test_the_typed_signature_lists_every_field() -> None:
+    source = inspect.getsource(Plan)
+    stub = source[source.index("def __init__(") : source.index(") -> None: ...")]
+    declared = [line.split(":")[0].strip() for line in stub.splitlines() if "= ...," in line]
+    assert declared == [f.name for f in dataclasses.fields(Plan)]
+    assert list(inspect.signature(Plan).parameters) == declared
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"stge": 3}, "unknown plan field 'stge'; did you mean 'stage'?"),
+    ({"zzz": 3}, "unknown plan field 'zzz'; known are stage, precision"),
+    ({"stage": 4}, "Plan.stage = 4: allowed are 0, 1, 2, 3"),
+    ({"stage": True}, "Plan.stage = True: allowed are 0, 1, 2, 3"),
+    ({"stage": "3"}, "Plan.stage = '3'"),
+    ({"precision": "fp8"}, "Plan.precision = 'fp8': allowed are 'fp32', 'bf16', 'fp16'"),
+    ({"precision": {"compte": "bf16"}}, "did you mean 'compute'?"),
+    ({"precision": {"compute": "bf16", "loss_scale": 2}}, "only fp16 underflows"),
+    ({"precision": {"compute": "bf16", "master": "fp16"}}, "contradicts compute = 'bf16'"),
+    ({"memory_budget": "40G"}, "unknown unit 'G'; allowed are B, KiB"),
+    ({"memory_budget": -1}, "Plan.memory_budget = -1 is negative"),
+    ({"memory_budget": 0}, "allowed are sizes from 1 B"),
+    ({"memory_budget": 1.5}, "Plan.memory_budget = 1.5 is not a size"),
+    ({"activations": "recompte"}, "did you mean 'recompute'?"),
+    ({"activations": 1.5}, "allowed are numbers from 0 to 1"),
+    ({"activations": None}, "a fraction from 0 to 1, or {name pattern: choice}"),
+    ({"activations": {"h.*": "drop"}}, "Plan.activations['h.*'] = 'drop'"),
+    ({"activations": {}}, "non-empty mapping"),
+    ({"activations": "auto"}, "set memory_budget"),
+    ({"activations": {"h.*": "offload"}}, "offload.activations = 'none'"),
+    ({"tiling": {"h.*": 0}}, "Plan.tiling['h.*'] = 0: allowed are whole numbers from 1"),
+    ({"offload": {"optimiser": "cpu"}}, "did you mean 'optimizer'?"),
+    ({"offload": "cpu"}, 'for example {"optimizer": "cpu"}'),
+    ({"offload": {"optimizer": "nvme"}}, "tier 'nvme' needs a path"),
+    ({"offload": {"optimizer": "cpu", "path": "/x"}}, "no other tier does"),
+    ({"offload": {"parameters": "cpu", "delayed": True}}, "describes the offloaded optimizer"),
+    ({"stage": 2, "offload": {"parameters": "cpu"}}, "contradicts stage = 2"),
+    ({"stage": 0, "offload": {"optimizer": "cpu"}}, "contradicts stage = 0"),
+    ({"stage": 0, "shard_axis_size": 2}, "contradicts stage = 0"),
+    ({"host_budget": "1GiB"}, "nothing is offloaded"),
+    ({"prefetch": -1}, "allowed are whole numbers from 0; or 'auto'"),
+    ({"units": []}, "non-empty list of module name patterns"),
+    ({"units": ["a", ""]}, "non-empty string"),
+    ({"shard_axis_size": 0}, "allowed are whole numbers from 1"),
+    ({"outputs": "loss", "differentiate": "all"}, "contradicts differentiate = 'all'"),
+    ({"cuda_graph": True, "debug": True}, "contradicts debug = True"),
+    ({"debug": 1}, "Plan.debug = 1: allowed are False, True"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(f) for f, _ in WRONG])
+def test_wrong_plans_say_what_and_the_way_out(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan(**fields)
+    assert message in str(error.value)
+    with pytest.raises(PlanError):
+        Plan.from_dict(fields)
+
+
+def test_positional_fields_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"by name: Plan\(stage=3\)"):
+        Plan(3)  # type: ignore[misc]
+
+
+LATER: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "bf16"}, "Plan.precision = 'bf16' is not in this release; use precision='fp32'"),
+    ({"activations": "auto", "memory_budget": "1GiB"}, "use activations='recompute'"),
+    (
+        {"activations": {"h.*": "offload"}, "offload": {"activations": "cpu"}},
+        "Plan.activations['h.*'] = 'offload' is not in this release",
+    ),
+    ({"tiling": {"h.*": 2}}, "Plan.tiling = {'h.*': 2} is not in this release"),
+    ({"offload": {"optimizer": "cpu"}}, "Plan.offload = {'optimizer': 'cpu'} is not in"),
+    ({"outputs": "loss"}, "use outputs='all'"),
+    ({"update": "in-backward"}, "use update='step'"),
+    ({"cuda_graph": True}, "use cuda_graph=False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), LATER, ids=[str(f) for f, _ in LATER])
+def test_what_this_release_lacks_is_refused_when_required(
+    fields: dict[str, Any], message: str
+) -> None:
+    plan = Plan(**fields)
+    with pytest.raises(PlanError) as error:
+        plan.require_supported()
+    assert message in str(error.value)
+
+
+def test_axis_sizes() -> None:
+    assert Plan(stage=0).axis_sizes(8) == (1, 8)
+    assert Plan(stage=3).axis_sizes(8) == (8, 1)
+    assert Plan(stage=2, shard_axis_size=4).axis_sizes(8) == (4, 2)
+    with pytest.raises(PlanError, match="shard_axis_size = 3 does not divide the world of 8"):
+        Plan(shard_axis_size=3).axis_sizes(8)
+
+
+def test_as_plan_takes_every_form(tmp_path: Path) -> None:
+    plan = Plan(stage=2, prefetch=1)
+    (tmp_path / "p.yaml").write_text(plan.to_yaml())
+    (tmp_path / "p.json").write_text(plan.to_json())
+    assert as_plan(None) == Plan()
+    forms = [plan, plan.to_dict(), tmp_path / "p.yaml", str(tmp_path / "p.json")]
+    assert [as_plan(form) for form in forms] == [plan] * 4
+    with pytest.raises(PlanError, match="plan is a int; give a Plan, a dict"):
+        as_plan(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.yaml", None, "No such file"),
+        ("p.txt", "stage: 3", "must end in .yaml, .yml or .json"),
+        ("p.yaml", "stage: [", "is not YAML"),
+        ("p.json", "{", "is not JSON"),
+        ("p.yaml", "- 3", "holds list, not a mapping"),
+        ("p.yaml", "stages: 3", "did you mean 'stage'?"),
+        ("p.yaml", "3: 3", "unknown plan field 3"),
+    ],
+)
+def test_bad_plan_files_are_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(PlanError) as error:
+        as_plan(tmp_path / name)
+    assert message in str(error.value)
+
+
+def test_yaml_words_stay_words() -> None:
+    plan = Plan.from_yaml("tiling: off\ndebug: true\noffload: none\nmemory_budget: 1 GiB\n")
+    assert (plan.tiling, plan.debug, plan.memory_budget) == ("off", True, 2**30)
+
+
+def test_patterns_match_in_order_and_stay_within_a_component() -> None:
+    choices = Patterns({"blocks.0": "keep", "blocks.*": "recompute"})
+    assert choices.match("blocks.0.mlp.fc1") == "keep"
+    assert choices.match("blocks.11") == "recompute"
+    assert choices.match("head") is None
+    assert not covers("*.mlp", "blocks.3.mlp")
+    assert covers("blocks.?.mlp", "blocks.3.mlp.fc1")
+    assert Patterns({"a": 1, "b": 2}) != Patterns({"b": 2, "a": 1})
+
+
+@given(st.integers(0, 2**60))
+def test_exact_sizes_come_back(num_bytes: int) -> None:
+    assert parse_bytes(exact_bytes(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0 B"), (512, "512 B"), (1536, "1.5 KiB"), (96 * 2**20, "96.0 MiB"), (-2048, "-2.0 KiB")],
+)
+def test_sizes_are_shown_in_binary_units(num_bytes: int, shown: str) -> None:
+    assert format_bytes(num_bytes) == shown

@@ -1,0 +1,160 @@
+"""Which forward values a backward needs, and which of them to keep: pure facts, no rewriting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from zerofx.ir.graphs import alias_source, is_alias, root_producer
+from zerofx.ir.meta import Phase, Role, info, nbytes, value
+
+Policy = str | float | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class JointParts:
+    """The forward and backward halves of a joint graph, and the values between them."""
+
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    frontier: tuple[fx.Node, ...]  # forward-side values that backward nodes or gradients read
+
+
+def divide(graph: fx.Graph, forward_results: Iterable[fx.Node]) -> JointParts:
+    """Divide a joint graph: what depends on a tangent, or was traced in backward, is backward."""
+    needed_forward = _ancestors(forward_results)
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if info(node).role is Role.TANGENT:
+                behind.add(node)
+        elif node.op != "output" and node not in needed_forward:
+            traced_backward = info(node).phase is Phase.BACKWARD and node.op != "get_attr"
+            if traced_backward or any(a in behind for a in node.all_input_nodes):
+                behind.add(node)
+    inner = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    backward = tuple(n for n in inner if n in behind)
+    forward = tuple(n for n in inner if n not in behind)
+    read = dict[fx.Node, None]()
+    for node in (*backward, graph.output_node()):
+        inputs = node.all_input_nodes if node.op != "output" else _gradients(node, forward_results)
+        read.update((a, None) for a in inputs if a not in behind)
+    return JointParts(forward, backward, tuple(read))
+
+
+def _gradients(out: fx.Node, forward_results: Iterable[fx.Node]) -> list[fx.Node]:
+    num_forward = len(list(forward_results))
+    return [n for n in out.args[0][num_forward:] if isinstance(n, fx.Node)]  # type: ignore[index]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = [n for n in nodes if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def is_param_alias(node: fx.Node) -> bool:
+    """Say whether the node is a parameter or a chain of views of one (never to be saved)."""
+    return info(alias_source(node)).role is Role.PARAM
+
+
+def must_keep(node: fx.Node) -> bool:
+    """Say whether the value can only be kept: an input, a buffer, or drawn from a generator."""
+    if node.op == "placeholder":
+        return not is_param_alias(node)
+    return node.op != "get_attr" and info(root_producer(node)).is_random
+
+
+def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.Node]:
+    """Return the forward values to save for backward under `policy`.
+
+    "keep" saves all that backward reads; "recompute" saves only what crosses a unit's boundary
+    (and what was drawn at random); a fraction f saves, beside that floor, the values that are
+    dearest to recompute per byte, up to f times the bytes that "keep" saves; a mapping decides
+    by unit name, the first matching pattern wins and unmatched units keep.
+    """
+    everything = {n for n in parts.frontier if n.op == "call_function" and not is_param_alias(n)}
+    everything |= {n for n in parts.frontier if n.op == "placeholder" and not is_param_alias(n)}
+    if policy == "keep":
+        return everything
+    floor = everything & _boundary(parts) | {n for n in everything if must_keep(n)}
+    floor |= _boundary(parts)
+    floor |= {n for n in parts.forward if must_keep(n) and isinstance(value(n), torch.Tensor)}
+    if policy == "recompute":
+        return floor
+    if isinstance(policy, Mapping):
+        return floor | {n for n in everything if _decision(policy, info(n).unit) == "keep"}
+    assert isinstance(policy, (int, float)), policy
+    return floor | _dearest(everything - floor, floor & everything, float(policy))
+
+
+def _decision(policy: Mapping[str, str], unit: str) -> str:
+    for pattern, choice in policy.items():
+        if fnmatchcase(unit, pattern):
+            return choice
+    return "keep"
+
+
+def _boundary(parts: JointParts) -> set[fx.Node]:
+    """Forward values that a node of another unit reads."""
+    crossing: set[fx.Node] = set()
+    for node in parts.forward:
+        if is_param_alias(node) or not isinstance(value(node), torch.Tensor):
+            continue
+        unit = info(node).unit
+        if any(info(u).phase is Phase.FORWARD and info(u).unit != unit for u in node.users
+               if u.op == "call_function"):
+            crossing.add(node)
+    return crossing
+
+
+def _dearest(candidates: set[fx.Node], floor: set[fx.Node], fraction: float) -> set[fx.Node]:
+    classes: dict[tuple, list[fx.Node]] = {}
+    count: dict[tuple, int] = {}
+    for node in candidates:
+        place = (info(node).unit, info(node).module, str(root_producer(node).target))
+        count[place] = count.get(place, 0) + 1
+    seen: dict[tuple, int] = {}
+    for node in sorted(candidates, key=lambda n: n._sort_key):
+        place = (info(node).unit, info(node).module, str(root_producer(node).target))
+        seen[place] = seen.get(place, 0) + 1
+        alike = tuple(re.sub(r"\d+", "*", part) for part in place)
+        classes.setdefault((*alike, seen[place]), []).append(node)
+    room = fraction * (_storage_bytes(candidates | floor)) - _storage_bytes(floor)
+    ranked = sorted(classes.items(), key=lambda kv: (-_recompute_cost(kv[1][0]), str(kv[0])))
+    kept: set[fx.Node] = set()
+    for _, nodes in ranked:
+        size = _storage_bytes(kept | set(nodes)) - _storage_bytes(kept)
+        if size <= room:
+            kept.update(nodes)
+            room -= size
+    return kept
+
+
+def _storage_bytes(nodes: Iterable[fx.Node]) -> int:
+    sources = {alias_source(n) for n in nodes}
+    return sum(nbytes(value(s)) for s in sources if isinstance(value(s), torch.Tensor))
+
+
+def _recompute_cost(node: fx.Node) -> float:
+    """Return operations per byte kept: matrix products are dear, pointwise work is cheap."""
+    while is_alias(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    node = root_producer(node)
+    tensors = [value(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)]
+    out = max(nbytes(value(node)), 1)
+    name = str(node.target)
+    if any(word in name for word in ("mm", "convolution", "attention", "linear")):
+        inner = max((t.shape[-1] for t in tensors if t.dim()), default=1)
+        return 2.0 * inner
+    return sum(nbytes(t) for t in tensors) / out

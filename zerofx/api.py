@@ -1,0 +1,146 @@
+"""compile, in reading order: a model becomes shards, then programs at its first calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.capture import capture as capture_package
+from zerofx.capture import find_units
+from zerofx.capture.capture import describe_params
+from zerofx.ir.program import Program
+from zerofx.machine import Machine, machine_for
+from zerofx.module import CompiledModule
+from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.placement import plan_layout
+from zerofx.plan import Plan, as_plan
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.layout import Layout, UnitParam
+from zerofx.runtime.shard_optimizer import swap_optimizer
+from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.world import World
+
+PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def compile(
+    model: nn.Module,
+    plan: PlanLike = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+) -> CompiledModule:
+    """Shard a model at once, and return a module that compiles each signature at its first call.
+
+    model: any nn.Module, materialised (rank 0's values are taken) or on meta (initialised unit by
+        unit). Its parameters become shards in place: use the returned module from here on.
+    plan: a Plan, a dict of its fields, or the path of a YAML or JSON file. Default: stage 3.
+    optimizer: one built over `model.parameters()` has its parameters swapped for the shards.
+    device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
+    mesh: a 1-D (shard) or 2-D (replicate, shard) DeviceMesh. Default: all ranks.
+    machine: a machine description (bucket sizes, prefetch, algorithms). Default: the device's.
+
+    Raises:
+        PlanError: a plan field is unknown, contradictory, or not in this release.
+        ShardError: a parameter cannot be sharded; the model is left as it was.
+    """
+    checked = as_plan(plan)
+    checked.require_supported()
+    world, described = _connect(checked, device, mesh, machine)
+    layout = make_layout(model, checked, world.size, described)
+    store = ShardStore.build(model, layout, world)
+    if optimizer is not None:
+        swap_optimizer(optimizer, store.replaced)
+    setting = Setting(checked, world.size, described, layout)
+    return CompiledModule(model, setting, Engine(store))
+
+
+def _connect(
+    plan: Plan,
+    device: torch.device | str | None,
+    mesh: DeviceMesh | None,
+    machine: Machine | str | os.PathLike[str] | None,
+) -> tuple[World, Machine]:
+    guess = torch.device(device) if device is not None else torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
+    described = machine_for(guess, machine)
+
+    def algorithm(kind: str, nbytes: int, ranks: int) -> str:
+        collective = "gather" if kind == "all-gather" else "reduce"
+        return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
+
+    shard_size = 1 if plan.stage == 0 else plan.shard_axis_size
+    return World.connect(device, mesh, shard_size, algorithm), described
+
+
+def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine) -> Layout:
+    """Return how a model's parameters lie in buckets: decided before any capture."""
+    units = find_units(model, plan.units)
+    params = [
+        UnitParam(p.name, p.shape, p.dtype, p.unit, p.requires_grad)
+        for p in describe_params(model, units).values()
+    ]
+    persist = plan.persist_below
+    bucket = plan.bucket_bytes
+    return plan_layout(
+        params,
+        plan,
+        world_size,
+        machine.persist_below_bytes if persist is None else persist,
+        machine.bucket_bytes if bucket is None else bucket,
+    )
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    plan: PlanLike = None,
+) -> Program:
+    """Capture one call of a model as a Program, on fake tensors; no process group, no compute."""
+    checked = as_plan(plan)
+    program = capture_package(
+        model,
+        tuple(args),
+        dict(kwargs or {}),
+        differentiate=checked.differentiate,
+        outputs=checked.outputs,
+        units=checked.units,
+    )
+    program.plan = checked
+    return program
+
+
+def rewrite(
+    program: Program,
+    plan: PlanLike = None,
+    world_size: int = 1,
+    machine: Machine | str | os.PathLike[str] | None = None,
+) -> Program:
+    """Run the passes of a plan on a captured program, for any world size; no process group.
+
+    Returns:
+        A new Program with communication, its history one entry a pass. The given one is unchanged.
+    """
+    checked = as_plan(plan if plan is not None else program.plan)
+    checked.require_supported()
+    described = machine_for("cpu", machine)
+    if checked.shard_axis_size is not None and world_size % checked.shard_axis_size:
+        checked = replace(checked)  # re-validates; the layout reports the numbers
+    return run(program, Setting(checked, world_size, described))
+
+
+def load_program(directory: str | os.PathLike[str]) -> Program:
+    """Parse an emitted directory back into a Program, also after a hand edit, and verify it."""
+    from zerofx.codegen.load import load
+
+    return load(directory)

@@ -1,0 +1,77 @@
+"""Turn what tracing raises into a CaptureError with the user's line and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from zerofx import compat
+from zerofx.capture.lines import LineMode, locate
+from zerofx.errors import CaptureError
+
+# Name of the torch function that read a value: (what the model did, the way out).
+_READS = {
+    "item": (
+        ".item() reads a tensor's value",
+        "keep it a tensor, or return it and call .item() outside the model",
+    ),
+    "tolist": (
+        ".tolist() reads a tensor's values",
+        "keep them a tensor, or pass the list as an argument",
+    ),
+    "numpy": ("a tensor is handed to NumPy", "use torch functions, or do it outside the model"),
+    "__bool__": (
+        "Python control flow depends on a tensor's value",
+        "use torch.where, or decide by an argument of the call",
+    ),
+    "__index__": (
+        "a tensor's value is used as an index or a size",
+        "derive it from a shape, or pass it as an argument",
+    ),
+    "__int__": ("int() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
+    "__float__": ("float() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
+    "__contains__": (
+        "Python control flow depends on a tensor's values",
+        "use torch.isin, or decide by an argument of the call",
+    ),
+}
+_UNKNOWN_READ = ("a tensor's value is read", "keep it a tensor, or do it outside the model")
+
+
+@contextlib.contextmanager
+def explained(lines: LineMode) -> Iterator[None]:
+    """Raise a CaptureError for what tracing raises.
+
+    An exception of the model's own code passes as it is, as it would in eager.
+    """
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        found = explain(error, lines.last_call)
+        if found is None:
+            raise
+        raise found from error
+
+
+def explain(error: Exception, last_call: str) -> CaptureError | None:
+    """Return the CaptureError that `error` amounts to, None for one of the model's own code.
+
+    last_call: name of the torch function the model called last.
+    """
+    where, is_own = locate(error.__traceback__)
+    at = f" at {where}" if where else ""
+    if isinstance(error, compat.DataDependentError) or last_call == "numpy":
+        what, way = _READS.get(last_call, _UNKNOWN_READ)
+        return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
+    if isinstance(error, compat.DynamicShapeError):
+        call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
+        return CaptureError(
+            f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "
+            "torch.where, or a size that is fixed in advance"
+        )
+    if is_own:
+        return None
+    first = (str(error).strip().splitlines() or [""])[0]
+    return CaptureError(f"capture: forward failed{at}: {type(error).__name__}: {first}")

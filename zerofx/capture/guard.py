@@ -1,0 +1,93 @@
+"""What cannot be captured faithfully and shows before tracing: refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from zerofx import compat
+from zerofx.errors import CaptureError
+
+_WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_arguments(names: list[str], leaves: list[Any]) -> None:
+    """Refuse tensors that are not plain, and constants that cannot be part of a key.
+
+    Raises:
+        CaptureError: naming the argument.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            check_constant(name, leaf)
+            continue
+        is_plain = type(leaf) in (Tensor, nn.Parameter) or isinstance(leaf, compat.FakeTensor)
+        if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
+            kind = str(leaf.layout).removeprefix("torch.") if is_plain else type(leaf).__name__
+            raise CaptureError(
+                f"capture: argument {name} is a tensor of kind {kind}; pass a plain dense tensor"
+            )
+
+
+def check_constant(name: str, leaf: Any) -> None:
+    """Refuse an argument that is neither a tensor nor a hashable constant.
+
+    Raises:
+        CaptureError: naming the argument.
+    """
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"capture: argument {name} is a {type(leaf).__name__}, which is neither a tensor nor "
+            "a hashable constant, so no program can be kept for it; pass a tensor "
+            "(torch.as_tensor), a number, a string or a tuple of them"
+        ) from None
+
+
+def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences, whose batch sizes depend on the data.
+
+    Raises:
+        CaptureError: for any; the message says what to pass instead.
+    """
+    found = pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence))
+    if any(isinstance(v, PackedSequence) for v in found):
+        raise CaptureError(
+            "capture: an argument is a PackedSequence, whose batch sizes differ from batch to "
+            "batch; pass the padded tensor, and mask or gather by the lengths"
+        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules and parameters that cannot be traced faithfully.
+
+    Raises:
+        CaptureError: naming the module or parameter.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (*_WRAPPERS, compat.OptimizedModule)):
+            raise CaptureError(
+                f"capture: {name or 'the model'} is a {type(module).__name__}; "
+                "pass the plain module inside it"
+            )
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"capture: {name or 'the model'} asks for sparse gradients, which have no fixed "
+                "size; make it with sparse=False"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"capture: {name} has no shape yet; run one batch through the lazy module first"
+            )
+        if compat.has_gradient_hooks(param):
+            raise CaptureError(
+                f"capture: {name} has a gradient hook, which a program would skip; hook the "
+                "tensor inside forward, or change p.grad after backward"
+            )

@@ -1,0 +1,187 @@
+"""The module that is traced: the user's model between flat tensors in and flat tensors out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import traceback as fx_traceback
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec
+
+from zerofx.capture import trees
+from zerofx.capture.swap import Link, follow
+from zerofx.errors import CaptureError
+
+# Outputs of these types are the same at every call of one signature.
+_CONSTANTS = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size)
+
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+class LineMode(TorchFunctionMode):
+    """Mark the nodes of every torch call with the user's line that made it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with fx_traceback.annotate({"zfx_line": user_line()}):
+            return func(*args, **(kwargs or {}))
+
+
+def user_line() -> str:
+    """Return "file.py:12" of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+@dataclass
+class Results:
+    """What the model's forward returned, as seen by the last trace.
+
+    tensors: leaf number of each tensor the harness hands out, in order.
+    """
+
+    spec: TreeSpec | None = None
+    names: tuple[str, ...] = ()
+    tensors: tuple[int, ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    loss: int | None = None
+    differentiable: tuple[int, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    def keep_constant(self, number: int, leaf: Any) -> None:
+        """Record a leaf that is no tensor; one of an unknown type becomes None."""
+        if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
+            raise CaptureError(
+                f"capture: output {self.names[number] or '0'} is a {type(leaf).__name__}, which a "
+                "program cannot return; return the tensors it is made of"
+            )
+        is_known = isinstance(leaf, _CONSTANTS)
+        self.constants[number] = leaf if is_known else None
+        if not is_known:
+            self.dropped += (f"{self.names[number]} ({type(leaf).__name__})",)
+
+
+class Harness(nn.Module):
+    """Call the model on flat tensors; return the flat tensors that the program will return."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: list[Any],
+        in_spec: TreeSpec,
+        tensor_leaves: tuple[int, ...],
+        links: list[Link],
+        differentiate: str,
+        outputs: str,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._leaves, self._in_spec, self._tensor_leaves = leaves, in_spec, tensor_leaves
+        self._links = links
+        self._differentiate, self._outputs = differentiate, outputs
+        self.results = Results()
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        leaves = list(self._leaves)
+        for number, tensor in zip(self._tensor_leaves, tensors, strict=True):
+            leaves[number] = tensor
+        args, kwargs = trees.unflatten(leaves, self._in_spec)
+        follow(self._links)
+        with LineMode():
+            out = self.model(*args, **kwargs)
+        return self._hand_out(out, tensors)
+
+    def _hand_out(self, out: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        names, leaves, spec = trees.flatten_named(out)
+        loss = None if self._differentiate == "all" else find_loss(names, leaves)
+        results = Results(spec=spec, names=tuple(names), loss=loss)
+        results.differentiable = find_differentiable(leaves, loss)
+        only_loss = self._outputs == "loss" and loss is not None
+        aliases = _Aliases(self.model, inputs)
+        handed: list[Tensor] = []
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if not isinstance(leaf, Tensor):
+                results.keep_constant(i, leaf)
+            elif only_loss and i != loss:
+                results.constants[i] = None
+            else:
+                check_output(name, leaf)
+                results.tensors += (i,)
+                handed.append(aliases.separate(leaf, i in results.differentiable))
+        if not handed:
+            raise CaptureError(
+                f"capture: {type(self.model).__name__}.forward returns no tensor but "
+                f"{type(out).__name__}; return the loss, the outputs, or a container of them"
+            )
+        self.results = results
+        return handed
+
+
+class _Aliases:
+    """Makes outputs independent of the parameters, the buffers and one another.
+
+    What a program returns must outlive the gathered parameters, and each differentiable output
+    needs a gradient of its own, which views of one tensor do not have in a traced graph.
+    """
+
+    def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state = [*model.parameters(), *model.buffers()]
+        self._state = {StorageWeakRef(t.untyped_storage()) for t in state}
+        self._handed = {StorageWeakRef(t.untyped_storage()) for t in inputs}
+
+    def separate(self, leaf: Tensor, is_differentiable: bool) -> Tensor:
+        storage = StorageWeakRef(leaf.untyped_storage())
+        if not is_differentiable:
+            leaf = leaf.detach() if leaf.requires_grad else leaf
+            return leaf.clone() if storage in self._state else leaf
+        is_shared = storage in self._state or storage in self._handed
+        self._handed.add(storage)
+        return leaf.clone() if is_shared else leaf
+
+
+def find_loss(names: list[str], leaves: list[Any]) -> int | None:
+    """Return the leaf to differentiate: the `loss` field, or the only 0-d float output."""
+    floats = [
+        i
+        for i, v in enumerate(leaves)
+        if isinstance(v, Tensor) and v.is_floating_point() and v.requires_grad
+    ]
+    named = [i for i in floats if names[i] == "loss" and leaves[i].numel() == 1]
+    scalars = [i for i in floats if leaves[i].dim() == 0]
+    found = named or scalars
+    return found[0] if len(found) == 1 else None
+
+
+def find_differentiable(leaves: list[Any], loss: int | None) -> tuple[int, ...]:
+    """Return the leaves that receive gradients: the loss, or every output that requires grad."""
+    if loss is not None:
+        return (loss,)
+    return tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad)
+
+
+def check_output(name: str, leaf: Tensor) -> None:
+    """Refuse tensors that a program cannot return.
+
+    Raises:
+        CaptureError: a sparse or nested tensor; the message names the output.
+    """
+    if leaf.layout is not torch.strided or leaf.is_quantized:
+        layout = str(leaf.layout).removeprefix("torch.")
+        raise CaptureError(
+            f"capture: output {name or '0'} is a {layout} tensor; return it dense "
+            "(to_dense(), or its values and indices)"
+        )

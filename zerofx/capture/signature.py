@@ -1,0 +1,228 @@
+"""The key of a call: two calls of one model with equal keys run the same program."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerofx import compat
+from zerofx.capture import trees
+from zerofx.errors import CaptureError
+
+_PLAIN = frozenset({int, bool, str, type(None), complex, bytes, torch.dtype, torch.device})
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Signature(NamedTuple):
+    """What a program depends on, besides the model's code.
+
+    args, kwargs: a key for each argument: of tensors ("tensor", shape, dtype, strides, device,
+        requires_grad), of constants (type, value), of containers those of their leaves.
+    modes: grad mode, inference mode, default dtype, autocast (device, dtype, cache) or None.
+    training, trainable: a byte for each submodule (parameter), in registration order.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    modes: tuple[Any, ...]
+    training: bytes
+    trainable: bytes
+
+
+class ModelState:
+    """The part of a signature that lies in the model; holds its modules and parameters by list."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_modules())
+        self.module_names, self._modules = tuple(named), list(named.values())
+        params = dict(model.named_parameters())
+        self.param_names, self._params = tuple(params), list(params.values())
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return (training, trainable) as of now, at about 25 ns a module and a parameter."""
+        with compat.DisableTorchFunctionSubclass():
+            return bytes(map(_training, self._modules)), bytes(map(_requires_grad, self._params))
+
+
+def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """Return the key of `model(*args, **kwargs)` under the present modes.
+
+    Raises:
+        CaptureError: an argument that is not a tensor cannot be hashed; the message names it.
+    """
+    try:
+        keys = tuple([_key(a) for a in args])
+        named = tuple([(k, _key(v)) for k, v in kwargs.items()]) if kwargs else ()
+    except TypeError as error:
+        raise _unhashable(args, kwargs) from error
+    return Signature(keys, named, _modes(), *state.read())
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind in _TENSORS:
+        strides = value.stride()
+        return "tensor", value.shape, value.dtype, strides, value.device, value.requires_grad
+    if kind in _PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, value if value == value else "nan"
+    if kind is dict:
+        return kind, tuple([(k, _key(v)) for k, v in value.items()])
+    if kind is tuple or kind is list:
+        return kind, tuple([_key(v) for v in value])
+    return _open_key(value)
+
+
+def _open_key(value: Any) -> Any:
+    """Key of a value that pytree opens (records, named tuples, mappings), or of a constant."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.device, value.requires_grad
+    names, leaves, _ = trees.flatten_named(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        hash(value)
+        return type(value), value
+    return type(value), tuple(names), tuple([_key(v) for v in leaves])
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _autocast("cpu"),
+        _autocast("cuda"),
+    )
+
+
+def _autocast(device_type: str) -> Any:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+
+
+def check_constants(names: list[str], leaves: list[Any]) -> None:
+    """Refuse leaves that are neither tensors nor hashable constants.
+
+    Raises:
+        CaptureError: naming the argument.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            continue
+        try:
+            hash(leaf)
+        except TypeError:
+            raise CaptureError(
+                f"capture: argument {name} is a {type(leaf).__name__}, which is neither a tensor "
+                "nor a hashable constant, so a program cannot be kept for it; pass a tensor "
+                "(torch.as_tensor), a number, a string or a tuple of them"
+            ) from None
+
+
+def _unhashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
+    names, leaves, _ = trees.flatten_named((args, kwargs))
+    try:
+        check_constants([trees.call_name(n) for n in names], leaves)
+    except CaptureError as error:
+        return error
+    return CaptureError("capture: an argument has a key that cannot be hashed")
+
+
+def describe_difference(new: Signature, old: Signature, state: ModelState) -> str:
+    """Say in what two calls differ: `x.shape[1]: 16, was 12`.
+
+    Every difference is named; "nothing" where there is none.
+    """
+    found: list[str] = []
+    if len(new.args) != len(old.args):
+        found.append(f"positional arguments: {len(new.args)}, was {len(old.args)}")
+    for i, (a, b) in enumerate(zip(new.args, old.args, strict=False)):
+        found += _differences(f"args[{i}]", a, b)
+    mine, theirs = dict(new.kwargs), dict(old.kwargs)
+    for name in [*mine, *(n for n in theirs if n not in mine)]:
+        if name in mine and name in theirs:
+            found += _differences(name, mine[name], theirs[name])
+        else:
+            found.append(f"{name}: {'given' if name in mine else 'not given'}, unlike before")
+    if not found and list(mine) != list(theirs):
+        found.append("the order of keyword arguments")
+    labels = ("grad mode", "inference mode", "default dtype", "CPU autocast", "CUDA autocast")
+    for label, a, b in zip(labels, new.modes, old.modes, strict=True):
+        if a != b:
+            found.append(f"{label}: {a}, was {b}")
+    found += _flags("training", state.module_names, new.training, old.training)
+    found += _flags("requires_grad", state.param_names, new.trainable, old.trainable)
+    return "; ".join(found) or "nothing"
+
+
+def _flags(what: str, names: tuple[str, ...], new: bytes, old: bytes) -> list[str]:
+    changed = [i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b]
+    if not changed:
+        return []
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    first = changed[0]
+    label = names[first] or "the model"
+    return [f"{what} of {label}{more}: {bool(new[first])}, was {bool(old[first])}"]
+
+
+def _differences(name: str, new: Any, old: Any) -> list[str]:
+    """Compare two keys of one argument."""
+    if new == old:
+        return []
+    if new[0] != old[0]:
+        return [f"{name}: {_kind(new)}, was {_kind(old)}"]
+    if new[0] == "tensor":
+        return _tensor_differences(name, new, old)
+    if new[0] in (dict, tuple, list):
+        return _item_differences(name, new, old)
+    if len(new) == 3 and isinstance(new[1], tuple) and new[1] == old[1]:
+        return [
+            d
+            for leaf, a, b in zip(new[1], new[2], old[2], strict=True)
+            for d in _differences(_join(name, leaf), a, b)
+        ]
+    return [f"{name}: {new[1]!r}, was {old[1]!r}"]
+
+
+def _tensor_differences(name: str, new: Any, old: Any) -> list[str]:
+    found = []
+    if len(new[1]) != len(old[1]):
+        found.append(f"{name}.ndim: {len(new[1])}, was {len(old[1])}")
+    else:
+        for dim, (a, b) in enumerate(zip(new[1], old[1], strict=True)):
+            if a != b:
+                found.append(f"{name}.shape[{dim}]: {a}, was {b}")
+    labels = ((2, "dtype"), (3, "stride()"), (4, "device"), (5, "requires_grad"))
+    for i, label in labels:
+        is_consequence = label == "stride()" and found  # strides follow the shape
+        if new[i] != old[i] and not is_consequence:
+            found.append(f"{name}.{label}: {new[i]}, was {old[i]}")
+    return found
+
+
+def _item_differences(name: str, new: Any, old: Any) -> list[str]:
+    if len(new[1]) != len(old[1]):
+        return [f"len({name}): {len(new[1])}, was {len(old[1])}"]
+    found: list[str] = []
+    for i, (a, b) in enumerate(zip(new[1], old[1], strict=True)):
+        if new[0] is not dict:
+            found += _differences(f"{name}[{i}]", a, b)
+        elif a[0] != b[0]:
+            found.append(f"{name}: key {a[0]!r}, was {b[0]!r}")
+        else:
+            found += _differences(f"{name}[{a[0]!r}]", a[1], b[1])
+    return found
+
+
+def _join(name: str, leaf: str) -> str:
+    return name + leaf if leaf.startswith("[") else f"{name}.{leaf}"
+
+
+def _kind(key: Any) -> str:
+    return key[0] if isinstance(key[0], str) else key[0].__name__

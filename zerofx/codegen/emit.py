@@ -1,0 +1,107 @@
+"""Write a program as a directory of readable source: schedule.py, regions/, plan.yaml, fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jinja2
+import torch
+
+from zerofx.codegen.facts import program_facts
+from zerofx.codegen.regions import RegionLibrary
+from zerofx.codegen.schedule import Function
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("zerofx.codegen"),
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
+    autoescape=False,  # the output is Python source, not markup
+)
+_PARAMETERS = {
+    FORWARD: "rt, shards, buffers, inputs",
+    BACKWARD: "rt, shards, saved, tangents",
+}
+
+
+def render(program: Program) -> dict[str, str]:
+    """Return the emitted files: relative path -> text. The same on every rank."""
+    library = RegionLibrary()
+    functions = [
+        {
+            "name": name,
+            "parameters": _PARAMETERS[name],
+            "rows": "\n".join(Function(program, name, library).lines()).split("\n"),
+        }
+        for name in (FORWARD, BACKWARD)
+        if name in program.graphs
+    ]
+    codes = list(library.codes.values())
+    schedule = _TEMPLATES.get_template("schedule.py.j2").render(
+        title=f"{program.model_name}: {_headline(program)}",
+        summary=program.history[-1].summary if program.history else "",
+        regions=[c.name for c in codes],
+        functions=functions,
+    )
+    files = {"schedule.py": schedule}
+    files |= {f"regions/{c.name}.py": c.source for c in codes}
+    files["plan.yaml"] = program.plan.to_yaml()
+    facts = program_facts(program)
+    facts["files"] = {name: _digest(text) for name, text in sorted(files.items())}
+    files["fingerprint.json"] = json.dumps(facts, indent=1) + "\n"
+    return files
+
+
+def _headline(program: Program) -> str:
+    kind = "training" if program.is_training else "inference"
+    return f"{kind} at stage {program.plan.stage}, world {program.world_size}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint(files: dict[str, str]) -> str:
+    """Return the digest of everything emitted: equal on ranks that will run the same program."""
+    whole = json.dumps(sorted(files.items())) + torch.__version__
+    return _digest(whole)
+
+
+def write(files: dict[str, str], directory: str | os.PathLike[str]) -> Path:
+    """Write the files into `directory`, which appears whole or not at all."""
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        for name, text in files.items():
+            path = staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        _publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _publish(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        for path in sorted(p for p in staging.rglob("*") if p.is_file()):
+            place = target / path.relative_to(staging)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+
+
+def emit(program: Program, directory: str | os.PathLike[str]) -> Path:
+    """Write a program's emitted module into a directory of the user's choice."""
+    return write(render(program), directory)
+
+

@@ -1,0 +1,70 @@
+"""What an emitted program says of itself beside its source: layout, slots, roles, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import Program
+from zerofx.runtime.layout import Layout
+
+FORMAT = 1
+
+
+def program_facts(program: Program) -> dict[str, Any]:
+    """Return the facts that running or reloading the emitted source needs, as plain JSON data."""
+    assert program.layout is not None
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "model": program.model_name,
+        "training": program.is_training,
+        "world_size": program.world_size,
+        "kernels": program.plan.kernels if not program.plan.debug else "aten",
+        "slots": program.slots.get("bytes", []),
+        "layout": layout_facts(program.layout),
+        "placeholders": {g: _placeholders(program, g) for g in program.graphs},
+        "outputs": {
+            g: [[s.role.value, s.name, s.index] for s in specs]
+            for g, specs in program.outputs.items()
+        },
+        "params": {
+            p.name: [list(p.shape), _dtype(p.dtype), p.requires_grad, p.unit, list(p.aliases)]
+            for p in program.params.values()
+        },
+        "buffers": list(program.buffers),
+    }
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _placeholders(program: Program, graph: str) -> list[list[Any]]:
+    found = []
+    for node in program.placeholders(graph):
+        where, val = info(node), value(node)
+        role = where.role.value if where.role else Role.INPUT.value
+        spec = [_dtype(val.dtype), list(val.shape), list(val.stride()), val.device.type]
+        found.append([role, where.name, where.index, where.unit, spec])
+    return found
+
+
+def layout_facts(layout: Layout) -> dict[str, Any]:
+    return {
+        "shard_size": layout.shard_size,
+        "replicate_size": layout.replicate_size,
+        "buckets": [
+            {
+                "units": list(b.units),
+                "dtype": _dtype(b.dtype),
+                "numel": b.numel,
+                "persistent": b.persistent,
+                "trainable": b.trainable,
+                "params": [[p.name, list(p.shape), p.offset] for p in b.params],
+            }
+            for b in layout.buckets
+        ],
+    }

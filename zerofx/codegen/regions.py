@@ -1,0 +1,182 @@
+"""Regions as source: the compute between two schedule points, one file a structure."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zerofx.codegen.text import callee, describe, identifier, literal, wrap_tuple
+from zerofx.ir import ops
+from zerofx.ir.graphs import regions
+from zerofx.ir.meta import Phase, info, value
+
+
+@dataclass(frozen=True)
+class RegionCode:
+    """One unique region: its function's name and body, and what it takes."""
+
+    name: str
+    source: str
+    key: str
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One place where a region runs: the values it reads and makes, in the callee's order."""
+
+    code: RegionCode
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass
+class RegionLibrary:
+    """Collects regions over all graphs of a program, equal structures once."""
+
+    codes: dict[str, RegionCode] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    def calls(self, graph: fx.Graph) -> dict[fx.Node, RegionCall]:
+        """Return each region's call, keyed by the region's first node."""
+        return {nodes[0]: self._call(nodes) for nodes in regions(graph).values()}
+
+    def _call(self, nodes: list[fx.Node]) -> RegionCall:
+        inside = set(nodes)
+        inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        outputs = tuple(
+            n
+            for n in nodes
+            if any(u not in inside for u in n.users) and isinstance(value(n), torch.Tensor)
+        )
+        body = _Body(nodes, inputs, outputs)
+        key = hashlib.sha256(body.canonical().encode()).hexdigest()[:16]
+        if key not in self.codes:
+            name = self._name(nodes)
+            self.codes[key] = RegionCode(name, body.source(name), key)
+        return RegionCall(self.codes[key], inputs, outputs, tuple(nodes))
+
+    def _name(self, nodes: list[fx.Node]) -> str:
+        unit = next((info(n).unit for n in nodes if info(n).unit), "root")
+        base = re.sub(r"(_\d+)+(?=_|$)", "", identifier(unit)) or "root"
+        phase = "backward" if info(nodes[0]).phase is Phase.BACKWARD else "forward"
+        name, k = f"{base}_{phase}", 1
+        while name in self.names:
+            k += 1
+            name = f"{base}_{phase}_{k}"
+        self.names.add(name)
+        return name
+
+
+class _Body:
+    """Writes one region's function with names that do not depend on which layer it came from."""
+
+    def __init__(
+        self, nodes: list[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
+    ) -> None:
+        self.nodes, self.inputs, self.outputs = nodes, list(inputs), list(outputs)
+        self.names: dict[fx.Node, str] = {}
+        self.taken: set[str] = {"args", "aten", "torch", "operator"}
+        self.unit = next((info(n).unit for n in nodes if info(n).unit), "")
+        for i, node in enumerate(self.inputs):
+            is_param = node.target is ops.param_view
+            self._bind(node, self._relative(info(node).name) if is_param else f"x{i}")
+        for node in nodes:
+            self._bind(node, self._base(node))
+        self.dying = self._last_uses()
+
+    def _relative(self, name: str) -> str:
+        inner = name.removeprefix(self.unit + ".") if self.unit else name
+        return re.sub(r"\d+", "", identifier(inner)) if inner == name and "." in name else (
+            identifier(inner)
+        )
+
+    def _base(self, node: fx.Node) -> str:
+        target = node.target
+        if target is operator.getitem:
+            return f"{self.names[node.args[0]]}_{node.args[1]}"  # type: ignore[index]
+        schema = getattr(target, "_schema", None)
+        return schema.name.split("::")[1].strip("_") if schema else target.__name__  # type: ignore[union-attr]
+
+    def _bind(self, node: fx.Node, base: str) -> None:
+        base = identifier(base)
+        name, k = base, 0
+        while name in self.taken:
+            k += 1
+            name = f"{base}_{k}"
+        self.taken.add(name)
+        self.names[node] = name
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """Return, per node, the values that nothing in the region reads after it."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            last.setdefault(node, node)
+            for read in node.all_input_nodes:
+                last[read] = node
+        keep = set(self.outputs)
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for read, node in last.items():
+            if read not in keep:
+                dying.setdefault(node, []).append(read)
+        return dying
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return (statement, comment) of each line of the body."""
+        found = []
+        for node in self.nodes:
+            args = [literal(a, self.names) for a in node.args]
+            args += [f"{k}={literal(v, self.names)}" for k, v in node.kwargs.items()]
+            if node.target is operator.getitem:
+                call = f"{args[0]}[{args[1]}]"
+            else:
+                call = f"{callee(node.target)}({', '.join(args)})"
+            where = info(node)
+            module = where.module.removeprefix(self.unit).strip(".")
+            note = "  ".join(t for t in (describe(value(node)), module, where.line) if t)
+            found.append((f"{self.names[node]} = {call}", note))
+            if gone := self.dying.get(node):
+                found.append((f"del {', '.join(self.names[g] for g in gone)}", ""))
+        return found
+
+    def specs(self) -> list[tuple]:
+        return [_spec(value(n)) for n in self.inputs]
+
+    def canonical(self) -> str:
+        outs = [self.names[n] for n in self.outputs]
+        takes = [self.names[n] for n in self.inputs]
+        return repr((takes, self.specs(), [s for s, _ in self.lines()], outs))
+
+    def source(self, name: str) -> str:
+        """Return the region file's text."""
+        phase = "backward" if info(self.nodes[0]).phase is Phase.BACKWARD else "forward"
+        rows = [f'"""Region {name}: {phase} compute of {len(self.nodes)} nodes, in ATen form."""']
+        rows += ["", "import operator", "", "import torch", "", "aten = torch.ops.aten", ""]
+        rows += ["# dtype, shape, strides and device type of each element of `args`", "INPUTS = ("]
+        rows += [f"    {spec!r}," for spec in self.specs()]
+        rows += [")", "", "", f"def {name}(args):"]
+        if self.inputs:
+            takes = [self.names[n] for n in self.inputs]
+            rows.append(f"    {wrap_tuple(takes)} = args")
+        rows.append("    args.clear()")
+        for statement, note in self.lines():
+            rows.append(f"    {statement}" + (f"  # {note}" if note else ""))
+        outs = [self.names[n] for n in self.outputs]
+        rows.append(f"    return {wrap_tuple(outs) if outs else '()'}")
+        rows.append("")
+        if not any("operator." in s for s, _ in self.lines()):
+            rows.remove("import operator")
+            rows.remove("")
+        return "\n".join(rows)
+
+
+def _spec(val: object) -> tuple:
+    assert isinstance(val, torch.Tensor), f"a region input is {val!r}, not a tensor"
+    dtype = str(val.dtype).removeprefix("torch.")
+    return dtype, tuple(val.shape), tuple(val.stride()), val.device.type

@@ -1,0 +1,263 @@
+"""Every private torch API that zerofx uses, grouped by who needs it, each with the reason why.
+
+Works on torch 2.11 to 2.13; nothing else in the package imports a name of torch that begins with
+an underscore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# --- capture -------------------------------------------------------------------------------------
+# aot_export_joint_with_descriptors is the only tracer that keeps custom autograd functions and
+# tensor hooks in the backward; it is private and its flags are module globals.
+
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Make a fake mode with static shapes that lets the model's own constants in."""
+    return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def compiling_flags() -> Iterator[None]:
+    """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and put it back.
+
+    Libraries (transformers) ask these to take their traceable paths.
+    """
+    old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
+
+
+def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
+    """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
+
+    Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
+    nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
+    forward's autocast region, hence `backward_pass_autocast`.
+    """
+    from torch._functorch import config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with (
+        config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
+        compiling_flags(),
+        torch.fx.traceback.preserve_node_meta(),
+        contextlib.ExitStack() as stack,
+    ):
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def describe_placeholder(node: torch.fx.Node) -> tuple[str, str | int]:
+    """Return ("param" | "buffer", name), ("input", position) or ("tangent", output position)."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    desc = node.meta["desc"]
+    if isinstance(desc, d.ParamAOTInput):
+        return "param", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.PlainAOTOutput):
+        return "tangent", desc.output.idx
+    return "unknown", repr(desc)
+
+
+def describe_results(output: torch.fx.Node) -> list[tuple[str, Any]]:
+    """Return what each element of a traced graph's output stands for.
+
+    ("output", position), ("grad", name), ("input-grad", position), ("param-update", name),
+    ("buffer-update", name), ("input-update", position) or ("unknown", text).
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    def one(desc: Any) -> tuple[str, Any]:
+        if isinstance(desc, d.PlainAOTOutput):
+            return "output", desc.idx
+        source = getattr(desc, "grad_of", None) or getattr(desc, "mutated_input", None)
+        kind = "grad" if isinstance(desc, d.GradAOTOutput) else "update"
+        if isinstance(source, d.ParamAOTInput):
+            return ("grad" if kind == "grad" else "param-update"), source.target
+        if isinstance(source, d.BufferAOTInput):
+            return f"buffer-{kind}", source.target
+        if isinstance(source, d.PlainAOTInput):
+            return f"input-{kind}", source.idx
+        return "unknown", repr(desc)
+
+    return [one(desc) for desc in output.meta["desc"]]
+
+
+# --- end of capture ------------------------------------------------------------------------------
+
+# --- shards --------------------------------------------------------------------------------------
+# A sharded parameter is a DTensor whose local tensor has another number of dimensions than the
+# global shape; the public constructors derive one from the other, so the wrapper, its spec and a
+# mesh without process groups are made directly.
+
+
+def shard_mesh(device_type: str, size: int, rank: int) -> Any:
+    """Return a 1-D DeviceMesh of the shard axis that owns no process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(
+        device_type, torch.arange(size), mesh_dim_names=("shard",), _init_backend=False, _rank=rank
+    )
+
+
+def shard_spec(mesh: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Return the DTensorSpec of a contiguous tensor of `shape`, placed `Shard(0)` on `mesh`."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    meta = TensorMeta(shape, tuple(reversed(stride)), dtype)
+    return DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+
+
+# DTensor.__init__ costs more than the wrapper itself; this is its __new__.
+new_dtensor = torch.Tensor._dtensor__new__
+
+# What the wrapper keeps: the local tensor (a slot, so reading it costs no __torch_function__).
+local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+# Skips __torch_function__ of subclasses inside the block.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+def allow_foreach(cls: type[torch.Tensor]) -> None:
+    """Let optimizers and clipping choose foreach for tensors of `cls`, as DTensor itself does."""
+    from torch.optim.optimizer import _foreach_supported_types as in_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as in_clipping
+
+    for known in (in_optimizers, in_clipping):
+        if cls not in known:
+            known.append(cls)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and storage objects share the storage of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# --- process groups ------------------------------------------------------------------------------
+# The flat collectives are renamed in 2.13, where the old names warn. A group's backend object is
+# what torch.distributed's wrappers end in: point-to-point calls on it cost half as much Python.
+
+
+def all_gather_flat(group: Any, out: torch.Tensor, shard: torch.Tensor) -> Any:
+    """Launch an all-gather into one flat tensor; return its handle."""
+    import torch.distributed as dist
+
+    launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return launch(out, shard, group=group, async_op=True)
+
+
+def reduce_scatter_flat(group: Any, out: torch.Tensor, full: torch.Tensor) -> Any:
+    """Launch a reduce-scatter (sum) of one flat tensor; return its handle."""
+    import torch.distributed as dist
+
+    launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return launch(out, full, group=group, async_op=True)
+
+
+def group_backend(group: Any, device: torch.device) -> Any:
+    """Return the backend object that carries out the collectives of `group` on `device`."""
+    return group._get_backend(device)
+
+
+def default_store() -> Any:
+    """Return the key-value store that the default process group was made with."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+# --- end of process groups -----------------------------------------------------------------------
+
+
+# --- regions -------------------------------------------------------------------------------------
+# standalone_compile is the only way to get one graph compiled by Inductor without Dynamo, saved,
+# and loaded in another process; it is private until torch makes it public.
+
+
+def inductor_problem() -> str:
+    """Return why Inductor cannot compile here, empty where it can."""
+    if torch.cuda.is_available():
+        return ""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler found; install g++, or set kernels='aten' to silence this"
+    return ""
+
+
+def compile_region(
+    gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
+
+    The artifact is saved at `path`; the result takes one list of tensors, which it empties.
+    """
+    from torch._inductor import standalone_compile
+
+    fakes = []
+    with FakeTensorMode():
+        for dtype, shape, stride, device in specs:
+            made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+            fakes.append(made)
+    # Inductor's own random numbers would differ from eager's
+    options = {"config_patches": {"fallback_random": True}}
+    with torch.no_grad():
+        artifact = standalone_compile(
+            gm, fakes, dynamic_shapes="from_example_inputs", options=options
+        )
+    artifact.save(path=path, format="binary")
+    return _boxed(artifact)
+
+
+def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Load what `compile_region` saved; None where this torch cannot read it."""
+    from torch._inductor import CompiledArtifact
+
+    try:
+        return _boxed(CompiledArtifact.load(path=path, format="binary"))
+    except (AssertionError, RuntimeError, EOFError):  # another torch's key or serialisation
+        return None
+
+
+def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
+    def run(args: list[torch.Tensor]) -> Any:
+        taken = tuple(args)
+        args.clear()
+        return artifact(*taken)
+
+    return run
+
+
+# --- autograd ------------------------------------------------------------------------------------
+# Whether retain_graph was asked for has no public accessor, and saved values can be freed during
+# backward only if it was not.
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward now running was called with retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,152 @@
+"""Measure live tensor bytes at the peak of a step, from the events of torch's own allocator."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+STEP = "measured step"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak of one step. The two differ only by blocks that another thread freed unseen:
+
+    low_bytes counts those not at all, high_bytes until their addresses are used again.
+    """
+
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass
+class _Block:
+    numbytes: int
+    made_at: float
+    freed_at: float = float("inf")
+    is_ghost: bool = False  # its free was not seen
+
+
+class PeakMemory:
+    """High-water mark of live tensor bytes within each `step()`, all tensors of the process counted.
+
+    Enter it before the model is made: the CPU allocator reports only blocks it saw allocated. Run
+    one step or more before the measured ones, so that what lives on (optimizer states) is made.
+    On CUDA the caching allocator's own peak is taken.
+
+    steps: the peak of each measured step, in order, once the context is closed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[Peak] = []
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cpu":
+            self._profile.start()
+        return self
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Mark a step to be measured."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with record_function(STEP):
+            yield
+        if self.device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.steps.append(Peak(peak_bytes, peak_bytes))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cpu":
+            self._profile.stop()
+            if error is None:
+                self.steps = peaks(self._events())
+
+    def _events(self) -> list[dict]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            return json.loads(path.read_text())["traceEvents"]
+
+
+def peaks(events: list[dict]) -> list[Peak]:
+    """Return the peak of each measured step of a profiler trace (trace-event JSON)."""
+    memory = [
+        (e["ts"], e["args"]["Addr"], e["args"]["Bytes"])
+        for e in events
+        if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
+    ]
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == STEP)
+    if not steps:
+        return []
+    blocks = _replay(sorted(memory, key=lambda m: m[0]))
+    for b in blocks:  # in a steady state nothing that a step allocates outlives the run
+        b.is_ghost |= b.made_at >= steps[0][0] and b.freed_at == float("inf")
+    sure = [b for b in blocks if not b.is_ghost]
+    return [Peak(_high_water(sure, *s), _high_water(blocks, *s)) for s in steps]
+
+
+def _replay(memory: list[tuple[float, int, int]]) -> list[_Block]:
+    """Turn (time, address, +-bytes) into live ranges.
+
+    The profiler sees only the calling thread, and gloo drops its last reference to a tensor in a
+    thread of its own; such a block ends, at the latest, where a new one overlaps its addresses.
+    """
+    live: dict[int, _Block] = {}
+    starts: list[int] = []
+    blocks = []
+
+    def end(address: int, at: float) -> _Block:
+        block = live.pop(address)
+        starts.pop(bisect_left(starts, address))
+        block.freed_at = at
+        return block
+
+    for at, address, numbytes in memory:
+        if numbytes < 0:
+            if address in live:
+                end(address, at)
+            continue
+        first = bisect_left(starts, address)
+        if first and starts[first - 1] + live[starts[first - 1]].numbytes > address:
+            first -= 1
+        while first < len(starts) and starts[first] < address + numbytes:
+            end(starts[first], at).is_ghost = True
+        insort(starts, address)
+        live[address] = _Block(numbytes, at)
+        blocks.append(live[address])
+    return blocks
+
+
+def _high_water(blocks: list[_Block], start: float, stop: float) -> int:
+    """Return the most bytes live at once between two times."""
+    changes = [(max(b.made_at, start), 1, b.numbytes) for b in blocks if _within(b, start, stop)]
+    changes += [(b.freed_at, 0, -b.numbytes) for b in blocks if _within(b, start, stop)]
+    total = highest = 0
+    for _, _, change in sorted(changes):  # at equal times frees come first: a ghost ends as its
+        total += change  # successor begins
+        highest = max(highest, total)
+    return highest
+
+
+def _within(block: _Block, start: float, stop: float) -> bool:
+    return block.made_at <= stop and block.freed_at > start

@@ -1,0 +1,39 @@
+"""What zerofx raises: user mistakes are ZerofxError subclasses, our own bugs fail an assert."""
+
+from __future__ import annotations
+
+
+class ZerofxError(Exception):
+    """Base of every error a user can cause; the message says what, where, both numbers, and what to do."""
+
+
+class PlanError(ZerofxError, ValueError):
+    """A plan field is unknown, out of range, or contradicts another."""
+
+
+class CaptureError(ZerofxError):
+    """The model's forward cannot be captured as a static graph."""
+
+
+class ProgramError(ZerofxError):
+    """A program (emitted, edited or rewritten) breaks an invariant; carries ten lines of dump."""
+
+
+class ShardError(ZerofxError):
+    """A sharded parameter was used, rebound or updated in a way that would be silently wrong."""
+
+
+class GradientError(ZerofxError):
+    """A backward was asked for that the program does not compute."""
+
+
+class DesyncError(ZerofxError):
+    """Ranks disagree about what runs next, or one did not arrive in time."""
+
+
+class SnapshotError(ZerofxError):
+    """A save or load is refused: truncated, foreign, half-written, or of another model."""
+
+
+class DoctorError(ZerofxError):
+    """The installation lacks something that the command needs."""

@@ -1,0 +1,121 @@
+"""Small questions about fx graphs that several passes ask."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import Role, info, set_info
+from zerofx.ir.program import Program
+
+_EXTRA_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Say whether the node's result may share storage with one of its inputs."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_alias(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    if schema.name in _EXTRA_ALIASES:
+        return True
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def alias_source(node: fx.Node) -> fx.Node:
+    """Follow views back to the node that owns the storage (the node itself if it is no view)."""
+    while is_alias(node):
+        node = next(a for a in node.args if isinstance(a, fx.Node))
+    return node
+
+
+def root_producer(node: fx.Node) -> fx.Node:
+    """Follow getitems back to the call whose tuple they take apart."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Say whether the node belongs into a region (anything that is not a zerofx op or glue)."""
+    return node.op == "call_function" and node.target not in ops.ALL and not is_glue(node)
+
+
+def is_glue(node: fx.Node) -> bool:
+    """Say whether the node takes a zerofx op's tuple apart."""
+    return node.target is operator.getitem and root_producer(node).target in ops.ALL
+
+
+def regions(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Return the compute nodes of each region, in graph order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        region = info(node).region
+        if region is not None:
+            found.setdefault(region, []).append(node)
+    return found
+
+
+def users_after_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read `node` directly or through any chain of views."""
+    for user in node.users:
+        yield user
+        if is_alias(user):
+            yield from users_after_views(user)
+
+
+def add_placeholder(
+    graph: fx.Graph, label: str, val: torch.Tensor, role: Role, **fields: object
+) -> fx.Node:
+    """Append a placeholder called `label` behind the existing ones; `fields` go to its Info."""
+    last = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        last = node
+    if last is None:
+        point = graph.inserting_before(next(iter(graph.nodes)))
+    else:
+        point = graph.inserting_after(last)
+    with point:
+        node = graph.placeholder(label)
+    node.meta["val"] = val
+    set_info(node, role=role, **fields)
+    return node
+
+
+def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = None) -> fx.Node:
+    """Create a call at the graph's insertion point with its fake value computed."""
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    values = torch.utils._pytree.tree_map(
+        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args
+    )
+    node.meta["val"] = target(*values)  # type: ignore[operator]
+    if like is not None:
+        set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
+    return node
+
+
+def set_results(graph: fx.Graph, results: Iterable[object]) -> None:
+    """Replace the output tuple."""
+    out = graph.output_node()
+    out.args = (tuple(results),)
+
+
+def erase_unused(program: Program) -> int:
+    """Erase nodes without users or effect, back to front; return how many went."""
+    erased = 0
+    for gm in program.graphs.values():
+        for node in reversed(list(gm.graph.nodes)):
+            if node.op in ("placeholder", "output") or node.users or node.is_impure():
+                continue
+            gm.graph.erase_node(node)
+            erased += 1
+    return erased

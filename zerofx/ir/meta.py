@@ -1,0 +1,98 @@
+"""Typed node metadata: what zerofx knows of a node beyond its target and fake value.
+
+Everything zerofx stores on an fx node is one `Info` under `node.meta["zfx"]`; passes read it
+through `info(node)` and never parse a node's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+KEY = "zfx"
+
+
+class Role(Enum):
+    """What a placeholder or an output stands for."""
+
+    PARAM = "param"  # placeholder: a full parameter (before sharding)
+    SHARD = "shard"  # placeholder: this rank's slice of a bucket
+    BUFFER = "buffer"  # placeholder: a module buffer
+    INPUT = "input"  # placeholder: a leaf of the user's arguments
+    TANGENT = "tangent"  # placeholder: incoming gradient of a user output
+    SAVED = "saved"  # forward output and backward placeholder: a kept activation
+    OUTPUT = "output"  # output: a leaf of the user's result
+    GRAD = "grad"  # output: gradient of a full parameter (before sharding)
+    INPUT_GRAD = "input-grad"  # output: gradient of a user input
+    SHARD_GRAD = "shard-grad"  # output: reduced gradient slice of a bucket
+    BUFFER_UPDATE = "buffer-update"  # output: new value of a buffer
+    INPUT_UPDATE = "input-update"  # output: new value of a mutated user input
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Info:
+    """Metadata of one node.
+
+    name: the user's qualified name (parameter, buffer, `args[0]`, output path), for placeholders.
+    module: qualified name of the module whose forward ran this node ("" is the root).
+    line: "file.py:12" of the user's code.
+    unit: the unit the node's module belongs to ("" outside any unit).
+    index: position among its role (input leaf, output leaf, bucket of a shard).
+    region: the compute region the node belongs to; None for communication and glue.
+    recomputed: the node is a backward copy of a forward node.
+    is_random: the node draws from a generator (directly), so it must never be recomputed.
+    """
+
+    phase: Phase = Phase.FORWARD
+    role: Role | None = None
+    name: str = ""
+    module: str = ""
+    line: str = ""
+    unit: str = ""
+    index: int = -1
+    region: int | None = None
+    recomputed: bool = False
+    is_random: bool = False
+
+
+@dataclass(frozen=True)
+class OutputInfo:
+    """What one element of a graph's output tuple stands for (kept in Program.outputs)."""
+
+    role: Role
+    name: str = ""
+    index: int = -1
+
+
+def info(node: fx.Node) -> Info:
+    """Return the node's Info (a default one where a pass has not set it yet)."""
+    return node.meta.get(KEY) or Info()
+
+
+def set_info(node: fx.Node, **changes: Any) -> Info:
+    """Replace fields of the node's Info and return the new one."""
+    node.meta[KEY] = replace(info(node), **changes)
+    return node.meta[KEY]
+
+
+def value(node: fx.Node) -> Any:
+    """Return the node's fake value (a tensor, a tuple of tensors, or a Python scalar)."""
+    return node.meta.get("val")
+
+
+def nbytes(val: Any) -> int:
+    """Return the bytes of a fake value, views counted at their own size."""
+    if isinstance(val, torch.Tensor):
+        return val.numel() * val.element_size()
+    if isinstance(val, (tuple, list)):
+        return sum(nbytes(v) for v in val)
+    return 0

@@ -1,0 +1,134 @@
+"""The zerofx ops as registered torch ops: what passes insert, and what every graph can run.
+
+Each op has a fake rule (shapes only) and a real body that calls the current engine
+(`zerofx.runtime.engine`), the same methods that an emitted `schedule.py` calls. A graph is
+therefore runnable after every pass, with the same arithmetic as the emitted module.
+
+Launches (`all_gather`, `refresh`, `reduce_scatter`, `all_reduce`) return the tensor that will hold
+the result; it may be read only behind `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+from zerofx.runtime.engine import current_engine
+
+_LIB = torch.library.Library("zerofx", "DEF")
+
+
+def _define(schema: str, real: Callable, fake: Callable, effect: bool = False) -> Callable:
+    """Register one op; `effect` keeps its nodes where nothing reads their result."""
+    name = schema.split("(")[0]
+    _LIB.define(schema)
+    _LIB.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerofx::{name}", fake, lib=_LIB)
+    op = getattr(torch.ops.zerofx, name).default
+    if effect:
+        has_side_effect(op)
+    return op
+
+
+# -- gathered parameters ------------------------------------------------------------------------
+def _real_all_gather(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
+    return current_engine().op_all_gather(shard, bucket, slot)
+
+
+def _real_refresh(shard: Tensor, bucket: int, numel: int) -> Tensor:
+    return current_engine().op_refresh(shard, bucket)
+
+
+def _fake_full(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
+    return shard.new_empty(numel)
+
+
+all_gather = _define(
+    "all_gather(Tensor shard, int bucket, int numel, int slot=-1) -> Tensor",
+    _real_all_gather,
+    _fake_full,
+)
+refresh = _define(
+    "refresh(Tensor shard, int bucket, int numel) -> Tensor", _real_refresh, _fake_full
+)
+resident = _define(
+    "resident(Tensor shard, int bucket, int numel) -> Tensor",
+    lambda shard, bucket, numel: current_engine().resident(shard, bucket),
+    _fake_full,
+)
+wait = _define(
+    "wait(Tensor(a) launched) -> Tensor(a)",
+    lambda launched: current_engine().op_wait(launched),
+    lambda launched: launched.view_as(launched),
+)
+param_view = _define(
+    "param_view(Tensor(a) full, int offset, int[] shape) -> Tensor(a)",
+    lambda full, offset, shape: _view(full, offset, shape),
+    lambda full, offset, shape: _view(full, offset, shape),
+)
+release = _define(
+    "release(Tensor full, int slot=-1) -> ()",
+    lambda full, slot=-1: current_engine().op_release(full, slot),
+    lambda full, slot=-1: None,
+    effect=True,
+)
+
+
+def _view(full: Tensor, offset: int, shape: list[int]) -> Tensor:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return full.narrow(0, offset, numel).view(shape)
+
+
+# -- gradients ----------------------------------------------------------------------------------
+grad_buffer = _define(
+    "grad_buffer(Tensor like, int bucket, int numel, bool zero, int slot=-1) -> Tensor",
+    lambda like, bucket, numel, zero, slot=-1: current_engine().op_grad_buffer(bucket, zero, slot),
+    lambda like, bucket, numel, zero, slot=-1: like.new_empty(numel),
+)
+
+
+def _real_pack(buffer: Tensor, grads: list[Tensor], offsets: list[int]) -> Tensor:
+    return current_engine().op_pack(buffer, grads, offsets)
+
+
+pack = _define(
+    "pack(Tensor(a!) buffer, Tensor[] grads, int[] offsets) -> Tensor(a!)",
+    _real_pack,
+    lambda buffer, grads, offsets: buffer,
+    effect=True,
+)
+reduce_scatter = _define(
+    "reduce_scatter(Tensor packed, int bucket, int numel, float scale) -> Tensor",
+    lambda packed, bucket, numel, scale: current_engine().op_reduce(packed, bucket, scale),
+    lambda packed, bucket, numel, scale: packed.new_empty(numel),
+    effect=True,
+)
+all_reduce = _define(
+    "all_reduce(Tensor packed, int bucket, int numel, float scale) -> Tensor",
+    lambda packed, bucket, numel, scale: current_engine().op_reduce(packed, bucket, scale),
+    lambda packed, bucket, numel, scale: packed.new_empty(numel),
+    effect=True,
+)
+store_grad = _define(
+    "store_grad(Tensor reduced, int bucket) -> Tensor",
+    lambda reduced, bucket: current_engine().op_store_grad(reduced, bucket),
+    lambda reduced, bucket: torch.empty_like(reduced),
+    effect=True,
+)
+
+# -- buffers ------------------------------------------------------------------------------------
+sync_buffers = _define(
+    "sync_buffers(Tensor[] values) -> Tensor[]",
+    lambda values: current_engine().sync_buffers(values),
+    lambda values: [torch.empty_like(v) for v in values],
+)
+
+GATHERS = frozenset({all_gather, refresh})
+REDUCES = frozenset({reduce_scatter, all_reduce})
+LAUNCHES = GATHERS | REDUCES
+ALL = LAUNCHES | {resident, wait, param_view, release, grad_buffer, pack, store_grad, sync_buffers}

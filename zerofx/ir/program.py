@@ -1,0 +1,115 @@
+"""A Program: the graphs of one signature of one model, with what every pass did to them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.runtime.layout import Layout
+
+JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter as captured; tied names all map to the first (`canonical`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    unit: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How the user's call maps to the graph and back.
+
+    in_spec: tree of ((args...), {kwargs}); leaves are numbered in its order.
+    tensor_leaves: numbers of the leaves that are tensors (graph inputs); others were constants.
+    out_spec: tree of the result; `outputs` below give where each leaf comes from.
+    constants: output leaf -> the Python value it always has (None, a number, a string).
+    loss: output leaf that is differentiated, None where all float outputs are.
+    dropped: names of outputs of unknown types left out (a KV cache).
+    """
+
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    tensor_leaves: tuple[int, ...]
+    constants: dict[int, Any] = field(default_factory=dict)
+    output_names: tuple[str, ...] = ()
+    loss: int | None = None
+    differentiable: tuple[int, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a program's history."""
+
+    pass_spec: str
+    summary: str
+    dump: str
+    num_nodes: int
+    peak_bytes: int | None = None
+
+
+@dataclass
+class Program:
+    """The compiler's unit of work: captured, rewritten pass by pass, then emitted.
+
+    graphs: {"joint"} after capture of a training call, {"forward"} for an inference call,
+        {"forward", "backward"} after `split`.
+    outputs: per graph, what each element of its output tuple stands for.
+    params: canonical name -> ParamInfo, in registration order.
+    """
+
+    graphs: dict[str, fx.GraphModule]
+    outputs: dict[str, tuple[OutputInfo, ...]]
+    calling: Calling
+    params: dict[str, ParamInfo]
+    buffers: tuple[str, ...] = ()
+    model_name: str = "model"
+    is_training: bool = True
+    world_size: int = 1
+    plan: Any = None
+    layout: Layout | None = None
+    facts: frozenset = frozenset()
+    history: list[Entry] = field(default_factory=list)
+    slots: dict[str, Any] = field(default_factory=dict)
+
+    def graph(self, name: str) -> fx.Graph:
+        return self.graphs[name].graph
+
+    def placeholders(self, graph: str, role: Role | None = None) -> list[fx.Node]:
+        """Return the placeholders of a graph, all or those of one role, in order."""
+        nodes = [n for n in self.graph(graph).nodes if n.op == "placeholder"]
+        return [n for n in nodes if role is None or info(n).role is role]
+
+    def results(self, graph: str) -> list[Any]:
+        """Return the elements of a graph's output tuple (nodes, or None)."""
+        return list(self.graph(graph).output_node().args[0])  # type: ignore[arg-type]
+
+    def clone(self) -> Program:
+        """Copy the graphs; fake values and infos are shared, nodes are not."""
+        graphs = {k: fx.GraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
+        return replace(self, graphs=graphs, history=list(self.history), slots=dict(self.slots))
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph node for node, keeping names and sharing metadata values."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        out = new.node_copy(node, lambda n: env[n])
+        out.meta = copy.copy(node.meta)
+        out.name = node.name
+        env[node] = out
+    return new

@@ -1,0 +1,50 @@
+"""assign-buckets: decide which parameters travel together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zerofx.ir.program import Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import plan_layout
+from zerofx.plan import Plan
+from zerofx.runtime.layout import Layout, UnitParam
+
+
+@dataclass(frozen=True)
+class AssignBuckets(Pass):
+    """Lay units out in buckets, small neighbours merged up to `bucket_bytes`.
+
+    A layout that the running model already has is taken as it is (`layout`), so that every
+    program of a model reads the same shards.
+    """
+
+    name: ClassVar[str] = "assign-buckets"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETS_ASSIGNED})
+
+    plan: Plan
+    world_size: int
+    persist_below: int
+    bucket_bytes: int
+    layout: Layout | None = None
+
+    def run(self, program: Program) -> Report:
+        params = [
+            UnitParam(p.name, p.shape, p.dtype, p.unit, p.requires_grad)
+            for p in program.params.values()
+        ]
+        layout = self.layout or plan_layout(
+            params, self.plan, self.world_size, self.persist_below, self.bucket_bytes
+        )
+        program.layout = layout
+        program.world_size = self.world_size
+        units = {p.unit for p in params}
+        return Report(True, f"{len(units)} units in {len(layout.buckets)} buckets")
+
+    def spec(self) -> str:
+        return (
+            f"{self.name}{{stage={self.plan.stage},persist_below={self.persist_below},"
+            f"bucket_bytes={self.bucket_bytes}}}"
+        )

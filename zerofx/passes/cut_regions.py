@@ -1,0 +1,71 @@
+"""cut-regions: group compute into regions, cut where execution passes from unit to unit."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir.graphs import is_alias, is_compute, root_producer
+from zerofx.ir.meta import info, set_info
+from zerofx.ir.program import Program
+from zerofx.passes.base import Fact, Pass, Report
+
+
+@dataclass(frozen=True)
+class CutRegions(Pass):
+    """Number the compute regions of each graph; later passes move launches only between them.
+
+    Cut once and before bucketing and prefetch, so that identical layers give identical regions
+    whatever the collectives around them do.
+    """
+
+    name: ClassVar[str] = "cut-regions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+
+    def run(self, program: Program) -> Report:
+        counts = []
+        for gm in program.graphs.values():
+            _getitems_behind_producers(gm.graph)
+            counts.append(_number(gm.graph))
+        return Report(True, f"{'+'.join(map(str, counts))} regions")
+
+
+def _getitems_behind_producers(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            root = root_producer(node)
+            last = root
+            while last.next.op == "call_function" and last.next.target is operator.getitem and (
+                root_producer(last.next) is root
+            ):
+                last = last.next
+            if last is not node and node.prev is not last:
+                last.append(node)
+
+
+def _number(graph: fx.Graph) -> int:
+    region, unit = -1, None
+    for node in graph.nodes:
+        if not is_compute(node):
+            continue
+        here = info(node).unit
+        if here != unit and not (region >= 0 and _follows(node, region)):
+            region, unit = region + 1, here
+        set_info(node, region=region)
+    return region + 1
+
+
+def _follows(node: fx.Node, region: int) -> bool:
+    """Say whether a node stays with the region before it although its unit differs.
+
+    Views and getitems stay with what they look into, and the sum of two gradients stays with the
+    unit that made the second one: otherwise layers with and without such a node would be cut apart.
+    """
+    if node.target is operator.getitem or is_alias(node):
+        return info(node.args[0]).region == region  # type: ignore[arg-type]
+    return bool(node.meta.get("is_gradient_acc"))

@@ -1,0 +1,144 @@
+"""The pass pipeline: one list in reading order, checked whole before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerofx.analysis.memory import peak_bytes
+from zerofx.errors import PlanError
+from zerofx.ir.dump import dump_program
+from zerofx.ir.program import Entry, Program
+from zerofx.ir.verify import verify
+from zerofx.machine import Machine
+from zerofx.passes.assign_buckets import AssignBuckets
+from zerofx.passes.assign_slots import AssignSlots
+from zerofx.passes.base import Fact, Pass
+from zerofx.passes.cut_regions import CutRegions
+from zerofx.passes.keep_gathered import KeepGathered
+from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.prefetch import PrefetchGathers
+from zerofx.passes.release import Release
+from zerofx.passes.shard_gradients import ShardGradients
+from zerofx.passes.shard_parameters import ShardParameters
+from zerofx.passes.sink_waits import SinkWaits
+from zerofx.passes.split import Split
+from zerofx.passes.sync_buffers import SyncBuffers
+from zerofx.plan import Plan
+from zerofx.runtime.layout import Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the pipeline is built for."""
+
+    plan: Plan
+    world_size: int
+    machine: Machine
+    layout: Layout | None = None
+
+
+# One pass a line, in the order they run, each with the reason for its place.
+ORDER: list[Callable[[Setting], Pass]] = [
+    # before anything counts a parameter or a gradient
+    lambda s: MergeTied(),
+    # before gathers exist: an untagged gather before the split would be saved, not re-gathered
+    lambda s: Split(activations=s.plan.activations),
+    # before communication: cuts depend on units alone, so identical layers stay identical
+    lambda s: CutRegions(),
+    # before the collectives that it shapes
+    lambda s: AssignBuckets(
+        plan=s.plan,
+        world_size=s.world_size,
+        persist_below=_or(s.plan.persist_below, s.machine.persist_below_bytes),
+        bucket_bytes=_or(s.plan.bucket_bytes, s.machine.bucket_bytes),
+        layout=s.layout,
+    ),
+    lambda s: ShardParameters(stage=s.plan.stage),
+    # after shard-parameters: it reads the shard placeholders
+    lambda s: ShardGradients(world_size=s.world_size),
+    # running statistics follow rank 0
+    lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
+    # before release: what is kept has none
+    lambda s: KeepGathered(budget_bytes=s.plan.memory_budget),
+    lambda s: Release(),
+    # after release: moving a launch needs to know when its buffer is free again
+    lambda s: PrefetchGathers(distance=_distance(s)),
+    lambda s: SinkWaits(),
+    # last: places follow the final order
+    lambda s: AssignSlots(),
+]
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _distance(setting: Setting) -> int:
+    prefetch = setting.plan.prefetch
+    return setting.machine.prefetch if prefetch == "auto" else int(prefetch)
+
+
+def build(setting: Setting) -> list[Pass]:
+    """Build the plan's passes and check that each finds what it requires."""
+    passes = [make(setting) for make in ORDER]
+    check_order(passes)
+    return passes
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Refuse an order in which a pass misses what it requires or meets what it conflicts with.
+
+    Raises:
+        PlanError: naming the pass and the facts.
+    """
+    facts = {Fact.CAPTURED}
+    for p in passes:
+        if missing := p.requires - facts:
+            raise PlanError(f"{p.name} runs before what it needs: {_names(missing)}")
+        if clash := p.conflicts & facts:
+            raise PlanError(f"{p.name} must run before: {_names(clash)}")
+        facts |= p.provides
+
+
+def _names(facts: frozenset[Fact]) -> str:
+    return ", ".join(sorted(f.name.lower().replace("_", "-") for f in facts))
+
+
+def run_pass(program: Program, p: Pass) -> Program:
+    """Copy, run, lint, verify, record. The given program is left as it was."""
+    after = program.clone()
+    report = p.run(after)
+    for gm in after.graphs.values():
+        gm.graph.lint()
+        gm.recompile()
+    if not report.changed:
+        assert _shape(after) == _shape(program), f"{p.name} says it changed nothing, but it did"
+    after.facts = program.facts | p.provides
+    verify(after)
+    after.history.append(_entry(after, p.spec(), report.summary))
+    return after
+
+
+def _shape(program: Program) -> list[tuple]:
+    return [
+        (name, [(n.op, str(n.target), str(n.args)) for n in gm.graph.nodes])
+        for name, gm in program.graphs.items()
+    ]
+
+
+def _entry(program: Program, spec: str, summary: str) -> Entry:
+    num = sum(len(gm.graph.nodes) for gm in program.graphs.values())
+    return Entry(spec, summary, dump_program(program, spec), num, peak_bytes(program))
+
+
+def run(program: Program, setting: Setting) -> Program:
+    """Run the whole pipeline on a captured program and return the result."""
+    passes = build(setting)
+    program = program.clone()
+    program.plan = setting.plan
+    if not program.history:
+        program.history.append(_entry(program, "capture", program.model_name))
+    for p in passes:
+        program = run_pass(program, p)
+    return program

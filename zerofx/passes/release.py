@@ -1,0 +1,49 @@
+"""release: drop each gathered copy after its last reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call, users_after_views
+from zerofx.ir.meta import info, set_info
+from zerofx.ir.program import Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import spans
+
+
+@dataclass(frozen=True)
+class Release(Pass):
+    """Insert `release` behind the last region that reads a gathered bucket."""
+
+    name: ClassVar[str] = "release"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
+
+    def run(self, program: Program) -> Report:
+        released = 0
+        for gm in program.graphs.values():
+            where = spans(gm.graph)
+            for node in list(gm.graph.nodes):
+                if node.target is ops.wait and node.args[0].target is ops.all_gather:
+                    _release(gm.graph, node, where)
+                    released += 1
+        return Report(released > 0, f"{released} releases")
+
+
+def _release(graph: fx.Graph, full: fx.Node, where: dict) -> None:
+    readers = list(users_after_views(full))
+    if any(r.op == "output" for r in readers):
+        return  # kept for backward: the call's context holds it
+    regions = [r for r in (info(u).region for u in readers) if r is not None]
+    if regions:
+        last = where[max(regions)].last
+    else:
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        last = max([full, *readers], key=order.__getitem__)
+    with graph.inserting_after(last):
+        node = call(graph, ops.release, (full,))
+    set_info(node, phase=info(full).phase, unit=info(full).unit, index=info(full).index)

@@ -1,0 +1,122 @@
+"""shard-gradients: reduce every bucket's gradient once, after its last contribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
+from zerofx.ir.program import BACKWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import Span, spans
+from zerofx.runtime.layout import Bucket
+
+
+@dataclass(frozen=True)
+class ShardGradients(Pass):
+    """Pack gradients into their bucket as regions finish, reduce, and store the rank's slice.
+
+    The declared scale is 1 / world size: gradients are the mean over ranks.
+    """
+
+    name: ClassVar[str] = "shard-gradients"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT, Fact.PARAMS_SHARDED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
+
+    world_size: int = 1
+
+    def run(self, program: Program) -> Report:
+        if BACKWARD not in program.graphs:
+            return Report(False, "inference: no gradients")
+        assert program.layout is not None
+        by_bucket: dict[int, list[tuple[str, fx.Node]]] = {}
+        others: list[tuple[OutputInfo, object]] = []
+        for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True):
+            if spec.role is Role.GRAD and isinstance(node, fx.Node):
+                bucket = program.layout.where[spec.name][0].index
+                by_bucket.setdefault(bucket, []).append((spec.name, node))
+            elif spec.role is not Role.GRAD:
+                others.append((spec, node))
+        graph = program.graph(BACKWARD)
+        where = spans(graph)
+        order = sorted(by_bucket, key=lambda b: max(_region(n) for _, n in by_bucket[b]))
+        stored = []
+        for index in order:
+            bucket = program.layout.buckets[index]
+            node = self._reduce(program, graph, bucket, by_bucket[index], where)
+            stored.append((OutputInfo(Role.SHARD_GRAD, bucket.label(), index), node))
+        program.outputs[BACKWARD] = tuple(s for s, _ in others + stored)
+        set_results(graph, [n for _, n in others + stored])
+        return Report(bool(stored), f"{len(stored)} reductions, scale 1/{self.world_size}")
+
+    def _reduce(
+        self,
+        program: Program,
+        graph: fx.Graph,
+        bucket: Bucket,
+        grads: list[tuple[str, fx.Node]],
+        where: dict[int, Span],
+    ) -> fx.Node:
+        layout = program.layout
+        assert layout is not None
+        shard = _shard(program, bucket)
+        fields = {"phase": Phase.BACKWARD, "unit": bucket.label(), "index": bucket.index}
+        groups: dict[int, list[tuple[str, fx.Node]]] = {}
+        for name, node in grads:
+            groups.setdefault(_region(node), []).append((name, node))
+        covered = len(grads) == len(bucket.params)
+        packed: fx.Node | None = None
+        for region in sorted(groups):
+            anchor = where[region].last.next if region in where else _body(graph)
+            offsets = [layout.where[n][1].offset for n, _ in groups[region]]
+            with graph.inserting_before(anchor):
+                if packed is None:
+                    arguments = (shard, bucket.index, bucket.numel, not covered)
+                    packed = call(graph, ops.grad_buffer, arguments)
+                    set_info(packed, **fields)
+                packed = call(graph, ops.pack, (packed, [n for _, n in groups[region]], offsets))
+                set_info(packed, **fields)
+        assert packed is not None
+        reduce = ops.all_reduce if layout.shard_size == 1 else ops.reduce_scatter
+        with graph.inserting_after(packed):
+            numel = layout.shard_numel(bucket)
+            launch = call(graph, reduce, (packed, bucket.index, numel, 1.0 / self.world_size))
+        with graph.inserting_after(launch):
+            done = call(graph, ops.wait, (launch,))
+        with graph.inserting_after(done):
+            result = call(graph, ops.store_grad, (done, bucket.index))
+        for node in (launch, done, result):
+            set_info(node, **fields)
+        return result
+
+
+def _region(node: fx.Node) -> int:
+    region = info(root_producer(node)).region
+    return -1 if region is None else region
+
+
+def _body(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.op != "placeholder")
+
+
+def _shard(program: Program, bucket: Bucket) -> fx.Node:
+    """Return the bucket's shard placeholder in backward, made where backward reads no parameter."""
+    for node in program.placeholders(BACKWARD, Role.SHARD):
+        if info(node).index == bucket.index:
+            return node
+    assert program.layout is not None
+    like = value(program.placeholders(BACKWARD)[0])
+    return add_placeholder(
+        program.graph(BACKWARD),
+        f"shard_{bucket.index}",
+        like.new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype),
+        Role.SHARD,
+        name=f"shard_{bucket.index}",
+        index=bucket.index,
+        unit=bucket.label(),
+        phase=Phase.BACKWARD,
+    )

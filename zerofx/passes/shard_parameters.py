@@ -1,0 +1,129 @@
+"""shard-parameters: replace full parameters by gathers of this rank's shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import add_placeholder, call, erase_unused
+from zerofx.ir.meta import Phase, Role, info, set_info, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import bucket_uses, reading_regions, spans
+from zerofx.runtime.layout import Bucket
+
+
+@dataclass(frozen=True)
+class ShardParameters(Pass):
+    """Gather each bucket before the first region that reads it.
+
+    Stage 3: all-gather in forward and again in backward. A bucket whose uses lie more than
+    `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
+    larger than `regather_bytes`. Stages 1 and 2, and persistent buckets: the gathered copy is
+    resident and refreshed after an update. One rank a shard axis: the shard is the parameter.
+    """
+
+    name: ClassVar[str] = "shard-parameters"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT, Fact.BUCKETS_ASSIGNED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+
+    stage: int = 3
+    regather_gap: int = 2
+    regather_bytes: int = 64 << 20
+
+    def run(self, program: Program) -> Report:
+        layout = program.layout
+        assert layout is not None
+        gathers = 0
+        for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
+            for index, params in sorted(bucket_uses(program, graph).items()):
+                bucket = layout.buckets[index]
+                shard = _shard_placeholder(program, graph, bucket)
+                for stretch in self._stretches(params, bucket):
+                    self._insert(program, graph, bucket, shard, params, stretch)
+                    gathers += 1
+            for node in program.placeholders(graph, Role.PARAM):
+                program.graph(graph).erase_node(node)
+        erase_unused(program)
+        return Report(gathers > 0, f"{gathers} gathers")
+
+    def _stretches(self, params: list[fx.Node], bucket: Bucket) -> list[set[int]]:
+        """Group the regions that read the bucket into stretches, each with its own gather."""
+        used = sorted(set().union(*(reading_regions(p) for p in params)))
+        if not used:
+            return [set()]
+        groups = [[used[0]]]
+        for region in used[1:]:
+            far = region - groups[-1][-1] > self.regather_gap
+            if far and self.stage == 3 and bucket.full_bytes > self.regather_bytes:
+                groups.append([region])
+            else:
+                groups[-1].append(region)
+        return [set(g) for g in groups]
+
+    def _insert(
+        self,
+        program: Program,
+        name: str,
+        bucket: Bucket,
+        shard: fx.Node,
+        params: list[fx.Node],
+        stretch: set[int],
+    ) -> None:
+        graph = program.graph(name)
+        assert program.layout is not None
+        where = spans(graph)
+        anchor = where[min(stretch)].first if stretch else graph.output_node()
+        phase = info(anchor).phase
+        with graph.inserting_before(anchor):
+            full = self._full(graph, name, bucket, shard, program.layout.shard_size)
+            for param in params:
+                users = [u for u in param.users if not stretch or info(u).region in stretch]
+                users += [u for u in param.users if info(u).region is None and u not in users]
+                if not users:
+                    continue
+                piece = program.layout.where[info(param).name][1]
+                view = call(graph, ops.param_view, (full, piece.offset, list(piece.shape)))
+                set_info(view, phase=phase, name=piece.name, unit=info(param).unit)
+                for user in users:
+                    user.replace_input_with(param, view)
+
+    def _full(
+        self, graph: fx.Graph, name: str, bucket: Bucket, shard: fx.Node, shard_size: int
+    ) -> fx.Node:
+        if shard_size == 1:
+            return shard
+        fields = {"unit": bucket.label(), "index": bucket.index}
+        fields["phase"] = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
+        arguments = (shard, bucket.index, bucket.numel)
+        if self.stage == 3 and not bucket.persistent:
+            launch = call(graph, ops.all_gather, arguments)
+        elif name == FORWARD:
+            launch = call(graph, ops.refresh, arguments)
+        else:
+            full = call(graph, ops.resident, arguments)
+            set_info(full, **fields)
+            return full
+        set_info(launch, **fields)
+        full = call(graph, ops.wait, (launch,))
+        set_info(full, **fields)
+        return full
+
+
+def _shard_placeholder(program: Program, graph: str, bucket: Bucket) -> fx.Node:
+    assert program.layout is not None
+    like = value(program.placeholders(graph)[0])
+    val = like.new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype)
+    return add_placeholder(
+        program.graph(graph),
+        f"shard_{bucket.index}",
+        val,
+        Role.SHARD,
+        name=f"shard_{bucket.index}",
+        index=bucket.index,
+        unit=bucket.label(),
+        phase=Phase.BACKWARD if graph == BACKWARD else Phase.FORWARD,
+    )

@@ -1,0 +1,192 @@
+"""split: cut the joint graph into forward and backward; decide what becomes of each activation."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zerofx.analysis.activations import (
+    JointParts,
+    Policy,
+    divide,
+    is_param_alias,
+    kept_values,
+    must_keep,
+)
+from zerofx.ir.graphs import call, root_producer
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
+from zerofx.passes.base import Fact, Pass, Report
+
+FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+
+
+@dataclass(frozen=True)
+class Split(Pass):
+    """Cut joint into forward and backward: keep activations, or recompute them before their use."""
+
+    name: ClassVar[str] = "split"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED, Fact.TIED_MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+
+    activations: Policy = "keep"
+
+    def run(self, program: Program) -> Report:
+        if JOINT not in program.graphs:
+            return Report(False, "inference: nothing to split")
+        specs, results = program.outputs[JOINT], program.results(JOINT)
+        first = [i for i, s in enumerate(specs) if s.role in FORWARD_ROLES]
+        second = [i for i, s in enumerate(specs) if s.role not in FORWARD_ROLES]
+        graph = program.graph(JOINT)
+        graph.output_node().args = (tuple(results[i] for i in first + second),)
+        forward_results = [results[i] for i in first]
+        parts = divide(graph, forward_results)
+        kept = kept_values(graph, parts, self.activations)
+        builder = _Backward(program.graphs[JOINT], parts, kept)
+        backward = builder.build([results[i] for i in second])
+        updated = {s.name for s in specs if s.role is Role.BUFFER_UPDATE}
+        joint = program.graphs[JOINT]
+        forward = _forward(joint, parts, forward_results, builder.saved, updated)
+        program.outputs[FORWARD] = tuple(specs[i] for i in first) + tuple(
+            OutputInfo(Role.SAVED, name=_label(n), index=i) for i, n in enumerate(builder.saved)
+        )
+        program.outputs[BACKWARD] = tuple(specs[i] for i in second)
+        del program.outputs[JOINT], program.graphs[JOINT]
+        program.graphs.update({FORWARD: forward, BACKWARD: backward})
+        num = sum(1 for n in backward.graph.nodes if info(n).recomputed)
+        return Report(True, f"{len(builder.saved)} values saved, {num} nodes recomputed")
+
+
+def _forward(
+    joint: fx.GraphModule,
+    parts: JointParts,
+    results: list[fx.Node | None],
+    saved: list[fx.Node],
+    updated: set[str],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inside = set(parts.forward)
+    for node in joint.graph.nodes:
+        is_input = node.op == "placeholder" and info(node).role is not Role.TANGENT
+        if is_input or node in inside:
+            env[node] = _copy(graph, node, env)
+    outs: list[fx.Node | None] = [env[r] if isinstance(r, fx.Node) else r for r in results]
+    for node in saved:
+        if info(node).role is Role.BUFFER and info(node).name in updated:
+            # the live buffer is written after forward; backward must see what forward read
+            outs.append(call(graph, torch.ops.aten.clone.default, (env[node],), like=env[node]))
+        else:
+            outs.append(env[node])
+    graph.output(tuple(outs))
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
+            graph.erase_node(node)
+    return fx.GraphModule(joint, graph)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    new = graph.node_copy(node, lambda n: env[n])
+    new.meta = dict(node.meta)
+    return new
+
+
+def _label(node: fx.Node) -> str:
+    """Name a saved value: an input or buffer by the user's name, else by the call that made it."""
+    if node.op == "placeholder":
+        return info(node).name or node.name
+    if node.target is operator.getitem:
+        return f"{root_producer(node).name}_{node.args[1]}"
+    return node.name
+
+
+@dataclass
+class _Backward:
+    """Builds the backward graph, bringing in forward values as they are first read."""
+
+    joint: fx.GraphModule
+    parts: JointParts
+    kept: set[fx.Node]
+    saved: list[fx.Node] = field(default_factory=list)
+
+    def build(self, gradients: list[fx.Node | None]) -> fx.GraphModule:
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        reads = [n for n in self._leaves(gradients)]
+        order = {n: i for i, n in enumerate(self.joint.graph.nodes)}
+        self.saved = sorted((n for n in reads if not is_param_alias(n)), key=order.__getitem__)
+        params = sorted((n for n in reads if is_param_alias(n)), key=order.__getitem__)
+        for i, node in enumerate(self.saved):
+            label = _label(node)
+            self.env[node] = self._placeholder(node, role=Role.SAVED, index=i, name=label)
+        for node in params:
+            self.env[node] = self._placeholder(node)
+        for node in self.joint.graph.nodes:
+            if info(node).role is Role.TANGENT:
+                self.env[node] = self._placeholder(node)
+        for node in self.parts.backward:
+            self._emit(node)
+        outs = tuple(self._read(g, None) if isinstance(g, fx.Node) else g for g in gradients)
+        self.graph.output(outs)
+        return fx.GraphModule(self.joint, self.graph)
+
+    def _placeholder(self, node: fx.Node, **changes: object) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        set_info(new, phase=Phase.BACKWARD, **changes)
+        return new
+
+    def _leaves(self, gradients: list[fx.Node | None]) -> dict[fx.Node, None]:
+        """Return the placeholders that backward will read: saved values and parameters."""
+        leaves: dict[fx.Node, None] = {}
+        inside = set(self.parts.backward)
+        seen: set[fx.Node] = set()
+        stack = [a for n in self.parts.backward for a in n.all_input_nodes]
+        stack += [g for g in gradients if isinstance(g, fx.Node)]
+        while stack:
+            node = stack.pop()
+            if node in seen or node in inside or info(node).role is Role.TANGENT:
+                continue
+            seen.add(node)
+            if self._is_leaf(node):
+                leaves[node] = None
+            else:
+                stack.extend(node.all_input_nodes)
+        return leaves
+
+    def _is_leaf(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        if node.op == "get_attr" or is_param_alias(node):
+            return False
+        is_tensor = isinstance(value(node), torch.Tensor)
+        return is_tensor and (node in self.kept or must_keep(node))
+
+    def _emit(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            self._read(source, node)
+        self.env[node] = _copy(self.graph, node, self.env)
+        set_info(self.env[node], phase=Phase.BACKWARD)
+
+    def _read(self, node: fx.Node, reader: fx.Node | None) -> fx.Node:
+        """Return the backward's own copy of a forward value, recomputing what is not saved."""
+        if node in self.env:
+            return self.env[node]
+        chain, stack = [], [node]
+        while stack:  # post-order over what is missing, without recursion: chains can be deep
+            top = stack[-1]
+            missing = [a for a in top.all_input_nodes if a not in self.env]
+            if missing:
+                stack.extend(missing)
+            else:
+                stack.pop()
+                if top not in self.env:
+                    self.env[top] = _copy(self.graph, top, self.env)
+                    set_info(self.env[top], phase=Phase.BACKWARD, recomputed=True)
+                    chain.append(top)
+        return self.env[node]

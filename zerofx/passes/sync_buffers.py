@@ -1,0 +1,48 @@
+"""sync-buffers: running statistics follow rank 0, as they do under DDP."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call, set_results
+from zerofx.ir.meta import Role, set_info, value
+from zerofx.ir.program import FORWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+
+
+@dataclass(frozen=True)
+class SyncBuffers(Pass):
+    """Broadcast rank 0's new value of every floating-point buffer that forward updates."""
+
+    name: ClassVar[str] = "sync-buffers"
+    keeps_bits: ClassVar[bool] = False  # by intent: other ranks take rank 0's statistics
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+
+    enabled: bool = True
+
+    def run(self, program: Program) -> Report:
+        if not self.enabled:
+            return Report(False, "one rank, or local statistics")
+        results = program.results(FORWARD)
+        at = [
+            i
+            for i, spec in enumerate(program.outputs[FORWARD])
+            if spec.role is Role.BUFFER_UPDATE
+            and isinstance(results[i], fx.Node)
+            and value(results[i]).is_floating_point()
+        ]
+        if not at:
+            return Report(False, "no running statistics")
+        graph = program.graph(FORWARD)
+        with graph.inserting_before(graph.output_node()):
+            synced = call(graph, ops.sync_buffers, ([results[i] for i in at],))
+            for k, i in enumerate(at):
+                results[i] = call(graph, operator.getitem, (synced, k))
+                set_info(results[i], name=program.outputs[FORWARD][i].name)
+        set_results(graph, results)
+        return Report(True, f"{len(at)} buffers follow rank 0")

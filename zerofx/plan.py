@@ -1,0 +1,224 @@
+"""The plan: every choice of a run in one frozen, self-validating value.
+
+A plan is stored in one form however it was written (`"40GiB"` becomes an int, `"bf16"` a
+`Precision`, a dict of patterns a `Patterns`), so that equal plans compare and hash equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from zerofx.errors import PlanError
+from zerofx.fields import (
+    Patterns,
+    check_names,
+    either,
+    flag,
+    load_mapping,
+    one_of,
+    optional,
+    read_fields,
+    read_mapping,
+    size,
+    spec_field,
+    whole,
+)
+from zerofx.plan_parts import Offload, Precision, read_activations, read_tiling, read_units
+from zerofx.plan_rules import contradictions, not_yet
+from zerofx.sizes import exact_bytes
+
+_SIZES = ("memory_budget", "host_budget", "persist_below", "bucket_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """How a model is sharded, scheduled and run. Fields are given by name; all have defaults.
+
+    Raises:
+        PlanError: a field is unknown, out of range, or contradicts another; the message names
+            the field, its value, what is allowed, and the way out.
+    """
+
+    # 0 replicates (bucketed all-reduce); 1 shards optimizer states, 2 + gradients, 3 + parameters.
+    stage: int = spec_field(3, one_of(0, 1, 2, 3))
+    precision: Precision = spec_field("fp32", Precision.read)
+    # Peak device bytes per rank, spent on keep-gathered, kept activations and prefetch.
+    # None is strict ZeRO: nothing extra is kept.
+    memory_budget: int | None = spec_field(None, optional(size(1)))
+    # The same for the host memory that offload uses.
+    host_budget: int | None = spec_field(None, optional(size(1)))
+    # "keep", "recompute", "auto" (solved under the budget), a fraction of the kept bytes,
+    # or {name pattern: keep / recompute / offload}.
+    activations: str | float | Patterns = spec_field("keep", read_activations)
+    # "off", "auto", or {name pattern: number of tiles}.
+    tiling: str | Patterns = spec_field("off", read_tiling)
+    offload: Offload = spec_field(None, Offload.read)
+    # Distance in units, or "auto".
+    prefetch: str | int = spec_field("auto", either("auto", whole(0)))
+    # Parameters of fewer bytes stay gathered; None takes the machine's value.
+    persist_below: int | None = spec_field(None, optional(size(0)))
+    # Smaller units are merged into one collective up to this; None takes the machine's value.
+    bucket_bytes: int | None = spec_field(None, optional(size(0)))
+    # Name patterns of the modules whose parameters travel together, or "auto".
+    units: str | tuple[str, ...] = spec_field("auto", read_units)
+    # Shard within groups of this many ranks and replicate across them; None is the whole world.
+    shard_axis_size: int | None = spec_field(None, optional(whole(1)))
+    differentiate: str = spec_field("loss", one_of("loss", "all"))
+    # "loss": non-loss outputs are not computed for the caller.
+    outputs: str = spec_field("all", one_of("all", "loss"))
+    # "in-backward": the optimizer runs per bucket inside backward.
+    update: str = spec_field("step", one_of("step", "in-backward"))
+    # "rank0": running statistics follow rank 0, as DDP's do.
+    buffers: str = spec_field("rank0", one_of("rank0", "local"))
+    # "fast" allows passes that change rounding.
+    numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
+    kernels: str = spec_field("inductor", one_of("inductor", "aten"))
+    cuda_graph: bool = spec_field(False, flag)
+    # Region by region on ATen, so that prints, breakpoints and the NaN finder work.
+    debug: bool = spec_field(False, flag)
+
+    if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so
+
+        def __init__(
+            self,
+            *,
+            stage: int = ...,
+            precision: str | Precision | Mapping[str, Any] = ...,
+            memory_budget: int | str | None = ...,
+            host_budget: int | str | None = ...,
+            activations: str | float | Mapping[str, str] = ...,
+            tiling: str | Mapping[str, int] = ...,
+            offload: Offload | Mapping[str, Any] | str | None = ...,
+            prefetch: str | int = ...,
+            persist_below: int | str | None = ...,
+            bucket_bytes: int | str | None = ...,
+            units: str | Sequence[str] = ...,
+            shard_axis_size: int | None = ...,
+            differentiate: str = ...,
+            outputs: str = ...,
+            update: str = ...,
+            buffers: str = ...,
+            numerics: str = ...,
+            kernels: str = ...,
+            cuda_graph: bool = ...,
+            debug: bool = ...,
+        ) -> None: ...
+
+    def __new__(cls, *args: Any, **fields: Any) -> Plan:
+        """Refuse unknown names before the generated `__init__` turns them into a TypeError."""
+        if args:
+            raise PlanError(f"Plan takes its fields by name: Plan(stage={args[0]!r})")
+        check_names("plan", fields, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan")
+        for contradiction in contradictions(self):
+            raise PlanError(contradiction)
+
+    def __repr__(self) -> str:
+        shown = {k: v for k, v in self.to_dict().items() if k == "stage" or v != _DEFAULTS[k]}
+        return f"Plan({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    def require_supported(self) -> None:
+        """Refuse what a plan may already say but this release does not do yet.
+
+        Raises:
+            PlanError: such a field is used; the message names it and the value to use instead.
+        """
+        for field, value, instead in not_yet(self):
+            raise PlanError(
+                f"Plan.{field} = {value!r} is not in this release; use {field}={instead!r}"
+            )
+
+    def axis_sizes(self, world_size: int) -> tuple[int, int]:
+        """Return (ranks a bucket is sharded over, copies of each shard) in a world.
+
+        Raises:
+            PlanError: shard_axis_size does not divide world_size; the message names both.
+        """
+        shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
+        if world_size % shard_size:
+            raise PlanError(
+                f"Plan.shard_axis_size = {shard_size} does not divide the world of {world_size} "
+                "ranks; use a divisor, or None to shard over the whole world"
+            )
+        return shard_size, world_size // shard_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field in plain values that YAML, JSON and `from_dict` take back."""
+        return {f.name: _plain(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def to_yaml(self) -> str:
+        """Return the plan as YAML text, one field a line, in the order of the class."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; equal plans give equal text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
+        """Build a plan from a mapping of fields; missing ones take their defaults."""
+        check_names("plan", fields, cls.__dataclass_fields__)
+        return cls(**fields)
+
+    @classmethod
+    def from_yaml(cls, source: str) -> Plan:
+        """Build a plan from YAML text."""
+        return cls.from_dict(read_mapping(source, "plan"))
+
+    @classmethod
+    def from_json(cls, source: str) -> Plan:
+        """Build a plan from JSON text."""
+        return cls.from_dict(read_mapping(source, "plan", is_json=True))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a `.yaml`, `.yml` or `.json` file."""
+        return cls.from_dict(load_mapping(Path(path), "plan"))
+
+
+def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan:
+    """Return the plan that `zerofx.compile` was given: None, a Plan, a mapping, or a file.
+
+    Raises:
+        PlanError: of another type, or refused by `Plan`.
+    """
+    if plan is None:
+        return Plan()
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Mapping):
+        return Plan.from_dict(plan)
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    kind = type(plan).__name__
+    raise PlanError(f"plan is a {kind}; give a Plan, a dict, a YAML or JSON path, or None")
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, (Precision, Offload)):
+        return value.to_plain()
+    if name in _SIZES and value is not None:
+        return exact_bytes(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+_DEFAULTS = Plan().to_dict()
+# `__new__` takes any names; help() and notebooks should show the fields all the same.
+_init = inspect.signature(Plan.__init__)
+Plan.__signature__ = _init.replace(  # type: ignore[attr-defined]
+    parameters=list(_init.parameters.values())[1:]
+)

@@ -1,0 +1,84 @@
+"""Which plan fields exclude each other, and which ones this release does not do yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerofx.fields import Patterns
+from zerofx.plan_parts import Precision
+from zerofx.sizes import exact_bytes
+
+if TYPE_CHECKING:
+    from zerofx.plan import Plan
+
+
+def contradictions(plan: Plan) -> Iterator[str]:
+    """Yield what no release could honour: two fields that exclude each other."""
+    if plan.stage == 0 and plan.shard_axis_size is not None:
+        yield (
+            f"Plan.shard_axis_size = {plan.shard_axis_size} contradicts stage = 0, which shards "
+            "nothing; drop shard_axis_size, or use stage 1, 2 or 3"
+        )
+    if plan.stage < 3 and plan.offload.parameters != "none":
+        yield (
+            f"Plan.offload.parameters = {plan.offload.parameters!r} contradicts stage = "
+            f"{plan.stage}: only stage 3 shards parameters; use stage 3, or drop it"
+        )
+    if plan.stage == 0 and plan.offload.optimizer != "none":
+        yield (
+            f"Plan.offload.optimizer = {plan.offload.optimizer!r} contradicts stage = 0: every "
+            "host would keep all states; use stage 1, 2 or 3, or drop it"
+        )
+    if plan.activations == "auto" and plan.memory_budget is None:
+        yield (
+            "Plan.activations = 'auto' solves under memory_budget, which is None; set "
+            "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction"
+        )
+    if _offloaded_patterns(plan) and plan.offload.activations == "none":
+        yield (
+            f"Plan.activations offloads {_offloaded_patterns(plan)} but offload.activations = "
+            '\'none\'; set offload={"activations": "cpu"}, or keep or recompute them'
+        )
+    if plan.host_budget is not None and not (plan.offload.is_used or _offloaded_patterns(plan)):
+        yield (
+            f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
+            "but nothing is offloaded; set offload, or drop host_budget"
+        )
+    if plan.outputs == "loss" and plan.differentiate == "all":
+        yield (
+            "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
+            "that it leaves out; change one of them"
+        )
+    if plan.cuda_graph and plan.debug:
+        yield (
+            "Plan.cuda_graph = True contradicts debug = True, which stops at every region; "
+            "change one of them"
+        )
+
+
+def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (field, its value, what to use instead) of every field this release lacks."""
+    if plan.precision != Precision():
+        yield "precision", plan.precision.to_plain(), "fp32"
+    if plan.activations == "auto":
+        yield "activations", "auto", "recompute"
+    if _offloaded_patterns(plan):
+        yield f"activations[{_offloaded_patterns(plan)[0]!r}]", "offload", "recompute"
+    if plan.tiling != "off":
+        yield (
+            "tiling",
+            dict(plan.tiling) if isinstance(plan.tiling, Mapping) else plan.tiling,
+            "off",
+        )
+    if plan.offload.is_used:
+        yield "offload", plan.offload.to_plain(), "none"
+    for field, instead in {"outputs": "all", "update": "step", "cuda_graph": False}.items():
+        if getattr(plan, field) != instead:
+            yield field, getattr(plan, field), instead
+
+
+def _offloaded_patterns(plan: Plan) -> list[str]:
+    if not isinstance(plan.activations, Patterns):
+        return []
+    return [pattern for pattern, choice in plan.activations.items() if choice == "offload"]

@@ -1,0 +1,6 @@
+"""What an emitted module needs: the engine's methods and the loading of regions."""
+
+from zerofx.runtime.regions import load_regions
+from zerofx.runtime.standalone import run_standalone
+
+__all__ = ["load_regions", "run_standalone"]

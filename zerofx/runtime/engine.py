@@ -1,0 +1,264 @@
+"""The engine: what a schedule calls. One per compiled model; every call of it is plain tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.slots import SlotPool
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+_CURRENT = threading.local()
+
+
+def current_engine() -> Engine:
+    """Return the engine that graph execution runs under (each simulated rank has its own)."""
+    engine = getattr(_CURRENT, "engine", None)
+    assert engine is not None, "a zerofx op ran outside `with engine.active()`"
+    return engine
+
+
+class Flight:
+    """A launched transfer: `tensor` may be read only after `wait`."""
+
+    __slots__ = ("bucket", "tensor", "work")
+
+    def __init__(self, tensor: Tensor | None, work: object, bucket: int) -> None:
+        self.tensor = tensor
+        self.work = work
+        self.bucket = bucket
+
+
+class Engine:
+    """Runs launches, waits, releases and gradient stores for one model on one rank.
+
+    Gathered buckets and gradient buffers lie in slots that the schedule names; the views that take
+    a buffer apart are made once for each (bucket, place) and reused every step.
+    """
+
+    def __init__(self, store: ShardStore, poison: bool = False) -> None:
+        self.store = store
+        self.world = store.world
+        self.layout = store.layout
+        self.slots = SlotPool(store.world.device, poison)
+        self.no_sync = False
+        self._resident: dict[int, Tensor] = {}
+        self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
+        self._views: dict[tuple, tuple[Tensor, ...]] = {}
+        self._pending: dict[int, list[Flight]] = {}  # graph mode: data_ptr -> launched flights
+        self._unsynced: dict[int, Tensor] = {}  # bucket -> full gradients summed under no_sync
+        self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
+        self._names: dict[tuple, frozenset[str]] = {}
+        self._targets: dict[int, tuple[Tensor, bool]] = {}  # bucket -> (gradient shard, add?)
+        self._scratch: dict[int, Tensor] = {}
+        self._filling: dict[int, int] = {}  # graph mode: data_ptr of a gradient buffer -> bucket
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for a program's slots. Only between calls."""
+        if self.slots.reserve(sizes):
+            self._views.clear()
+
+    def abandon(self) -> None:
+        """Forget everything in flight after an exception, so that another step can follow."""
+        self.world.drain()
+        self._pending.clear()
+        self._packed.clear()
+        self._targets.clear()
+
+    # -- gathered parameters ----------------------------------------------------------------
+    def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> Flight:
+        """Launch the all-gather of a bucket into `slot` (or memory of its own)."""
+        b = self.layout.buckets[bucket]
+        out = self.slots.take(slot, b.numel, b.dtype)
+        return Flight(out, self.world.all_gather(out, shard), bucket)
+
+    def refresh(self, shard: Tensor, bucket: int) -> Flight:
+        """Launch the all-gather of a resident bucket if its parameters changed since the last."""
+        b = self.layout.buckets[bucket]
+        full = self._resident.get(bucket)
+        if full is None:
+            full = self._resident[bucket] = torch.empty(
+                b.numel, dtype=b.dtype, device=self.world.device
+            )
+        elif self._fresh[bucket] == self.store.epoch:
+            return Flight(full, None, bucket)
+        self._fresh[bucket] = self.store.epoch
+        return Flight(full, self.world.all_gather(full, shard), bucket)
+
+    def resident(self, shard: Tensor, bucket: int) -> Tensor:
+        """Return the resident copy that this call's forward refreshed."""
+        return self._resident[bucket]
+
+    def stale(self) -> list[int]:
+        """Return the resident buckets that the next forward will refresh."""
+        return [b for b, epoch in self._fresh.items() if epoch != self.store.epoch]
+
+    def forget_resident(self) -> None:
+        """Force a refresh of every resident bucket at the next forward."""
+        self._fresh = dict.fromkeys(self._fresh, -1)
+
+    def wait(self, flight: Flight) -> Tensor | None:
+        """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
+        if flight.work is not None:
+            flight.work.wait()  # type: ignore[attr-defined]
+            flight.work = None
+        return flight.tensor
+
+    def unpack(self, full: Tensor, bucket: int, params: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return views of a gathered bucket for the parameters at these positions in it."""
+        key = (full.data_ptr(), bucket, params)
+        views = self._views.get(key)
+        if views is None:
+            members = [self.layout.buckets[bucket].params[i] for i in params]
+            views = tuple(full[p.offset : p.end].view(p.shape) for p in members)
+            if self.slots.owns(full) or bucket in self._resident:
+                self._views[key] = views
+        return views
+
+    def release(self, full: Tensor, slot: int = -1) -> None:
+        """Give a gathered bucket's slot back."""
+        self.slots.give(slot, full)
+
+    # -- gradients --------------------------------------------------------------------------
+    def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
+        """Return the flat buffer into which a bucket's gradients are packed."""
+        b = self.layout.buckets[bucket]
+        buffer = self.slots.take(slot, b.numel, b.dtype)
+        if zero:
+            buffer.zero_()
+        else:
+            gaps = self._gaps(buffer, b)
+            if gaps:
+                torch._foreach_zero_(gaps)
+        self._packed[bucket] = ()
+        return buffer
+
+    def _gaps(self, buffer: Tensor, b: Bucket) -> tuple[Tensor, ...]:
+        key = (buffer.data_ptr(), b.index, "gaps")
+        gaps = self._views.get(key)
+        if gaps is None:
+            ends = [0, *(p.end for p in b.params)]
+            starts = [*(p.offset for p in b.params), b.numel]
+            pairs = zip(ends, starts, strict=True)
+            gaps = tuple(buffer[lo:hi] for lo, hi in pairs if hi > lo)
+            self._views[key] = gaps
+        return gaps
+
+    def pack(
+        self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
+    ) -> None:
+        """Copy gradients of the parameters at these positions into their bucket's buffer."""
+        torch._foreach_copy_(self.unpack(buffer, bucket, params), grads)
+        self._packed[bucket] += (params,)
+
+    def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
+        """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
+        if self.no_sync:
+            waiting = self._unsynced.get(bucket)
+            if waiting is None:
+                self._unsynced[bucket] = buffer.clone()
+            else:
+                waiting.add_(buffer)
+            return Flight(None, None, bucket)
+        waiting = self._unsynced.pop(bucket, None)
+        if waiting is not None:
+            buffer.add_(waiting)
+        target, accumulate = self._targets[bucket] = self.store.grad_target(bucket)
+        out = self._scratch_like(bucket, target) if accumulate else target
+        return Flight(out, self.world.reduce_scatter(out, buffer, scale), bucket)
+
+    def _scratch_like(self, bucket: int, target: Tensor) -> Tensor:
+        scratch = self._scratch.get(bucket)
+        if scratch is None:
+            scratch = self._scratch[bucket] = torch.empty_like(target)
+        return scratch
+
+    all_reduce = reduce_scatter  # one rank a shard axis: the slice is the whole bucket
+
+    def store_grad(self, reduced: Tensor | None, bucket: int) -> None:
+        """Assign or accumulate a reduced slice into the gradients that the user sees."""
+        if reduced is None:
+            return
+        target, accumulate = self._targets.pop(bucket)
+        if accumulate:
+            target.add_(reduced)
+        key = (bucket, self._packed[bucket])
+        names = self._names.get(key)
+        if names is None:
+            members = self.layout.buckets[bucket].params
+            names = frozenset(members[i].name for some in key[1] for i in some)
+            self._names[key] = names
+        self.store.publish_grads(bucket, names)
+
+    # -- buffers ----------------------------------------------------------------------------
+    def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return rank 0's values of these tensors on every rank."""
+        flat = torch.cat([v.reshape(-1).float() for v in values])
+        self.world.broadcast(flat, 0).wait()
+        pieces = flat.split([v.numel() for v in values])
+        return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
+
+    # -- the same, called from graphs -------------------------------------------------------
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the engine that graph execution on this thread runs under."""
+        before = getattr(_CURRENT, "engine", None)
+        _CURRENT.engine = self
+        try:
+            yield
+        finally:
+            _CURRENT.engine = before
+
+    def _launch(self, flight: Flight, key: Tensor) -> Tensor:
+        self._pending.setdefault(key.data_ptr(), []).append(flight)
+        return key
+
+    def op_all_gather(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
+        flight = self.all_gather(shard, bucket, slot)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def op_refresh(self, shard: Tensor, bucket: int) -> Tensor:
+        flight = self.refresh(shard, bucket)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def op_wait(self, launched: Tensor) -> Tensor:
+        for flight in self._pending.pop(launched.data_ptr(), []):
+            self.wait(flight)
+        return launched
+
+    def op_release(self, full: Tensor, slot: int) -> None:
+        self.release(full, slot)
+
+    def op_grad_buffer(self, bucket: int, zero: bool, slot: int) -> Tensor:
+        buffer = self.grad_buffer(bucket, zero, slot)
+        self._filling[buffer.data_ptr()] = bucket
+        return buffer
+
+    def op_pack(self, buffer: Tensor, grads: list[Tensor], offsets: list[int]) -> Tensor:
+        for grad, offset in zip(grads, offsets, strict=True):
+            buffer[offset : offset + grad.numel()].view(grad.shape).copy_(grad)
+        bucket = self._filling[buffer.data_ptr()]
+        places = {p.offset: i for i, p in enumerate(self.layout.buckets[bucket].params)}
+        self._packed[bucket] += (tuple(places[o] for o in offsets),)
+        return buffer
+
+    def op_reduce(self, packed: Tensor, bucket: int, scale: float) -> Tensor:
+        flight = self.reduce_scatter(packed, bucket, scale)
+        tensor = flight.tensor
+        if tensor is None:
+            tensor = packed.new_empty(self.layout.shard_numel(self.layout.buckets[bucket]))
+        return self._launch(flight, tensor)
+
+    def op_store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
+        self.store_grad(None if self.no_sync else reduced, bucket)
+        return reduced

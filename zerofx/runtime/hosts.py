@@ -1,0 +1,149 @@
+"""How ranks find their host's board, and how hosts compare notes through the store.
+
+The ranks of one host share a file in memory; its name travels through the store once. Where the
+world spans hosts, the first rank of each (its leader) posts what its host is about to do and reads
+the other hosts': as many messages a call as there are hosts, not ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.errors import DesyncError
+from zerofx.runtime.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
+
+_SHARED_MEMORY = "/dev/shm"
+_LOOK_S = 1.0  # how often the store is asked whether the world is broken
+
+
+def host_key() -> str:
+    """Name what must be equal for ranks to share memory and see each other's processes."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        if os.path.exists(path):
+            with open(path) as boot:
+                parts.append(boot.read().strip())
+    if os.path.exists("/proc/self/ns/pid"):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+class HostLink:
+    """One host's side of the comparison between hosts."""
+
+    def __init__(self, store: Any, board: MemoryBoard, host: int, num_hosts: int) -> None:
+        self._store = store
+        self._hosts = range(num_hosts)
+        self._host = host
+        self._board = board
+        self._verdicts = board.extra_row()
+        self._failure: str | None = None
+        self._looked = 0.0
+        self.is_leader = board.rank == 0
+
+    def post(self, call: int, groups: dict[Entry, list[int]]) -> None:
+        """Post what the ranks of this host announced at `call`; drop what all have read."""
+        rows = [[e.what, e.digest, e.digest_hash.hex(), ranks] for e, ranks in groups.items()]
+        self._store.set(f"call/{call}/{self._host}", json.dumps(rows))
+        if call > 2:
+            self._store.delete_key(f"call/{call - 2}/{self._host}")
+
+    def have_all(self, call: int) -> bool:
+        """Return whether every host has posted `call`."""
+        return self._store.check([f"call/{call}/{host}" for host in self._hosts])
+
+    def read(self, call: int) -> dict[Entry, list[int]]:
+        """Return who announced what at `call`, over all hosts."""
+        groups: dict[Entry, list[int]] = {}
+        for text in self._store.multi_get([f"call/{call}/{host}" for host in self._hosts]):
+            for what, digest, digest_hash, ranks in json.loads(text):
+                entry = Entry(call, what, digest, bytes.fromhex(digest_hash))
+                groups.setdefault(entry, []).extend(ranks)
+        return groups
+
+    def tell(self, call: int, verdict: str) -> None:
+        """Let the other ranks of this host know how the hosts compared at `call`."""
+        self._verdicts.post(call, verdict, "")
+
+    def told(self, call: int) -> str | None:
+        """Return what the leader told of `call`, None while it has not."""
+        entry = self._board.entry(self._board.size, call)
+        return entry.what if entry is not None else None
+
+    def post_failure(self, message: str) -> None:
+        """Let the other hosts know that the world is broken; the first message stays."""
+        self._store.compare_set("failure", "", message)
+
+    def failure(self) -> str | None:
+        """Return what a host posted, if any; asks the store at most once a second."""
+        now = time.monotonic()
+        if self._failure is None and now - self._looked > _LOOK_S:
+            self._looked = now
+            if self._store.check(["failure"]):
+                self._failure = self._store.get("failure").decode()
+        return self._failure
+
+    def post_progress(self, launched: dict[int, int]) -> None:
+        """Post how many collectives each rank of this host has launched."""
+        self._store.set(f"progress/{self._host}", json.dumps(launched))
+
+    def progress(self) -> dict[int, int]:
+        """Return how many collectives each rank had launched when its host last posted."""
+        keys = [f"progress/{host}" for host in self._hosts]
+        texts = [self._store.get(key) for key in keys if self._store.check([key])]
+        return {int(rank): n for text in texts for rank, n in json.loads(text).items()}
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The board of this rank's host, which rank each row is, and the link to other hosts."""
+
+    board: MemoryBoard
+    ranks: list[int]
+    link: HostLink | None
+
+
+def meet(store: Any, rank: int, size: int, limit_s: float, host: str | None = None) -> Neighbours:
+    """Bring the `size` ranks that share `store` (and no others) to their boards.
+
+    Raises:
+        DesyncError: a rank of this host did not come within `limit_s`.
+    """
+    store.set(f"host/{rank}", host or host_key())
+    keys = store.multi_get([f"host/{other}" for other in range(size)])
+    ranks = [other for other in range(size) if keys[other] == keys[rank]]
+    hosts = list(dict.fromkeys(keys))
+    num_bytes = (len(ranks) + 1) * ROW_BYTES  # one more row, for the leader's verdicts
+    path = _make_file(store, ranks[0], num_bytes) if rank == ranks[0] else None
+    name = path or store.get(f"board/{ranks[0]}").decode()
+    with open(name, "r+b") as file:
+        board = MemoryBoard(mmap.mmap(file.fileno(), num_bytes), ranks.index(rank), len(ranks))
+    board.attach()
+    deadline = time.monotonic() + limit_s
+    for row, other in enumerate(ranks):
+        while board.state(row) == ABSENT:
+            if time.monotonic() > deadline:
+                raise DesyncError(f"rank {other} did not reach rank {rank}'s board in {limit_s} s")
+            time.sleep(1e-3)
+    if path is not None:
+        os.unlink(path)  # all have it open; nothing is left behind, however they end
+    many = len(hosts) > 1
+    link = HostLink(store, board, hosts.index(keys[rank]), len(hosts)) if many else None
+    return Neighbours(board, ranks, link)
+
+
+def _make_file(store: Any, leader: int, num_bytes: int) -> str:
+    """Make the file of a board, readable by this user only, and post its name."""
+    folder = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
+    handle, path = tempfile.mkstemp(prefix="zerofx-board-", dir=folder)
+    os.ftruncate(handle, num_bytes)
+    os.close(handle)
+    store.set(f"board/{leader}", path)
+    return path

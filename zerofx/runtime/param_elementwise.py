@@ -1,0 +1,263 @@
+"""Operations that act on each element by itself: they run once on the plain local pieces.
+
+This is all that the accepted optimizers, clipping by value and exponential averages do. Foreach
+and fused calls are unwrapped to plain lists and run in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from zerofx.compat import local_tensor
+from zerofx.errors import ShardError
+from zerofx.runtime.param_tensor import (
+    HANDLERS,
+    ShardedTensor,
+    find_sharded,
+    local_value,
+    op_name,
+    refuse,
+    wrap,
+)
+
+# Functions of each element; an in-place form `name_` is taken along where torch has one.
+POINTWISE = """
+abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
+clamp_min clip clone copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp
+exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt
+heaviside hypot isclose isfinite isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma
+log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
+masked_fill maximum minimum mul multiply nan_to_num ne neg negative nextafter not_equal
+positive pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc
+sinh sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy
+""".split()
+INPLACE_ONLY = ["copy_", "fill_", "zero_"]
+CASTS = ["bfloat16", "bool", "cpu", "cuda", "double", "float", "half", "int", "long", "to", "type_as", "contiguous"]
+LIKES = ["empty_like", "full_like", "ones_like", "zeros_like"]
+DUNDERS = """
+add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs eq ne
+lt le gt ge and rand or ror xor rxor invert
+""".split()
+INPLACE_DUNDERS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
+FOREACH = """
+abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor
+frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid
+sign sin sinh sqrt sub tan tanh trunc zero
+""".split()
+FUSED = ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]
+
+_piece = attrgetter("_piece")
+_aliases = attrgetter("_aliases")
+
+
+def _local(value: Any, like: ShardedTensor, func: Any) -> Any:
+    """Return what `func` should see on this rank in place of one argument."""
+    if isinstance(value, torch.Tensor):
+        return local_value(like, value, op_name(func))
+    return value
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ShardedTensor) -> Any:
+    local_args = [_local(a, like, func) for a in args]
+    if not kwargs:
+        return func(*local_args)
+    return func(*local_args, **{k: _local(v, like, func) for k, v in kwargs.items()})
+
+
+class _NoGradientHere(torch.autograd.Function):
+    """A result whose backward raises: gradients reach a sharded parameter from the program only."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
+        ctx.op, ctx.name = op, anchor._piece.name 
+        if isinstance(out, ShardedTensor):
+            return wrap(local_tensor(out), out._piece)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ShardError(
+            f"{ctx.name}: a loss term computed by {ctx.op} outside the compiled module asks for a "
+            "gradient of a sharded parameter; compute the term inside the model's forward, or "
+            "detach it"
+        )
+
+
+def with_refusing_backward(func: Any, like: ShardedTensor, out: Any) -> Any:
+    """Return `out` such that a backward through it raises, where eager would give a gradient."""
+    if not (torch.is_grad_enabled() and like.requires_grad):
+        return out
+    if not (out.is_floating_point() or out.is_complex()):
+        return out
+    return _NoGradientHere.apply(like, op_name(func), out)
+
+
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an out-of-place function of each element; the result is cut like its input."""
+    target = kwargs.get("out")
+    if target is not None:
+        return _pointwise_out(func, args, kwargs, target)
+    like = find_sharded(args)
+    if like is None:
+        like = find_sharded(kwargs)
+    assert like is not None
+    with torch.no_grad():
+        local = _run(func, args, kwargs, like)
+    if local is NotImplemented or isinstance(local, bool):
+        return local  # a comparison with something that is no tensor
+    if not isinstance(local, torch.Tensor) or local.shape != local_tensor(like).shape:
+        refuse(func, args, kwargs)
+    return with_refusing_backward(func, _requiring(args, like), wrap(local, like._piece))
+
+
+def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `to`, `float` and their kin; the tensor itself where nothing is to do, as in torch."""
+    source = args[0]
+    if not isinstance(source, ShardedTensor):  # plain.to(p): only dtype and device are read
+        return func(source, *[local_tensor(a) for a in args[1:]], **kwargs)
+    others = [local_tensor(a) if isinstance(a, ShardedTensor) else a for a in args[1:]]
+    with torch.no_grad():
+        local = func(local_tensor(source), *others, **kwargs)
+    if local is local_tensor(source):
+        return source
+    return with_refusing_backward(func, source, wrap(local, source._piece))
+
+
+def _requiring(args: Iterable[Any], like: ShardedTensor) -> ShardedTensor:
+    sharded = [a for a in args if isinstance(a, ShardedTensor) and a.requires_grad]
+    return sharded[0] if sharded else like
+
+
+def _pointwise_out(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> Any:
+    if not isinstance(target, ShardedTensor):
+        refuse(func, args, kwargs, "with out= needs a tensor that is cut alike")
+    _run(func, args, kwargs, target)
+    _note_write(target)
+    return target
+
+
+def _note_write(target: ShardedTensor) -> None:
+    if target._aliases:
+        target._piece.ledger.writes += 1
+
+
+def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place function of each element on the first argument."""
+    target = args[0]
+    if not isinstance(target, ShardedTensor):
+        refuse(func, args, kwargs, "would write a sharded tensor's piece into a plain tensor")
+    if torch.is_grad_enabled() and target.requires_grad:
+        raise RuntimeError(
+            f"{target._piece.name}: {op_name(func)}: a leaf Variable that requires grad is being "
+            "used in an in-place operation."
+        )
+    _run(func, args, kwargs, target)
+    _note_write(target)
+    return target
+
+
+def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `zeros_like` and its kin: a new tensor cut like the first argument."""
+    requires_grad = kwargs.pop("requires_grad", False)
+    source = args[0]
+    out = wrap(func(local_tensor(source), *args[1:], **kwargs), source._piece)
+    return out.requires_grad_() if requires_grad else out
+
+
+def masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run `t[mask] = scalar` with a mask that is cut alike (Rprop); other indices are refused."""
+    target, index, value = args
+    plain_scalar = not isinstance(value, torch.Tensor) or (
+        value.ndim == 0 and not isinstance(value, ShardedTensor)
+    )
+    is_mask = isinstance(index, ShardedTensor) and index.dtype == torch.bool
+    if not (isinstance(target, ShardedTensor) and is_mask and plain_scalar):
+        refuse(func, args, kwargs)
+    pointwise_(torch.Tensor.masked_fill_, (target, index, value), {})
+
+
+def _local_list(values: Any, like: Any, func: Any) -> Any:
+    """Return the plain list for one list argument of a foreach call.
+
+    Quick where every element is sharded and shares its piece with the same element of `like`.
+    """
+    if isinstance(values, ShardedTensor):
+        refuse(func, (values,), {}, "takes a plain 0-d tensor or a list here")
+    if not isinstance(values, (list, tuple)) or not values:
+        return values
+    if not isinstance(values[0], torch.Tensor) or all(map(_is_plain_scalar, values)):
+        return values
+    try:
+        if values is like or all(map(is_, map(_piece, values), map(_piece, like))):
+            return list(map(local_tensor, values))
+    except AttributeError:
+        pass  # plain tensors among them: one by one
+    return [
+        _local(v, p, func) if isinstance(p, ShardedTensor) else _plain(v, func)
+        for v, p in zip(values, like, strict=True)
+    ]
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.ndim == 0
+
+
+def _plain(value: Any, func: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        refuse(func, (value,), {}, "mixes it with a plain tensor in one list position")
+    return value
+
+
+def _note_writes(targets: Iterable[Any]) -> None:
+    ledgers = {id(t._piece.ledger): t._piece.ledger for t in targets if t._aliases}
+    for ledger in ledgers.values():
+        ledger.writes += 1
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an out-of-place foreach function on the pieces in one call."""
+    base = args[0]
+    locals_ = func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
+    return tuple(
+        wrap(out, p._piece) if isinstance(p, ShardedTensor) else out
+        for out, p in zip(locals_, base, strict=True)
+    )
+
+
+def foreach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place foreach or fused function on the pieces in one call."""
+    base = args[0]
+    func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
+    _note_writes(t for t in base if isinstance(t, ShardedTensor))
+    return base
+
+
+def _local_kwargs(func: Any, base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: _local_list(v, base, func) for k, v in kwargs.items()}
+
+
+def _register(names: Iterable[str], handler: Callable[..., Any]) -> None:
+    for name in names:
+        for home in (torch, torch.Tensor, torch.special):
+            func = getattr(home, name, None)
+            if func is not None:
+                HANDLERS[func] = handler
+
+
+_register(POINTWISE, pointwise)
+_register(CASTS, cast)
+_register([f"{name}_" for name in POINTWISE] + INPLACE_ONLY, pointwise_)
+_register(LIKES, like)
+_register([f"__{name}__" for name in DUNDERS], pointwise)
+_register([f"__{name}__" for name in INPLACE_DUNDERS], pointwise_)
+_register([f"_foreach_{name}" for name in FOREACH], foreach)
+_register([f"_foreach_{name}_" for name in FOREACH], foreach_)
+_register(FUSED, foreach_)
+HANDLERS[torch.Tensor.__setitem__] = masked_assign

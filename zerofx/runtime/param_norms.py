@@ -1,0 +1,182 @@
+"""Norms and reductions over sharded tensors: local partials, then one exchange for a whole list.
+
+Every rank gathers the partials of all ranks and combines them in rank order, in float64, so that
+the result is the same bits everywhere. It differs from the unsharded result by the order of
+summation only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerofx.compat import local_tensor
+from zerofx.runtime.param_elementwise import with_refusing_backward
+from zerofx.runtime.param_tensor import ShardedTensor, handles, op_name, refuse
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def gather_partials(tensor: ShardedTensor, partials: torch.Tensor, what: str) -> torch.Tensor:
+    """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order."""
+    piece = tensor._piece
+    world, size = piece.ledger.world, piece.ledger.layout.shard_size
+    world.agree(what, f"{piece.name}, {partials.numel()} values")
+    out = partials.new_empty(size * partials.numel())
+    world.all_gather(out, partials.contiguous()).wait()
+    return out.view(size, -1)
+
+
+def _local_norms(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Return norms of plain pieces as float64 [n]; an empty piece gives what changes nothing."""
+    if dtype is None and tensors[0].dtype in LOW_PRECISION:
+        dtype = torch.float32  # a partial rounded to 8 bits would not add up
+    if math.isinf(order) and any(t.numel() == 0 for t in tensors):
+        idle = 0.0 if order > 0 else math.inf
+        idle_norm = tensors[0].new_full((), idle, dtype=dtype)
+        full = [t for t in tensors if t.numel()]
+        norms = iter(torch._foreach_norm(full, order, dtype=dtype) if full else ())
+        return torch.stack([next(norms) if t.numel() else idle_norm for t in tensors]).double()
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)).double()
+
+
+def _combine(gathered: torch.Tensor, order: float) -> torch.Tensor:
+    """Combine norms of parts [ranks, n] into norms of wholes [n]."""
+    if order == math.inf:
+        return gathered.amax(0)
+    if order == -math.inf:
+        return gathered.amin(0)
+    if order == 0:
+        return gathered.sum(0)
+    if order == 2:
+        return gathered.square().sum(0).sqrt()
+    return gathered.pow(order).sum(0).pow(1 / order)
+
+
+def global_norms(
+    tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None, what: str
+) -> list[torch.Tensor]:
+    """Return the norm of each (whole) tensor, with one exchange for the list."""
+    with torch.no_grad():
+        local = _local_norms([local_tensor(t) for t in tensors], order, dtype)
+        whole = _combine(gather_partials(tensors[0], local, what), order)
+        return list(whole.to(dtype or tensors[0].dtype).unbind())
+
+
+@handles(torch._foreach_norm)
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the norm of each tensor of a list; plain ones among them are taken as they are."""
+    tensors = args[0]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    groups: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        is_sharded = isinstance(t, ShardedTensor)
+        key = (t._piece.ledger, t.dtype) if is_sharded else None
+        groups.setdefault(key, []).append(i)
+    out: list[Any] = [None] * len(tensors)
+    for key, indices in groups.items():
+        members = [tensors[i] for i in indices]
+        if key is None:
+            norms = func(members, order, dtype=dtype)
+        else:
+            norms = global_norms(members, order, dtype, op_name(func))
+        for i, norm in zip(indices, norms, strict=True):
+            out[i] = norm
+    return tuple(out)
+
+
+@handles(torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
+def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the norm of the whole tensor, taken as one vector."""
+    values = dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs
+    order = values.pop("ord", values.pop("p", 2))
+    values.pop("self", None)
+    dtype = values.pop("dtype", None)
+    order = 2 if order in (None, "fro") else order
+    if isinstance(order, str) or any(v not in (None, False) for v in values.values()):
+        refuse(func, args, kwargs)
+    tensor = args[0]
+    if op_name(func) == "linalg_norm" and "ord" in kwargs and len(tensor.shape) > 1:
+        refuse(func, args, kwargs)  # a matrix norm there
+    [norm] = global_norms([tensor], float(order), dtype, op_name(func))
+    return with_refusing_backward(func, tensor, norm)
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _partial(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the reduction of a plain piece, or what changes nothing where it is empty."""
+    if name in ("max", "amax", "min", "amin") and tensor.numel() == 0:
+        floor = name.endswith("max")
+        if tensor.is_floating_point():
+            return tensor.new_full((), -math.inf if floor else math.inf)
+        info = torch.iinfo(tensor.dtype)
+        return tensor.new_full((), info.min if floor else info.max)
+    if name in ("sum", "mean") and tensor.is_floating_point():
+        return tensor.sum(dtype=torch.float64)
+    return getattr(torch, "sum" if name == "mean" else name)(tensor)
+
+
+COMBINE: dict[str, Reduce] = {
+    "sum": lambda t: t.sum(), "mean": lambda t: t.sum(), "count_nonzero": lambda t: t.sum(),
+    "max": lambda t: t.amax(), "amax": lambda t: t.amax(), "min": lambda t: t.amin(),
+    "amin": lambda t: t.amin(), "any": lambda t: t.any(), "all": lambda t: t.all(),
+}  # fmt: skip
+
+
+def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return `sum`, `mean`, `max`, `any`, ... over all elements; over a dimension is refused."""
+    name, tensor = op_name(func), args[0]
+    dtype = kwargs.get("dtype")
+    if len(args) > 1 or any(v not in (None, False) for k, v in kwargs.items() if k != "dtype"):
+        refuse(func, args, kwargs)
+    local = local_tensor(tensor)
+    with torch.no_grad():
+        partial = _partial(local if dtype is None else local.to(dtype), name)
+        as_bytes = partial.to(torch.uint8) if partial.dtype == torch.bool else partial
+        whole = COMBINE[name](gather_partials(tensor, as_bytes.reshape(1), name))
+        if name == "mean":
+            whole = whole / tensor.numel()
+        if name in ("any", "all"):
+            whole = whole.bool()
+        elif local.is_floating_point() and name != "count_nonzero":
+            whole = whole.to(dtype or local.dtype)
+    return with_refusing_backward(func, tensor, whole)
+
+
+for _name in COMBINE:
+    handles(getattr(torch, _name), getattr(torch.Tensor, _name))(reduction)
+
+
+@handles(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale the pieces of gradients; `found_inf` is set on all ranks where one finds any."""
+    grads, found_inf, inv_scale = args
+    sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    func([local_tensor(g) if isinstance(g, ShardedTensor) else g for g in grads],
+         found_inf, inv_scale)  # fmt: skip
+    found = gather_partials(sharded[0], found_inf.reshape(1), "GradScaler.unscale_")
+    found_inf.copy_(found.amax())
+
+
+@handles(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
+def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether all pieces on all ranks agree with the other tensor."""
+    from zerofx.runtime.param_tensor import local_value
+
+    tensor, other, *rest = args
+    if not isinstance(tensor, ShardedTensor):
+        tensor, other = other, tensor
+    if tuple(other.shape) != tuple(tensor.shape):
+        return False
+    local = local_tensor(tensor)
+    mine = func(local, local_value(tensor, other, op_name(func)), *rest, **kwargs)
+    votes = torch.tensor([mine], dtype=torch.uint8, device=local.device)
+    return bool(gather_partials(tensor, votes, op_name(func)).all())

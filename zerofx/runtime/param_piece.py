@@ -1,0 +1,99 @@
+"""What a sharded tensor knows of its place: the parameter, this rank's piece, and who counts writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerofx.compat import shard_mesh, shard_spec
+from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+
+if TYPE_CHECKING:
+    from zerofx.runtime.world import World
+
+
+class Ledger:
+    """The world and the write counts that a store shares with every tensor made from it.
+
+    `writes` counts the writes to parameters that were seen. `handouts` counts plain aliases given
+    away (`to_local()`), through which later writes cannot be seen. It refers to no parameter, so
+    dropping a model frees its shards at once.
+    """
+
+    def __init__(self, layout: Layout, world: World) -> None:
+        self.layout = layout
+        self.world = world
+        self.writes = 0
+        self.handouts = 0
+        self.flag_changes = 0  # requires_grad of any parameter was set
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The shard axis as a DeviceMesh, for DTensor's bookkeeping: collectives are the world's."""
+        if self.world.shard_mesh is not None:
+            return self.world.shard_mesh
+        return shard_mesh(self.world.device.type, self.layout.shard_size, self.world.shard_rank)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One parameter's contiguous range of flat elements that this rank owns.
+
+    `start` and `length` count elements of the flattened parameter; `shard_offset` counts elements
+    of the rank's flat shard of `bucket`. Gradients and optimizer states of a parameter share its
+    piece.
+    """
+
+    ledger: Ledger
+    bucket: Bucket
+    param: ParamSlice
+    shard_offset: int
+    start: int
+    length: int
+    shape: torch.Size
+    _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, ledger: Ledger, name: str) -> Piece:
+        """Return the piece of parameter `name` that the ledger's rank owns."""
+        bucket, param = ledger.layout.where[name]
+        offset, start, length = ledger.layout.piece(bucket, param, ledger.world.shard_rank)
+        return cls(ledger, bucket, param, offset, start, length, torch.Size(param.shape))
+
+    @property
+    def name(self) -> str:
+        return self.param.name
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """Return the DTensorSpec of a tensor of this shape (made once a dtype)."""
+        spec = self._specs.get(dtype)
+        if spec is None:
+            spec = self._specs[dtype] = shard_spec(self.ledger.mesh, self.shape, dtype)
+        return spec
+
+    def range_of(self, shard_rank: int) -> tuple[int, int]:
+        """Return the half-open flat range of the parameter that `shard_rank` owns."""
+        _, start, length = self.ledger.layout.piece(self.bucket, self.param, shard_rank)
+        return start, start + length
+
+    def same_cut(self, other: Piece) -> bool:
+        """Whether element i of one local tensor is the same global element as i of the other.
+
+        True between the layouts of a model and of its copy, where both are cut alike.
+        """
+        return self is other or (
+            self.shape == other.shape
+            and (self.start, self.length) == (other.start, other.length)
+            and self.ledger.layout.shard_size == other.ledger.layout.shard_size
+            and all(
+                self.range_of(r) == other.range_of(r)
+                for r in range(self.ledger.layout.shard_size)
+            )
+        )

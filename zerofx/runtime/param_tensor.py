@@ -1,0 +1,311 @@
+"""The sharded tensor: a DTensor of the global shape that holds this rank's flat piece.
+
+What torch asks of it goes through `__torch_function__` to one table. An operation that is not in
+the table raises: the local tensor has another shape than the global one, so that letting torch
+run it would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zerofx.compat import DisableTorchFunctionSubclass, allow_foreach, local_tensor, new_dtensor
+from zerofx.errors import ShardError
+from zerofx.runtime.param_gather import gather_full
+from zerofx.runtime.param_piece import Piece
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+HANDLERS: dict[Any, Handler] = {}
+
+ACCEPTED_OPTIMIZERS = (
+    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, ASGD and Rprop"
+)
+
+
+def handles(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Register a function as what runs when torch is asked for any of `funcs`."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
+
+
+class ShardedTensor(DTensor):
+    """A tensor cut like a sharded parameter: a gradient, an optimizer state, or a result of these.
+
+    `shape`, `ndim` and `numel()` are global; `to_local()` is the flat piece (possibly empty);
+    `full_tensor()` gathers, on all ranks together.
+    """
+
+    _piece: Piece
+    _aliases = False  # whether the local tensor lies in the flat shard of parameters
+    _grad: ShardedTensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            refuse(func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        piece, kind = self._piece, type(self).__name__
+        return (
+            f"{kind}({piece.name}, {list(self.shape)}, {self.dtype}, elements "
+            f"{piece.start}:{piece.stop} of {piece.shape.numel()})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ShardError(
+            f"{self._piece.name}: deepcopy of a sharded {self._what()} is refused, since the copy "
+            "would belong to no store; copy the compiled module as a whole, or take "
+            "zerofx.full_state_dict(model)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardError(
+            f"{self._piece.name}: pickling a sharded {self._what()} would save this rank's piece "
+            "only; use zerofx.save(dir, model, optimizer), or torch.save of "
+            "zerofx.full_state_dict(model)"
+        )
+
+    def _what(self) -> str:
+        return "parameter" if isinstance(self, torch.nn.Parameter) else "tensor"
+
+    # Read in every optimizer step: Python properties cost a tenth of __torch_function__.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._piece.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return local_tensor(self).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return local_tensor(self).device
+
+    @property
+    def is_sparse(self) -> bool:
+        return False
+
+    @property
+    def grad(self) -> ShardedTensor | None:
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._grad = None if value is None else checked_grad(self, value)
+
+    @property
+    def data(self) -> ShardedTensor:
+        return wrap(local_tensor(self), self._piece, aliases=self._aliases)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        rebind(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        with DisableTorchFunctionSubclass():
+            return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        with DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+        self._piece.ledger.flag_changes += 1
+        return self
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return the flat piece itself; later writes to it are not seen (`model.refresh()`)."""
+        if self._aliases:
+            self._piece.ledger.handouts += 1
+        return local_tensor(self)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return the whole plain tensor; all ranks must call it together."""
+        return gather_full(local_tensor(self), self._piece)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(DTensor.redistribute, (self,), {})
+
+
+class ShardedParameter(ShardedTensor):
+    """What the user sees of a parameter; `isinstance(p, nn.Parameter)` holds."""
+
+    _is_param = True  # what nn.Parameter's instance check reads
+    _aliases = True
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        refuse_hook(self._piece.name, "register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        refuse_hook(self._piece.name, "register_post_accumulate_grad_hook")
+
+
+allow_foreach(ShardedTensor)
+allow_foreach(ShardedParameter)
+
+
+def wrap(
+    local: torch.Tensor, piece: Piece, aliases: bool = False, cls: type = ShardedTensor
+) -> Any:
+    """Return a wrapper of `local`, which holds elements start:stop of the piece's parameter."""
+    out = new_dtensor(cls, local, piece.spec(local.dtype), requires_grad=False)
+    out._piece = piece
+    if aliases:
+        out._aliases = True
+    return out
+
+
+def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch.Tensor:
+    """Return what of `value` belongs to the piece of `target`: same cut, or a full plain tensor.
+
+    Raises:
+        ShardError: `value` is neither; the message names the parameter and both shapes.
+    """
+    piece = target._piece
+    if isinstance(value, ShardedTensor):
+        if value._piece.same_cut(piece):
+            return local_tensor(value)
+        raise ShardError(
+            f"{piece.name}: {doing} mixes it with {value._piece.name}, which is cut differently "
+            f"({list(piece.shape)} elements {piece.start}:{piece.stop} against "
+            f"{list(value.shape)} elements {value._piece.start}:{value._piece.stop}); "
+            "take full_tensor() of both"
+        )
+    if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter):
+        raise ShardError(f"{piece.name}: {doing} of a {type(value).__name__} is not supported")
+    if value.ndim == 0:
+        return value
+    if value.numel() == 1 and value.ndim <= len(piece.shape):
+        return value.reshape(1)
+    try:
+        full = value.expand(piece.shape)
+    except RuntimeError:
+        raise ShardError(
+            f"{piece.name}: {doing} of a tensor of shape {list(value.shape)}, but the parameter "
+            f"has global shape {list(piece.shape)}; give the full tensor"
+        ) from None
+    return full.reshape(-1)[piece.start : piece.stop]
+
+
+def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:
+    """Return `value` if it may become `param.grad`, as torch checks it for plain tensors."""
+    name = param._piece.name
+    if not isinstance(value, ShardedTensor):
+        raise ShardError(
+            f"{name}: p.grad was given a plain {type(value).__name__} of shape "
+            f"{list(value.shape)}, but gradients here are pieces ({param!r}); write into the "
+            "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)"
+        )
+    if not value._piece.same_cut(param._piece) or value.dtype != param.dtype:
+        raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}")
+    return value
+
+
+def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
+    """Give `target.data = value`: the storage stays in the flat shard, so the values are copied."""
+    local = local_tensor(target)
+    if value.dtype != local.dtype or value.device != local.device or value.shape != target.shape:
+        raise ShardError(
+            f"{target._piece.name}: p.data was given {list(value.shape)} {value.dtype} on "
+            f"{value.device}, but the shard is {list(target.shape)} {local.dtype} on "
+            f"{local.device}; convert the whole model (model.to(...)) or copy into p"
+        )
+    with torch.no_grad():
+        local.copy_(local_value(target, value, "p.data = ..."))
+    if target._aliases:
+        target._piece.ledger.writes += 1
+
+
+def find_sharded(args: Any) -> ShardedTensor | None:
+    """Return the first sharded tensor in nested lists, tuples and dicts."""
+    if isinstance(args, ShardedTensor):
+        return args
+    if isinstance(args, dict):
+        args = args.values()
+    elif not isinstance(args, (list, tuple)):
+        return None
+    return next((t for t in map(find_sharded, args) if t is not None), None)
+
+
+def op_name(func: Any) -> str:
+    """Return how a user calls `func`: `view`, `__getitem__`, or the name of a property."""
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__"):
+        return str(getattr(func.__self__, "__name__", name))
+    return str(name)
+
+
+def _calling_optimizer() -> str | None:
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoReturn:
+    """Raise for an operation that a piece cannot answer.
+
+    Raises:
+        ShardError: always; it names the operation, the parameter, its piece and the way out.
+    """
+    target = find_sharded(args)
+    if target is None:
+        target = find_sharded(kwargs)
+    assert target is not None, f"{op_name(func)} reached a sharded tensor that is not among its arguments"
+    piece, op = target._piece, op_name(func)
+    what = (
+        f"{piece.name}: {op} needs the whole tensor, but this rank holds elements "
+        f"{piece.start}:{piece.stop} of its {piece.shape.numel()} {list(piece.shape)}"
+    )
+    if why:
+        what = f"{piece.name}: {op} {why}"
+    optimizer = _calling_optimizer()
+    if optimizer is not None:
+        raise ShardError(
+            f"{what}; {optimizer} needs whole matrices or vectors of parameters and is not "
+            f"supported on sharded parameters: use one of {ACCEPTED_OPTIMIZERS}, or "
+            "Plan(stage=0)"
+        )
+    raise ShardError(
+        f"{what}; use p.full_tensor() or zerofx.full_state_dict(model) on all ranks, or "
+        "p.to_local() for the piece"
+    )
+
+
+def refuse_hook(name: str, method: str) -> NoReturn:
+    """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
+    raise ShardError(
+        f"{name}: {method} on a compiled model's parameter would never run, since the program "
+        "assigns p.grad itself; register it on the module's parameters before zerofx.compile, or "
+        "work on p.grad after backward()"
+    )

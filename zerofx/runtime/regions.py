@@ -1,0 +1,159 @@
+"""Load an emitted program's regions: as ATen source, or compiled by Inductor once per structure."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.errors import ProgramError
+
+log = logging.getLogger("zerofx")
+Region = Callable[[list[torch.Tensor]], Any]
+
+
+class CompileCount:
+    """How many regions this process compiled and how many it took from the cache."""
+
+    compiled = 0
+    cached = 0
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Import one emitted file under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise ProgramError(f"{path}:{e.lineno}: {e.msg}; mend the edit or emit again") from e
+    return module
+
+
+def load_regions(schedule_file: str, kernels: str | None = None) -> SimpleNamespace:
+    """Return the program's regions by name, each a function of one list that it empties.
+
+    `kernels` defaults to what fingerprint.json says; "inductor" compiles each file once and
+    caches the result per user, "aten" runs the file as it stands.
+    """
+    directory = Path(schedule_file).parent
+    if kernels is None:
+        kernels = json.loads((directory / "fingerprint.json").read_text())["kernels"]
+    found = SimpleNamespace()
+    paths = sorted((directory / "regions").glob("*.py"))
+    modules = {p.stem: import_file(p, f"zerofx_region_{p.stem}") for p in paths}
+    if kernels == "inductor" and not _has_compiler():
+        kernels = "aten"
+    compiled = _compile_all(modules) if kernels == "inductor" else {}
+    for name, module in modules.items():
+        setattr(found, name, compiled.get(name) or getattr(module, name))
+    return found
+
+
+def _has_compiler() -> bool:
+    problem = compat.inductor_problem()
+    if problem:
+        log.warning("kernels='inductor' falls back to ATen: %s", problem)
+    return not problem
+
+
+# -- the artifact cache ---------------------------------------------------------------------
+def cache_dir() -> Path:
+    """Return this user's cache of compiled regions and emitted programs, private to them."""
+    base = os.environ.get("ZEROFX_CACHE_DIR")
+    root = Path(base) if base else Path.home() / ".cache" / "zerofx"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if root.stat().st_uid != os.getuid():
+        raise ProgramError(
+            f"the cache {root} belongs to another user; set ZEROFX_CACHE_DIR to one of your own"
+        )
+    root.chmod(0o700)
+    return root
+
+
+def artifact_key(source: str, device: str) -> str:
+    """Return the cache key of a region: its source, torch's version, and the machine's flags."""
+    flags = torch.backends.cpu.get_cpu_capability() if device == "cpu" else (
+        torch.cuda.get_device_name()
+    )
+    whole = json.dumps([source, torch.__version__, platform.machine(), device, flags, 3])
+    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+def _compile_all(modules: dict[str, ModuleType]) -> dict[str, Region]:
+    """Compile or load every region; ranks of one host share the work, one region at a time each."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    names = sorted(modules)
+    turn = rank * len(names) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    done: dict[str, Region] = {}
+    waiting = names[turn:] + names[:turn]
+    for patient in (False, True):  # first what nobody else compiles, then wait for the others
+        for name in list(waiting):
+            region = _compiled(name, modules[name], patient)
+            if region is not None:
+                done[name] = region
+                waiting.remove(name)
+    return done
+
+
+def _compiled(name: str, module: ModuleType, patient: bool) -> Region | None:
+    device = module.INPUTS[0][3] if module.INPUTS else "cpu"
+    source = Path(str(module.__file__)).read_text()
+    path = cache_dir() / "regions" / f"{artifact_key(source, device)}.bin"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not path.exists():
+        with _lock(path.with_suffix(".lock"), patient) as held:
+            if not held:
+                return None
+            if not path.exists():
+                return _compile(name, module, path)
+    region = compat.load_artifact(str(path))
+    if region is None:  # written by a torch that this one cannot read: compile anew
+        with _lock(path.with_suffix(".lock"), True):
+            return _compile(name, module, path)
+    CompileCount.cached += 1
+    return region
+
+
+@contextlib.contextmanager
+def _lock(path: Path, patient: bool) -> Iterator[bool]:
+    with open(path, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _compile(name: str, module: ModuleType, path: Path) -> Region:
+    gm = trace_region(getattr(module, name), len(module.INPUTS))
+    CompileCount.compiled += 1
+    return compat.compile_region(gm, module.INPUTS, str(path))
+
+
+def trace_region(function: Region, num_inputs: int) -> fx.GraphModule:
+    """Turn a region's source back into a graph by running it on proxies."""
+    tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+    args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
+    results = function(args)  # type: ignore[arg-type]
+    if not isinstance(results, (tuple, list)):
+        results = (results,)
+    tracer.graph.output(tuple(r.node for r in results))
+    gm = fx.GraphModule(torch.nn.Module(), tracer.graph)
+    gm.graph.lint()
+    return gm

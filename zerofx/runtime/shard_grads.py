@@ -1,0 +1,97 @@
+"""Gradients: one flat shard a bucket, seen through views or wrappers that are made once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.compat import local_tensor, storage_uses
+from zerofx.runtime.param_tensor import ShardedTensor
+
+MakeViews = Callable[[Tensor], list[Tensor]]
+
+
+def _local(grad: Tensor) -> Tensor:
+    return local_tensor(grad) if isinstance(grad, ShardedTensor) else grad
+
+
+class GradShard:
+    """The reduced gradient of one bucket on one rank, and what each `p.grad` shows of it.
+
+    `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
+    nothing is sharded) a plain view of it.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], flat: Tensor, make: MakeViews) -> None:
+        self.params = params
+        self._make = make
+        self._adopt(flat)
+
+    def _adopt(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            self.flat = flat
+            self.views = self._make(flat)
+        self._quiet = self._references()
+
+    def _references(self) -> list[int]:
+        """Count who refers to the views, their local tensors and their storage."""
+        counts = [sys.getrefcount(v) for v in self.views]
+        counts += [sys.getrefcount(_local(v)) for v in self.views]
+        counts.append(storage_uses(self.flat))
+        return counts
+
+    def _is_held(self) -> bool:
+        """Whether anyone but us and `p.grad` still refers to a gradient of an earlier step.
+
+        Raised counts of views that are some p.grad now are theirs by right.
+        """
+        counts = self._references()
+        num = len(self.views)
+        if counts[-1] != self._quiet[-1]:
+            return True
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            published = param.grad is view
+            if not published and (
+                counts[i] > self._quiet[i] or counts[num + i] > self._quiet[num + i]
+            ):
+                return True
+        return False
+
+    def target(self) -> tuple[Tensor, bool]:
+        """Return the flat shard to reduce into, and whether to add to what it holds.
+
+        Where some p.grad are set and others are not, the others' ranges are zeroed and the
+        user's own tensors copied in, so that adding is right for all. What the user still holds
+        of an earlier step is left to them.
+        """
+        grads = [p.grad for p in self.params]
+        if all(map(is_, grads, self.views)):
+            return self.flat, True
+        if not any(g is not None for g in grads):
+            del grads
+            if self._is_held():
+                self._adopt(torch.empty_like(self.flat))
+            return self.flat, False
+        old = self.views
+        if self._is_held():
+            self._adopt(torch.zeros_like(self.flat))
+        with torch.no_grad():
+            for view, before, grad in zip(self.views, old, grads, strict=True):
+                if grad is None:
+                    _local(view).zero_()
+                elif grad is not view:
+                    _local(view).copy_(_local(grad))
+        for param, view, grad in zip(self.params, self.views, grads, strict=True):
+            if grad is not None:
+                param.grad = view
+        return self.flat, True
+
+    def publish(self, names: Collection[str] | None, all_names: Sequence[str]) -> None:
+        """Set p.grad of every parameter among `names` that requires one."""
+        for param, view, name in zip(self.params, self.views, all_names, strict=True):
+            if (names is None or name in names) and param.requires_grad:
+                param.grad = view

@@ -1,0 +1,83 @@
+"""Where shard values come from: rank 0's materialised model, or initialisation from meta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerofx.runtime.shard_meta import initialise_from_meta
+from zerofx.runtime.shard_tree import ParameterTree
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+
+def fill_shards(
+    store: ShardStore, model: nn.Module, tree: ParameterTree, seed: int | None
+) -> None:
+    """Fill every shard with rank 0's values and swap the parameters, bucket by bucket.
+
+    What is on meta on rank 0 is initialised instead. Only one bucket (or one module, from meta) is
+    whole at a time; the old parameters are dropped as their bucket is done.
+    """
+    order = list(tree.params)
+    on_meta = _meta_on_rank_0(store, model, tree)
+    for bucket in store.layout.buckets:
+        present = [n for n in bucket.names if n not in on_meta]
+        if present:
+            _take_bucket(store, tree, bucket.index, present)
+            for name in present:
+                store.adopt(tree, name, tree.params[name])
+    if on_meta:
+        initialise_from_meta(store, model, tree, on_meta, seed)
+    _share_buffers(store, model)
+    store.params = {name: store.params[name] for name in order}
+
+
+def _meta_on_rank_0(store: ShardStore, model: nn.Module, tree: ParameterTree) -> set[str]:
+    """Return the parameters and buffers that rank 0 has no values for, the same set everywhere."""
+    tensors = {**dict(model.named_buffers()), **tree.params}
+    names = list(tensors)
+    flags = torch.tensor([t.is_meta for t in tensors.values()], dtype=torch.uint8)
+    flags = flags.to(store.world.device)
+    store.world.broadcast(flags, 0).wait()
+    return {name for name, is_meta in zip(names, flags.tolist(), strict=True) if is_meta}
+
+
+@torch.no_grad()
+def _take_bucket(
+    store: ShardStore, tree: ParameterTree, index: int, names: list[str]
+) -> None:
+    """Send rank 0's values of one bucket, flat, and keep this rank's slice."""
+    layout, world = store.layout, store.world
+    bucket = layout.buckets[index]
+    with torch.inference_mode(False):
+        full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=world.device)
+    if world.rank == 0:
+        for name in names:
+            param = layout.where[name][1]
+            full[param.offset : param.end].view(param.shape).copy_(tree.params[name].detach())
+    world.broadcast(full, 0).wait()
+    lo, hi = layout.shard_bounds(bucket, world.shard_rank)
+    store.shards[index].copy_(full[lo:hi])
+
+
+@torch.no_grad()
+def _share_buffers(store: ShardStore, model: nn.Module) -> None:
+    """Move the buffers to the world's device and start every rank from rank 0's values."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                here = buffer
+                if here.is_meta:
+                    here = torch.empty_like(buffer, device=store.world.device)
+                here = here.to(store.world.device).contiguous()
+                # As bytes: gloo sends no bool and no complex numbers.
+                store.world.broadcast(here.view(-1).view(torch.uint8), 0).wait()
+                moved[id(buffer)] = here
+            module._buffers[key] = moved[id(buffer)]

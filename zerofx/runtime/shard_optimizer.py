@@ -1,0 +1,116 @@
+"""Optimizers over shards: which are accepted, and exchanging the parameters of a built one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from zerofx.compat import local_tensor
+from zerofx.errors import ShardError
+from zerofx.runtime.param_tensor import ACCEPTED_OPTIMIZERS, ShardedTensor, wrap
+from zerofx.runtime.sharded_parameter import ReplicatedParameter
+
+REFUSED = {
+    "LBFGS": "it keeps flat vectors of all parameters and needs a closure",
+    "Adafactor": "it keeps row and column means of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "gradients of shards are dense",
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise unless the optimizer may step sharded parameters, by its type and options.
+
+    An optimizer that is not torch's own is let through: what it cannot do on pieces raises when
+    it is asked for.
+
+    Raises:
+        ShardError: names the optimizer and the reason.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(p, ShardedTensor) for p in params):
+        _check_type(optimizer)
+
+
+def _check_type(optimizer: Optimizer) -> None:
+    known = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
+    reason = next((REFUSED[name] for name in known if name in REFUSED), None)
+    if reason is None and any(g.get("differentiable") for g in optimizer.param_groups):
+        reason = "differentiable=True records whole parameters for autograd"
+    if reason is not None:
+        raise ShardError(
+            f"{type(optimizer).__name__} is not supported on sharded parameters: {reason}; use "
+            f"one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+        )
+
+
+def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+    """Give a built optimizer the new parameters; groups, options and step counts are kept.
+
+    `replaced` maps id(old parameter) to the new one. State of the parameter's shape is cut like
+    it; parameters that are not in `replaced` stay.
+
+    Raises:
+        ShardError: the optimizer is refused, or holds state that cannot be cut; it is unchanged.
+    """
+    swaps = [
+        (old, replaced[id(old)])
+        for group in optimizer.param_groups
+        for old in group["params"]
+        if id(old) in replaced
+    ]
+    if any(isinstance(new, ShardedTensor) for _, new in swaps):
+        _check_type(optimizer)
+    states = {
+        new: {k: _cut_state(new, k, v) for k, v in optimizer.state[old].items()}
+        for old, new in swaps
+        if old in optimizer.state
+    }
+    for group in optimizer.param_groups:
+        # In place: some optimizers keep this very list.
+        group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
+    for old, _ in swaps:
+        optimizer.state.pop(old, None)
+    optimizer.state.update(states)
+
+
+def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
+    """Return what of one state value belongs to the parameter's piece."""
+    if not isinstance(value, Tensor) or not isinstance(param, ShardedTensor):
+        return value
+    if value.shape != param.shape:
+        if value.ndim == 0:
+            return value
+        raise ShardError(
+            f"{param._piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, "
+            f"the parameter {list(param.shape)}; give zerofx.compile an optimizer without state"
+        )
+    if key == "step":
+        return value
+    piece = param._piece
+    local = value.detach().reshape(-1)[piece.start : piece.stop]
+    return wrap(local.to(local_tensor(param).device, copy=True), piece)
+
+
+@cache
+def watch_steps() -> None:
+    """Count optimizer steps over replicated parameters as writes, once a process.
+
+    They are plain tensors to torch, and a fused step moves no version counter.
+    """
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    ledgers = {
+        id(p._ledger): p._ledger
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if type(p) is ReplicatedParameter
+    }
+    for ledger in ledgers.values():
+        ledger.writes += 1

@@ -1,0 +1,226 @@
+"""The shards of one model on one rank: flat buffers, and the parameters that show pieces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import ShardError
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.param_piece import Ledger, Piece
+from zerofx.runtime.param_tensor import wrap
+from zerofx.runtime.shard_grads import GradShard
+from zerofx.runtime.shard_init import fill_shards
+from zerofx.runtime.shard_optimizer import watch_steps
+from zerofx.runtime.shard_tree import ParameterTree, attributes_of, put
+from zerofx.runtime.sharded_parameter import replicated_parameter, sharded_parameter
+from zerofx.runtime.world import World
+
+
+class ShardStore:
+    """What this rank owns of a model: one flat shard a bucket, and its gradients.
+
+    `params` maps canonical names to what the user sees: sharded wrappers, or plain tensors of the
+    global shape where the shard axis has one rank. `replaced` maps id(old parameter) to the new
+    one, for an optimizer that was built before.
+    """
+
+    def __init__(self, layout: Layout, world: World) -> None:
+        self.layout = layout
+        self.world = world
+        self.ledger = Ledger(layout, world)
+        self.pieces = {name: Piece.of(self.ledger, name) for name in layout.where}
+        with torch.inference_mode(False):
+            self.shards = [
+                torch.zeros(layout.shard_numel(b), dtype=b.dtype, device=world.device)
+                for b in layout.buckets
+            ]
+        self.params: dict[str, nn.Parameter] = {}
+        self.replaced: dict[int, nn.Parameter] = {}
+        self._grads: dict[int, GradShard] = {}
+        self._bound: list[tuple[str, nn.Module, str]] = []
+        self._pointers: list[int] = []
+        self._storages: list[Tensor] = []  # what carries each piece: its local tensor, or itself
+        self._flags: tuple[int, tuple[bool, ...]] = (-1, ())
+        self._versions = 0
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, layout: Layout, world: World, seed: int | None = None
+    ) -> ShardStore:
+        """Take the model's values (rank 0's) into shards and swap its parameters in place.
+
+        Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
+        `torch.initial_seed()`. A collective call.
+
+        Raises:
+            ShardError: a parameter cannot be laid out or initialised; the model is unchanged
+                unless the initialisation itself failed.
+        """
+        tree = ParameterTree(model)
+        tree.check()
+        _check_layout(tree, layout)
+        store = cls(layout, world)
+        fill_shards(store, model, tree, seed)
+        store._bound = list(tree.bindings())
+        store._watch()
+        if not store.is_sharded:
+            watch_steps()
+        return store
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.layout.shard_size > 1
+
+    @property
+    def epoch(self) -> int:
+        """A number that grows with every write to parameters that was or may have been made."""
+        return self.ledger.writes + self.ledger.handouts
+
+    @property
+    def writes(self) -> int:
+        """A number that grows with every write to parameters that was seen."""
+        return self.ledger.writes
+
+    def local_view(self, name: str) -> Tensor:
+        """Return what the flat shard holds of a parameter, 1-D."""
+        piece = self.pieces[name]
+        flat = self.shards[piece.bucket.index]
+        return flat[piece.shard_offset : piece.shard_offset + piece.length]
+
+    def adopt(self, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
+        """Make the parameter over the shard's values and put it wherever the old one is held.
+
+        `original` is what the user had, which `tree` may hold a materialised copy of.
+        """
+        old = tree.params[name]
+        piece = self.pieces[name]
+        with torch.inference_mode(False), torch.no_grad():
+            view = self.local_view(name)
+            if self.is_sharded:
+                new: nn.Parameter = sharded_parameter(view, piece, old.requires_grad)
+            else:
+                new = replicated_parameter(view.view(piece.shape), piece, old.requires_grad)
+        for key, value in attributes_of(old).items():
+            setattr(new, key, value)
+        self.params[name] = new
+        self.replaced[id(original)] = new
+        tree.place(name, new)
+
+    # -- gradients --------------------------------------------------------------------------
+    def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
+        """Return (flat tensor to receive the reduced gradient, whether to add to it).
+
+        Ranges of parameters that the program has no gradient for must receive zeros.
+        """
+        return self._grad_shard(bucket).target()
+
+    def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
+        """Set p.grad of the bucket's parameters (those among `names`) that require one."""
+        self._grad_shard(bucket).publish(names, self.layout.buckets[bucket].names)
+
+    def _grad_shard(self, bucket: int) -> GradShard:
+        shard = self._grads.get(bucket)
+        if shard is None:
+            b = self.layout.buckets[bucket]
+            with torch.inference_mode(False):
+                flat = torch.empty_like(self.shards[bucket])
+            params = [self.params[n] for n in b.names]
+            shard = GradShard(params, flat, lambda flat: self._grad_views(b, flat))
+            self._grads[bucket] = shard
+        return shard
+
+    def _grad_views(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        pieces = [self.pieces[n] for n in bucket.names]
+        locals_ = [flat[p.shard_offset : p.shard_offset + p.length] for p in pieces]
+        if self.is_sharded:
+            return [wrap(t, p) for t, p in zip(locals_, pieces, strict=True)]
+        return [t.view(p.shape) for t, p in zip(locals_, pieces, strict=True)]
+
+    # -- what the user may have changed -------------------------------------------------------
+    def requires_grad_key(self) -> tuple[bool, ...]:
+        """Return the requires_grad flags in layout order; read anew only after one was set."""
+        changes = self.ledger.flag_changes
+        if self._flags[0] != changes:
+            self._flags = changes, tuple(p.requires_grad for p in self.params.values())
+        return self._flags[1]
+
+    def poll_writes(self) -> int:
+        """Notice writes that torch counted in the flat shards' versions; return `writes`."""
+        versions = sum(s._version for s in self.shards)
+        if versions != self._versions:
+            self._versions = versions
+            self.ledger.writes += 1
+        return self.ledger.writes
+
+    def check_bindings(self) -> None:
+        """Make sure that each parameter still is ours and still lies in its flat shard.
+
+        What was put in its place (`module.weight = ...`, `load_state_dict(assign=True)`) has its
+        values copied into the shard, and ours is put back.
+
+        Raises:
+            ShardError: the values do not fit; names the parameter.
+        """
+        params = self.params
+        for name, module, key in self._bound:
+            if module._parameters.get(key) is not params[name]:
+                self._restore(name, module, key)
+        if [t.data_ptr() for t in self._storages] != self._pointers:
+            self._return_storages()
+        self.poll_writes()
+
+    def _watch(self) -> None:
+        self._storages = [
+            p._local_tensor if self.is_sharded else p for p in self.params.values()
+        ]
+        self._pointers = [t.data_ptr() for t in self._storages]
+        self._versions = sum(s._version for s in self.shards)
+
+    def _restore(self, name: str, module: nn.Module, key: str) -> None:
+        found = module._parameters.get(key, getattr(module, key, None))
+        ours = self.params[name]
+        if not isinstance(found, Tensor) or found.dtype != ours.dtype:
+            what = f"a {found.dtype} tensor" if isinstance(found, Tensor) else repr(found)
+            raise ShardError(
+                f"{name}: the module now holds {what} instead of its {ours.dtype} parameter; "
+                "compile the changed module again"
+            )
+        if found.shape != ours.shape:
+            raise ShardError(
+                f"{name}: the module now holds a tensor of shape {list(found.shape)} instead of "
+                f"{list(ours.shape)}; compile the changed module again"
+            )
+        with torch.no_grad():
+            ours.copy_(found)
+        if found.requires_grad != ours.requires_grad:
+            ours.requires_grad_(found.requires_grad)
+        put(module, key, ours)
+
+    def _return_storages(self) -> None:
+        for (name, piece), carrier in zip(self.pieces.items(), self._storages, strict=True):
+            view = self.local_view(name)
+            if carrier.data_ptr() == view.data_ptr():
+                continue
+            if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
+                raise ShardError(
+                    f"{name}: its storage was replaced by {carrier.numel()} elements of "
+                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}"
+                )
+            with torch.no_grad():
+                view.copy_(carrier.detach().reshape(-1))
+            shape = view.shape if self.is_sharded else piece.shape
+            torch.Tensor.data.__set__(carrier, view.view(shape))
+            self.ledger.writes += 1
+
+
+def _check_layout(tree: ParameterTree, layout: Layout) -> None:
+    """Raise where the layout and the model's parameters are not the same."""
+    missing = tree.params.keys() ^ layout.where.keys()
+    assert not missing, f"layout and model differ in {sorted(missing)}"
+    for name, param in tree.params.items():
+        bucket, piece = layout.where[name]
+        fits = tuple(param.shape) == piece.shape and param.dtype == bucket.dtype
+        assert fits, f"{name} is {param.dtype} {list(param.shape)}, the layout says {piece}"

@@ -1,0 +1,67 @@
+"""Slots: fixed places in memory for what a schedule gathers and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class SlotPool:
+    """Byte buffers, made once, that gathered buckets and gradient buffers take turns in.
+
+    A slot holds data within one program call only. With `poison`, what is given back is filled
+    with NaN, so that a read behind a release cannot go unseen.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        self.device = device
+        self.poison = poison
+        self._bytes: list[Tensor] = []
+        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def reserve(self, sizes: Sequence[int]) -> bool:
+        """Grow the pool so that slot i holds at least sizes[i] bytes; say whether one moved.
+
+        Only between calls: what a moved slot held is gone.
+        """
+        moved = False
+        for i, size in enumerate(sizes):
+            if i < len(self._bytes) and self._bytes[i].numel() >= size:
+                continue
+            with torch.inference_mode(False):
+                buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if i < len(self._bytes):
+                moved = True
+                self._bytes[i] = buffer
+                self._typed = {k: v for k, v in self._typed.items() if k[0] != i}
+            else:
+                self._bytes.append(buffer)
+        return moved
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.numel() for b in self._bytes)
+
+    def take(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return `numel` elements at the slot's place; slot -1 is fresh memory of the call's own."""
+        if slot < 0:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        key = (slot, numel, dtype)
+        tensor = self._typed.get(key)
+        if tensor is None:
+            assert slot < len(self._bytes), f"slot {slot} was not reserved"
+            tensor = self._bytes[slot][: numel * dtype.itemsize].view(dtype)
+            self._typed[key] = tensor
+        return tensor
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in a slot (and so has the same address every step)."""
+        at = tensor.data_ptr()
+        return any(b.data_ptr() <= at < b.data_ptr() + max(b.numel(), 1) for b in self._bytes)
+
+    def give(self, slot: int, tensor: Tensor) -> None:
+        """Take back what a slot held."""
+        if self.poison and tensor.is_floating_point():
+            tensor.fill_(float("nan"))

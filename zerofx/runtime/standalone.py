@@ -1,0 +1,120 @@
+"""Run an emitted program by itself: one process that stands for all ranks, made-up values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.collectives import DONE, Axis, Work
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.world import World
+
+
+class LoopbackAxis(Axis):
+    """Every rank of the axis is taken to hold what this one holds."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        out.view(self.size, -1).copy_(shard)
+        return DONE
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        torch.mul(full.view(self.size, -1)[self.rank], scale * self.size, out=out)
+        return DONE
+
+    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+        buf.mul_(scale * self.size)
+        return DONE
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        return DONE
+
+
+class LooseStore:
+    """Shards and gradients without a model behind them."""
+
+    epoch = writes = 0
+
+    def __init__(self, layout: Layout, world: World) -> None:
+        self.layout, self.world = layout, world
+        self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
+        self.grads: dict[int, Tensor] = {}
+
+    def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
+        return torch.empty_like(self.shards[bucket]), False
+
+    def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
+        self.grads[bucket] = self.shards[bucket]
+
+
+def run_standalone(schedule_file: str) -> None:
+    """Run the schedule's forward (and backward) once, in one process, and say what came out."""
+    module: Any = sys.modules["__main__"]
+    facts = json.loads((Path(schedule_file).parent / "fingerprint.json").read_text())
+    layout = layout_from_facts(facts["layout"])
+    torch.manual_seed(0)
+    shard, replicate = LoopbackAxis(0, layout.shard_size), LoopbackAxis(0, layout.replicate_size)
+    device = torch.device(facts["placeholders"]["forward"][0][4][3])
+    world = World(
+        device=device, backend="loopback", shard=shard, replicate=replicate, whole=replicate
+    )
+    engine = Engine(LooseStore(layout, world))  # type: ignore[arg-type]
+    engine.reserve(facts["slots"])
+    inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
+    with torch.no_grad():
+        outs, _, saved = module.forward(engine, engine.store.shards, buffers, inputs)
+        print("forward returned", ", ".join(f"{list(o.shape)}" for o in outs))
+        if "backward" in facts["placeholders"]:
+            _, _, tangents = _placeholders(facts["placeholders"]["backward"])
+            module.backward(engine, engine.store.shards, saved, tangents)
+            print(f"backward reduced {len(engine.store.grads)} buckets")  # type: ignore[attr-defined]
+
+
+def _placeholders(
+    rows: list[list[Any]],
+) -> tuple[dict[int, Tensor], dict[str, Tensor], dict[int, Tensor]]:
+    """Return made-up inputs, buffers and tangents of the recorded shapes."""
+    inputs: dict[int, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    tangents: dict[int, Tensor] = {}
+    for role, name, index, _, (dtype, shape, stride, device) in rows:
+        if role not in ("input", "buffer", "tangent"):
+            continue
+        made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        made.fill_(1) if role != "input" or made.is_floating_point() else made.zero_()
+        if role == "input":
+            inputs[index] = made
+        elif role == "buffer":
+            buffers[name] = made
+        else:
+            tangents[index] = made
+    return inputs, buffers, tangents
+
+
+def _made(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(numel, device=device).mul_(0.02).to(dtype)
+
+
+def layout_from_facts(facts: dict[str, Any]) -> Layout:
+    """Build the layout that fingerprint.json describes."""
+    buckets = tuple(
+        Bucket(
+            index=i,
+            units=tuple(b["units"]),
+            dtype=getattr(torch, b["dtype"]),
+            params=tuple(ParamSlice(n, tuple(s), o) for n, s, o in b["params"]),
+            numel=b["numel"],
+            persistent=b["persistent"],
+            trainable=b["trainable"],
+        )
+        for i, b in enumerate(facts["buckets"])
+    )
+    return Layout(buckets, facts["shard_size"], facts["replicate_size"])

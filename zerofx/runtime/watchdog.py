@@ -1,0 +1,181 @@
+"""Waiting in a collective, with a limit: what is stuck, and which ranks have not arrived.
+
+A wait in gloo cannot be interrupted by another thread, and its own timeout says nothing of who is
+missing. So a thread looks at the board while the main thread waits; when a rank has left, died, gone
+on to another call, or not arrived in time, it posts the diagnosis for the other ranks and breaks
+this rank's connections, upon which the wait ends, here and in turn on every other rank.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerofx.errors import DesyncError
+from zerofx.runtime.agreement import Agreement, name_ranks
+
+Waiting = tuple[int, str]
+"""The number of a collective on this rank, and its label."""
+
+_LOOK_S = 0.25  # how often the thread looks
+_PROGRESS_S = 10.0  # how often it posts this host's progress for the others
+_FAREWELL_S = 2.0  # how long after a lost connection its cause may take to show on the board
+
+
+def timeout_s() -> float:
+    """Return how long a rank waits for the others: ZEROFX_TIMEOUT_S seconds, 300 if unset."""
+    return float(os.environ.get("ZEROFX_TIMEOUT_S", "300"))
+
+
+class Watchdog:
+    """Counts launches on the board and stands by while this rank waits."""
+
+    def __init__(self, agreement: Agreement, interrupt: Callable[[], None]) -> None:
+        self.agreement = agreement
+        self._board = agreement.board
+        self._interrupt = interrupt
+        self._waiting: Waiting | None = None
+        self._diagnosis: DesyncError | None = None
+        thread = threading.Thread(
+            target=_stand_by, args=(weakref.ref(self),), name="zerofx-watchdog", daemon=True
+        )
+        thread.start()
+
+    def launched(self, handles: Sequence[Any], label: str) -> int:
+        """Count a collective on the board; return its number on this rank."""
+        return self._board.launch()
+
+    def wait(self, handles: Sequence[Any], number: int, label: str) -> None:
+        """Wait for `handles`, the transfers of collective `number`.
+
+        Raises:
+            DesyncError: a rank is lost or late (named), or had announced another call.
+        """
+        if self.agreement.unchecked:
+            self.agreement.check()
+        self._waiting = (number, label)
+        try:
+            for handle in handles:
+                handle.wait()
+        except RuntimeError as error:
+            raise self._explain(number, label, error) from error
+        finally:
+            self._waiting = None
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The number and label of the collective that holds this rank up."""
+        return self._waiting
+
+    def look(self, waited_s: float) -> str | None:
+        """Return what is wrong with the wait that has lasted `waited_s`, None if nothing is."""
+        waiting = self.waiting
+        if waiting is None:
+            return None
+        number, label = waiting
+        agreement, board = self.agreement, self._board
+        here = f"rank {agreement.rank} waits in {label} of {agreement.what} (call {agreement.call})"
+        lost = agreement.lost(number)
+        if lost is not None:
+            return f"{lost}; {here}"
+        for row, rank in enumerate(agreement.ranks):
+            if board.call(row) > agreement.call and board.launched(row) < number:
+                entry = board.entry(row, board.call(row))
+                doing = f"{entry.what} (call {entry.call})" if entry else "another call"
+                return f"rank {rank} is about to run {doing} while {here}"
+        if waited_s < agreement.timeout_s:
+            return None
+        return f"{here}: {self._absent(number)} within {agreement.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+
+    def _absent(self, number: int) -> str:
+        """Name the ranks that have not launched collective `number`, and where they are."""
+        agreement, board = self.agreement, self._board
+        launched = {rank: board.launched(row) for row, rank in enumerate(agreement.ranks)}
+        if agreement.link is not None:
+            launched = {**agreement.link.progress(), **launched}
+        absent = [rank for rank, count in launched.items() if count < number]
+        if not absent:
+            return "every rank has launched it, but the transfer did not finish"
+        return f"{name_ranks(absent, 'has', 'have')} not arrived"
+
+    def tick(self, waited_s: float) -> None:
+        """Look once; where something is wrong, post it and end the wait."""
+        problem = self.look(waited_s) if self._diagnosis is None else None
+        if problem is not None:
+            self._diagnosis = self.agreement.fail(problem)
+            self._interrupt()
+
+    def post_progress(self) -> None:
+        """Let other hosts know how far the ranks of this one are."""
+        link, board = self.agreement.link, self._board
+        if link is not None and link.is_leader:
+            ranks = enumerate(self.agreement.ranks)
+            link.post_progress({rank: board.launched(row) for row, rank in ranks})
+
+    def _explain(self, number: int, label: str, error: RuntimeError) -> DesyncError:
+        """Turn gloo's error into one that names the rank, looking for its cause for a while."""
+        agreement = self.agreement
+        here = f"rank {agreement.rank} waits in {label} of {agreement.what} (call {agreement.call})"
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._diagnosis is None and time.monotonic() < deadline:
+            lost = agreement.lost(number, broken=True)
+            if lost is not None:
+                return agreement.fail(f"{lost}; {here}")
+            time.sleep(0.02)
+        return self._diagnosis or agreement.fail(f"{here}, and the transfer failed: {error}")
+
+
+class StreamWatchdog(Watchdog):
+    """The watchdog of collectives that run on device streams, where a wait never holds the host.
+
+    What it finds stuck it aborts; the error is raised by this world's next launch, wait or call.
+    """
+
+    def __init__(self, agreement: Agreement, interrupt: Callable[[], None]) -> None:
+        self._running: deque[tuple[Waiting, Sequence[Any]]] = deque()
+        super().__init__(agreement, interrupt)
+
+    def launched(self, handles: Sequence[Any], label: str) -> int:
+        if self._diagnosis is not None:
+            raise self._diagnosis
+        number = super().launched(handles, label)
+        self._running.append(((number, label), handles))
+        return number
+
+    def wait(self, handles: Sequence[Any], number: int, label: str) -> None:
+        super().wait(handles, number, label)
+        if self._diagnosis is not None:
+            raise self._diagnosis
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The oldest collective that the device has not finished."""
+        while self._running and all(h.is_completed() for h in self._running[0][1]):
+            self._running.popleft()
+        return self._running[0][0] if self._running else None
+
+
+def _stand_by(reference: weakref.ref[Watchdog]) -> None:
+    """Look at a watchdog's wait a few times a second, until it is dropped."""
+    last: Waiting | None = None
+    since = posted = time.monotonic()
+    while True:
+        time.sleep(_LOOK_S)
+        watchdog = reference()
+        if watchdog is None:
+            return
+        now = time.monotonic()
+        waiting = watchdog.waiting
+        if waiting is not last or waiting is None:
+            last, since = waiting, now
+        else:
+            watchdog.tick(now - since)
+        if now - posted > _PROGRESS_S:
+            posted = now
+            watchdog.post_progress()
+        del watchdog
