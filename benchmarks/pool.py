@@ -34,7 +34,8 @@ class Group:
         self, name: str, job: str, args: dict[str, Any], ranks: int, env: Mapping[str, str]
     ) -> None:
         self.name = name
-        self._logs = [tempfile.TemporaryFile() for _ in range(ranks)]
+        # open as long as the workers write to them: close() closes them
+        self._logs = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115
         shared = os.environ | ONE_THREAD | dict(env)
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}

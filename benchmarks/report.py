@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Column:
     form: str = "{}"
 
     def cell(self, row: dict[str, Any]) -> str:
+        """Write the row's value; what a system does not have stays empty."""
         value = row[self.key]
         if value is None:
             return ""
@@ -92,14 +94,14 @@ def show(title: str, columns: list[Column], rows: list[dict[str, Any]]) -> None:
 
 
 def finish(
-    name: str, columns: list[Column], rows: list[dict[str, Any]], options: dict[str, Any]
+    name: str, columns: list[Column], rows: list[dict[str, Any]], options: argparse.Namespace
 ) -> None:
     """Show the table and write it, with the machine, to benchmarks/results/."""
-    now = datetime.now(UTC)
+    now = datetime.now(timezone.utc)
     facts = machine()
     show(f"{name}: torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}", columns, rows)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{now:%Y%m%d-%H%M%S}.json"
-    content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "machine": facts, "options": options}
+    content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "machine": facts, "options": vars(options)}
     path.write_text(json.dumps(content | {"results": rows}, indent=1) + "\n")
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
+import argparse
+from dataclasses import dataclass, replace
 
 from zerofx.demo.gpt import GPTConfig
 from zerofx.demo.text import Batches, load_text
 
 TEXT_BYTES = 1_000_000
-NUM_BATCHES = 16  # made before the clock starts, then taken in turn
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,29 @@ class Size:
 SIZES = {
     "4x32": Size(GPTConfig(layers=4, width=32, heads=2, seq=16), batch=1, steps=60),
     "4x128": Size(GPTConfig(layers=4, width=128, heads=4, seq=128), batch=4, steps=12),
-    "8x384": Size(GPTConfig(layers=8, width=384, heads=6, seq=256), batch=2, steps=2),
-    "4x1024": Size(GPTConfig(layers=4, width=1024, heads=16, seq=128), batch=2, steps=2),
+    "8x384": Size(GPTConfig(layers=8, width=384, heads=6, seq=256), batch=1, steps=3),
+    "4x1024": Size(GPTConfig(layers=4, width=1024, heads=16, seq=128), batch=1, steps=2),
 }
 
 
-def make_batches(size: Size, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+def add_options(parser: argparse.ArgumentParser, sizes: str) -> None:
+    """Add the options that choose sizes."""
+    known = ", ".join(f"{name} (seq {s.model.seq}, batch {s.batch})" for name, s in SIZES.items())
+    parser.add_argument("--sizes", default=sizes, help=f"layers x width, of {known}")
+    parser.add_argument("--batch", type=int, help="sequences a rank, instead of the size's own")
+
+
+def chosen(options: argparse.Namespace) -> dict[str, Size]:
+    """Return the chosen sizes by name."""
+    unknown = set(options.sizes.split(",")) - set(SIZES)
+    if unknown:
+        raise SystemExit(f"--sizes: unknown {', '.join(sorted(unknown))}; known {', '.join(SIZES)}")
+    sizes = {name: SIZES[name] for name in options.sizes.split(",")}
+    if options.batch is None:
+        return sizes
+    return {name: replace(size, batch=options.batch) for name, size in sizes.items()}
+
+
+def make_batches(name: str, batch: int, rank: int, ranks: int) -> Batches:
     """Return this rank's batches, the same for every system."""
-    text = load_text(TEXT_BYTES)
-    batches = Batches(text.train, size.batch, size.model.seq, rank, ranks)
-    return [batches.at(step) for step in range(NUM_BATCHES)]
+    return Batches(load_text(TEXT_BYTES).train, batch, SIZES[name].model.seq, rank, ranks)

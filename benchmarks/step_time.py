@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import sizes, systems
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import SIZES, Size, make_batches
@@ -25,34 +26,40 @@ from benchmarks.systems import BASELINE, SYSTEMS, Trainer
 
 LOSS_TOLERANCE = 1e-4
 AGREEMENT = 0.15  # CPU-seconds ratio within this of the step-time ratio
-BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound on one rank
+BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound for one rank
+NUM_BATCHES = 16  # made before the clock starts, then taken in turn
+QUICK_ROUNDS, QUICK_PART = 3, 3
 DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "fsdp2-heap"]
-# the issue's targets for stage 3, as a fraction of FSDP2's step time
+# what stage 3 is to reach, as a fraction of FSDP2's step time
 TARGETS = {"4x32": 0.25, "4x128": 0.65, "8x384": 0.80, "4x1024": 0.62}
 
 
 class Job:
-    """What a worker serves: warm-up and rounds of steps of one system at one size."""
+    """What a worker serves: rounds of steps of one system at one size."""
 
-    def __init__(self, system: str, size: str) -> None:
-        self.trainer = Trainer(system, SIZES[size].model)
-        self.batches = make_batches(SIZES[size], self.trainer.rank, self.trainer.ranks)
-        self.done = 0
+    def __init__(self, system: str, size: str, batch: int) -> None:
+        self._trainer = Trainer(system, SIZES[size].model)
+        batches = make_batches(size, batch, self._trainer.rank, self._trainer.ranks)
+        self._batches = [batches.at(step) for step in range(NUM_BATCHES)]
+        self._done = 0
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Run `count` steps after an untimed one; report seconds, faults and all losses."""
-        losses = [self._step()]  # caches were another system's; it also lines the ranks up
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        """Run `count` steps after an untimed one; report seconds, page faults and all losses."""
+        losses = [self._step()]  # the caches held another system; it also lines the ranks up
+        faults = _faults()
         cpu, wall = time.process_time(), time.perf_counter()
         losses += [self._step() for _ in range(count)]
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        return {"wall_s": wall, "cpu_s": cpu, "faults": faults, "losses": losses}
+        return {"wall_s": wall, "cpu_s": cpu, "faults": _faults() - faults, "losses": losses}
 
     def _step(self) -> float:
-        x, y = self.batches[self.done % len(self.batches)]
-        self.done += 1
-        return self.trainer.step(x, y).item()
+        batch = self._batches[self._done % NUM_BATCHES]
+        self._done += 1
+        return self._trainer.step(*batch)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @dataclass
@@ -64,10 +71,6 @@ class Rounds:
     faults: list[float]
     losses: list[list[float]]  # [rank][step]
 
-    @classmethod
-    def empty(cls, ranks: int) -> Rounds:
-        return cls([], [], [], [[] for _ in range(ranks)])
-
     def add(self, answers: list[dict[str, Any]], steps: int) -> None:
         """Take a round: the slowest rank's time, the sum of the ranks' CPU seconds."""
         self.wall_s.append(max(a["wall_s"] for a in answers) / steps)
@@ -76,25 +79,26 @@ class Rounds:
         self.add_losses(answers)
 
     def add_losses(self, answers: list[dict[str, Any]]) -> None:
+        """Take the losses alone, of warm-up steps."""
         for kept, answer in zip(self.losses, answers, strict=True):
             kept.extend(answer["losses"])
 
 
-def measure(name: str, systems: list[str], rounds: int, ranks: int, steps: int) -> dict[str, Rounds]:
+def measure(name: str, size: Size, names: list[str], rounds: int, ranks: int) -> dict[str, Rounds]:
     """Run all systems in turn, `rounds` times, each time starting with the next one."""
-    data = {system: Rounds.empty(ranks) for system in systems}
+    data = {system: Rounds([], [], [], [[] for _ in range(ranks)]) for system in names}
     with ExitStack() as stack:
         groups = {}
-        for system in systems:
-            args = {"system": system, "size": name}
+        for system in names:
+            args = {"system": system, "size": name, "batch": size.batch}
             group = Group(system, "benchmarks.step_time:Job", args, ranks, SYSTEMS[system].env)
             groups[system] = stack.enter_context(group)
             group.ready()
             data[system].add_losses(group.call("steps", count=2))
         for number in range(rounds):
-            start = number % len(systems)
-            for system in systems[start:] + systems[:start]:
-                data[system].add(groups[system].call("steps", count=steps), steps)
+            start = number % len(names)
+            for system in names[start:] + names[:start]:
+                data[system].add(groups[system].call("steps", count=size.steps), size.steps)
     return data
 
 
@@ -111,41 +115,32 @@ def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
     )
 
 
-def ratio(mine: list[float], baseline: list[float]) -> float:
-    """Return the median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(mine, baseline, strict=True))
-
-
-def rows(name: str, data: dict[str, Rounds]) -> list[dict[str, Any]]:
-    """Return one result a system; raises where a system did not train what FSDP2 trained."""
-    baseline, result = data[BASELINE], []
-    for system, mine in data.items():
-        error = loss_error(mine, baseline, SYSTEMS[system].communicates)
-        if not error <= LOSS_TOLERANCE:
-            raise SystemExit(
-                f"{system} at {name}: losses differ from {BASELINE}'s by {error:.1e} relative, "
-                f"more than {LOSS_TOLERANCE:.0e}; its times would be of another training"
-            )
-        times = [a / b for a, b in zip(mine.wall_s, baseline.wall_s, strict=True)]
-        time_ratio, cpu_ratio = ratio(mine.wall_s, baseline.wall_s), ratio(mine.cpu_s, baseline.cpu_s)
-        result.append(
-            {
-                "size": name,
-                "system": system,
-                "time_ratio": time_ratio,
-                "cpu_ratio": cpu_ratio,
-                "agree": abs(cpu_ratio / time_ratio - 1) <= AGREEMENT,
-                "low": min(times),
-                "high": max(times),
-                "step_ms": statistics.median(mine.wall_s) * 1e3,
-                "cpu_ms": statistics.median(mine.cpu_s) * 1e3,
-                "faults": statistics.median(mine.faults),
-                "loss_error": error,
-                "target": TARGETS.get(name) if system == "zerofx-3" else None,
-                "rounds": vars(mine) | {"losses": None},
-            }
+def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, Any]:
+    """Return one system's line; refuse one that did not train what FSDP2 trained."""
+    error = loss_error(mine, baseline, SYSTEMS[system].communicates)
+    if not error <= LOSS_TOLERANCE:
+        raise SystemExit(
+            f"{system} at {name}: losses differ from {BASELINE}'s by {error:.1e} relative, more "
+            f"than {LOSS_TOLERANCE:.0e}; its times would be those of another training"
         )
-    return result
+    times = [a / b for a, b in zip(mine.wall_s, baseline.wall_s, strict=True)]
+    cpus = [a / b for a, b in zip(mine.cpu_s, baseline.cpu_s, strict=True)]
+    time_ratio, cpu_ratio = statistics.median(times), statistics.median(cpus)
+    return {
+        "size": name,
+        "system": system,
+        "time_ratio": time_ratio,
+        "cpu_ratio": cpu_ratio,
+        "agree": abs(cpu_ratio / time_ratio - 1) <= AGREEMENT,
+        "low": min(times),
+        "high": max(times),
+        "step_ms": statistics.median(mine.wall_s) * 1e3,
+        "cpu_ms": statistics.median(mine.cpu_s) * 1e3,
+        "faults": statistics.median(mine.faults),
+        "loss_error": error,
+        "target": TARGETS[name] if system == "zerofx-3" else None,
+        "rounds": {"wall_s": mine.wall_s, "cpu_s": mine.cpu_s, "faults": mine.faults},
+    }
 
 
 COLUMNS = [
@@ -159,33 +154,29 @@ COLUMNS = [
     Column("high", "highest", "{:.2f}"),
     Column("step_ms", "step ms", "{:.1f}"),
     Column("cpu_ms", "CPU ms, all ranks", "{:.1f}"),
-    Column("faults", "faults / step, rank", "{:.0f}"),
+    Column("faults", "faults / step", "{:.0f}"),
     Column("loss_error", "loss error", "{:.0e}"),
 ]
 
 
-def steps_of(size: Size, quick: bool) -> int:
-    return max(1, size.steps // 3) if quick else size.steps
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", default=",".join(DEFAULT), help="; ".join(SYSTEMS))
-    parser.add_argument("--sizes", default=",".join(SIZES), help="; ".join(SIZES))
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=2)
+    """Measure what the command line chooses, show it and write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    systems.add_options(parser, DEFAULT)
+    sizes.add_options(parser, ",".join(SIZES))
+    parser.add_argument("--rounds", type=int, default=8, help="a claim needs 8 or more")
     parser.add_argument("--quick", action="store_true", help="3 short rounds, for a look only")
     options = parser.parse_args()
-    wanted = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
-    systems = list(dict.fromkeys([BASELINE, *wanted]))
-    results = []
-    for name in options.sizes.split(","):
-        size = SIZES[name]
-        need_memory(size.num_params * BYTES_PER_PARAM * options.ranks * len(systems))
-        rounds = 3 if options.quick else options.rounds
-        data = measure(name, systems, rounds, options.ranks, steps_of(size, options.quick))
-        results += rows(name, data)
-    finish("step_time", COLUMNS, results, vars(options))
+    names, lines = systems.chosen(options), []
+    if options.quick:
+        options.rounds = QUICK_ROUNDS
+    for name, size in sizes.chosen(options).items():
+        need_memory(size.num_params * BYTES_PER_PARAM * options.ranks * len(names))
+        if options.quick:
+            size = Size(size.model, size.batch, max(1, size.steps // QUICK_PART))
+        data = measure(name, size, names, options.rounds, options.ranks)
+        lines += [result(name, system, mine, data[BASELINE]) for system, mine in data.items()]
+    finish("step_time", COLUMNS, lines, options)
 
 
 if __name__ == "__main__":

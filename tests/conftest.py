@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from pool import pool  # noqa: F401  (a fixture: real gloo ranks)
 
 # No deadlines: a busy machine is not a failure. Derandomized: a red run is red again.
 settings.register_profile(

@@ -89,8 +89,8 @@ class Pool:
             for rank in team:
                 rank.pipe.send_bytes(pickle.dumps((function, args, store)))
             answers = self._collect(team, timeout_s, may_die)
-        clean = all(kind == "ok" for kind, _ in answers.values()) and len(answers) == world_size
-        if not clean:
+        done = [a for kind, a in answers.values() if kind == "ok" and not isinstance(a, Died)]
+        if len(done) < world_size:
             self._stop(world_size)
         _raise_failures(function, answers, world_size, timeout_s)
         return [answers[rank][1] for rank in range(world_size)]
@@ -122,7 +122,7 @@ class Pool:
     def _collect(
         self, team: list[_Rank], timeout_s: float, may_die: bool
     ) -> dict[int, tuple[str, Any]]:
-        """Return each rank's answer: ("ok", result), ("error", (exception, text)) or ("died", code).
+        """Return each rank's ("ok", result), ("error", (exception, text)) or ("died", Died).
 
         Ends early, after a grace, once a rank has failed.
         """
@@ -130,15 +130,14 @@ class Pool:
         by_pipe = {rank.pipe: i for i, rank in enumerate(team)}
         deadline = time.monotonic() + timeout_s
         while by_pipe and (left := deadline - time.monotonic()) > 0:
-            for pipe in multiprocessing.connection.wait(list(by_pipe), left):
+            ready: list[Any] = multiprocessing.connection.wait(list(by_pipe), left)
+            for pipe in ready:
                 i = by_pipe.pop(pipe)
                 try:
                     answers[i] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     team[i].process.join()
                     answers[i] = ("ok" if may_die else "died", Died(team[i].process.exitcode))
-                    if may_die:
-                        self._teams = {k: v for k, v in self._teams.items() if v is not team}
                 if answers[i][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers

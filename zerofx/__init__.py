@@ -11,29 +11,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerofx.api import CompiledModule, capture, compile, load_program, rewrite
+    from zerofx import capture
+    from zerofx.api import compile, load_program, rewrite
+    from zerofx.machine import Machine
+    from zerofx.module import CompiledModule, full_state_dict
     from zerofx.plan import Offload, Plan, Precision
+    from zerofx.snapshot import export, load, save
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CompiledModule": "zerofx.api",
-    "capture": "zerofx.api",
     "compile": "zerofx.api",
     "load_program": "zerofx.api",
     "rewrite": "zerofx.api",
+    "Machine": "zerofx.machine",
+    "CompiledModule": "zerofx.module",
+    "full_state_dict": "zerofx.module",
     "Plan": "zerofx.plan",
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",
+    "save": "zerofx.snapshot",
+    "load": "zerofx.snapshot",
+    "export": "zerofx.snapshot",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "capture"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
+        return importlib.import_module("zerofx.capture")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'zerofx' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
-    globals()[name] = value  # importing zerofx.capture binds the package here: take it back
+    globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

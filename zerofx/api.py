@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.capture import capture as capture_package
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.ir.program import Program
@@ -100,26 +98,6 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine)
     )
 
 
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    plan: PlanLike = None,
-) -> Program:
-    """Capture one call of a model as a Program, on fake tensors; no process group, no compute."""
-    checked = as_plan(plan)
-    program = capture_package(
-        model,
-        tuple(args),
-        dict(kwargs or {}),
-        differentiate=checked.differentiate,
-        outputs=checked.outputs,
-        units=checked.units,
-    )
-    program.plan = checked
-    return program
-
-
 def rewrite(
     program: Program,
     plan: PlanLike = None,
@@ -134,8 +112,6 @@ def rewrite(
     checked = as_plan(plan if plan is not None else program.plan)
     checked.require_supported()
     described = machine_for("cpu", machine)
-    if checked.shard_axis_size is not None and world_size % checked.shard_axis_size:
-        checked = replace(checked)  # re-validates; the layout reports the numbers
     return run(program, Setting(checked, world_size, described))
 
 

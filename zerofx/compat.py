@@ -7,7 +7,9 @@ an underscore.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,39 @@ import torch
 # tensor hooks in the backward; it is private and its flags are module globals.
 
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch._dynamo.eval_frame import OptimizedModule  # noqa: E402, F401
+from torch._ops import OpOverload  # noqa: E402
+from torch._subclasses.fake_tensor import (  # noqa: E402
+    DataDependentOutputException as DataDependentError,  # noqa: F401
+)
+from torch._subclasses.fake_tensor import (  # noqa: E402
+    DynamicOutputShapeException as DynamicShapeError,  # noqa: F401
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402, F401
+from torch.nn.utils.spectral_norm import SpectralNorm  # noqa: E402
+from torch.nn.utils.weight_norm import WeightNorm  # noqa: E402
+
+# The hook forms of these norms set a plain attribute before every forward.
+NORM_HOOKS = (WeightNorm, SpectralNorm)
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+def op_argument(node: torch.fx.Node, name: str) -> Any:
+    """Return what an ATen node passes for an argument of its schema, None if it has no such."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -41,6 +75,50 @@ def compiling_flags() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
 
 
+class _InlineCheckpoint:
+    """Stands in for the reentrant checkpoint, which runs its own backward inside backward.
+
+    What is kept or recomputed is the plan's choice; the values are the same.
+    """
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        needs_grad = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
+            return function(*args)
+
+
+@contextlib.contextmanager
+def inlined_checkpoints() -> Iterator[None]:
+    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer."""
+    from torch.utils import checkpoint
+
+    old = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _InlineCheckpoint  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = old  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def traceable() -> Iterator[None]:
+    """Make torch's own Python code traceable and quiet: what fails is raised, not also printed."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    validates = torch.distributions.Distribution._validate_args
+    log.setLevel(logging.CRITICAL)
+    # Its argument checks are control flow on values.
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        with compiling_flags(), inlined_checkpoints(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*(Anomaly Detection|Error detected in)")
+            yield
+    finally:
+        log.setLevel(level)
+        torch.distributions.Distribution.set_default_validate_args(validates)
+
+
 def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
     """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
 
@@ -53,11 +131,17 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
 
     with (
         config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
-        compiling_flags(),
+        traceable(),
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,
     ):
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+    """Call `module(*args)` on fake tensors as tracing does, for its side effects only."""
+    with traceable(), torch.random.fork_rng(devices=[]), mode:
+        module(*args)
 
 
 def describe_placeholder(node: torch.fx.Node) -> tuple[str, str | int]:
@@ -148,6 +232,19 @@ def allow_foreach(cls: type[torch.Tensor]) -> None:
     for known in (in_optimizers, in_clipping):
         if cls not in known:
             known.append(cls)
+
+
+# nn.Parameter's own way to make an instance over given memory, for subclasses of Tensor.
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+
+# The properties of Tensor behind those that a subclass overrides: `.__get__(t)`, `.__set__(t, v)`.
+raw_data: Any = torch.Tensor.data
+raw_requires_grad: Any = torch.Tensor.requires_grad
+raw_version: Any = torch.Tensor._version
+
+# What clipping and GradScaler call with whole lists.
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+unscale_and_check: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zerofx.capture import capture
 from zerofx.capture.signature import ModelState, Signature, describe_difference, signature_key
 from zerofx.codegen.emit import fingerprint, render, write
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, ShardError
+from zerofx.hooks import HookWatch
 from zerofx.ir.program import Program
 from zerofx.loading import bind
 from zerofx.passes.pipeline import Setting, run
+from zerofx.running import Bound
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.regions import cache_dir
-from zerofx.running import Bound
+from zerofx.runtime.shard_state import flat_state, full_state
+from zerofx.runtime.shards import ShardStore
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
+_Key = tuple[Signature, int]
 
 
 class CompiledModule(nn.Module):
     """A model over shards. Called as the model was, with the same outputs and training loop.
 
     Parameters, buffers and submodules are the model's own containers, so that names, `train()`,
-    `state_dict()` keys and attribute access are unchanged; only what they hold is sharded.
+    `load_state_dict()` and attribute access are unchanged; only what they hold is sharded.
     """
 
     def __init__(self, model: nn.Module, setting: Setting, engine: Engine) -> None:
@@ -41,30 +48,29 @@ class CompiledModule(nn.Module):
         self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         self._setting, self._engine = setting, engine
         self._state = ModelState(model)
-        self._bound: dict[Signature, Bound] = {}
+        self._hooks = HookWatch(model)
+        self._bound: dict[_Key, Bound] = {}
+        self._known: dict[_Key, tuple[Program, Path]] = {}  # compiled by a model this is a copy of
 
     # -- calls ------------------------------------------------------------------------------
+    @torch.compiler.disable  # it is compiled already: torch.compile runs it as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; the first call of each signature compiles it."""
         self._engine.store.check_bindings()
-        key = signature_key(self._state, args, kwargs)
+        self._model.training = self.training
+        key = signature_key(self._state, args, kwargs), self._hooks.version()
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._compile(key, args, kwargs)
         return bound(args, kwargs)
 
-    def _compile(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        if len(self._bound) >= PROGRAM_LIMIT:
-            last = next(reversed(self._bound))
-            raise CaptureError(
-                f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
-                f"varies: {describe_difference(last, key)}; pad or bucket it to a few values"
-            )
+    def _compile(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        if key in self._known:
+            return self._bind(*self._known[key])
+        self._check_limit(key)
         plan = self._setting.plan
-        model = self._model
-        model.training = self.training
         program = capture(
-            model,
+            self._model,
             args,
             kwargs,
             differentiate=plan.differentiate,
@@ -76,19 +82,29 @@ class CompiledModule(nn.Module):
         files = render(program)
         directory = write(files, cache_dir() / "programs" / fingerprint(files))
         log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
-        return self.bind(program, directory)
+        self._known[key] = program, directory
+        return self._bind(program, directory)
 
-    def bind(self, program: Program, directory: Path) -> Bound:
+    def _check_limit(self, key: _Key) -> None:
+        if len(self._bound) < PROGRAM_LIMIT:
+            return
+        last = next(reversed(self._bound))
+        raise CaptureError(
+            f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
+            f"varies: {describe_difference(last[0], key[0])}; pad or bucket it to a few values"
+        )
+
+    def _bind(self, program: Program, directory: Path) -> Bound:
         """Load an emitted directory and tie it to this model's shards and buffers."""
         self._engine.reserve(program.slots.get("bytes", []))
         return Bound(program, bind(program, directory, self._engine, self._buffers_of(program)))
 
-    def _buffers_of(self, program: Program) -> Any:
+    def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
         owners = []
         for name in program.buffers:
             path, _, key = name.rpartition(".")
             owners.append((name, self._model.get_submodule(path)._buffers, key))
-        return lambda: {name: held[key] for name, held, key in owners}
+        return lambda: {name: held[key] for name, held, key in owners if held[key] is not None}
 
     # -- what users ask of it -----------------------------------------------------------------
     @property
@@ -98,7 +114,11 @@ class CompiledModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Sum gradients locally (stages 0 and 1) until the first backward outside."""
+        """Sum gradients locally until the first backward outside (stages 0 and 1).
+
+        At stages 2 and 3 whole gradients are never held: there each backward reduces into the
+        shards, which is the same sum, and this changes nothing.
+        """
         engine, before = self._engine, self._engine.no_sync
         engine.no_sync = self._setting.plan.stage <= 1
         try:
@@ -110,10 +130,93 @@ class CompiledModule(nn.Module):
         """Gather every resident parameter anew at the next forward."""
         self._engine.forget_resident()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, also those that `no_sync` has summed and not yet reduced."""
+        self._engine.drop_unsynced()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return full plain tensors under the model's own names, on the host, on every rank.
+
+        A collective call: every rank must make it. One bucket is gathered at a time.
+        """
+        keep_vars = kwargs.pop("keep_vars", False)
+        if keep_vars:
+            raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
+        return self._named(self._model.state_dict(*args, keep_vars=True, **kwargs), full_state)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return what torch.distributed.checkpoint saves: this rank's pieces, and the buffers."""
+        return dict(self._named(self._model.state_dict(keep_vars=True), flat_state))
+
+    def _named(self, state: Any, values: Callable[[ShardStore], dict[str, Any]]) -> Any:
+        """Put `values` (by canonical name) in place of the parameters in a state dict."""
+        found = values(self._engine.store)
+        names = {id(p): name for name, p in self._engine.store.params.items()}
+        for key, value in state.items():
+            if id(value) in names:
+                state[key] = found[names[id(value)]]
+            elif isinstance(value, Tensor):
+                state[key] = value.detach().cpu()
+        return state
+
+    # -- what it refuses, by name ---------------------------------------------------------------
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
+        """Run `to`, `half`, `cuda` and the like: accepted where they change nothing."""
+        for bucket in self._engine.layout.buckets:
+            before = torch.empty(0, dtype=bucket.dtype, device=self._engine.world.device)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise ShardError(
+                    f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
+                    f"to {after.dtype} on {after.device} would need another layout: convert the "
+                    "model before zerofx.compile, or pass device="
+                )
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardError(
+            "a compiled model cannot be pickled (it is one rank's part of a running program); "
+            "save with zerofx.save(dir, model, optimizer) or torch.save(model.state_dict(), ...)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """Return an independent model over shards of its own; the compiled programs are shared."""
+        store = self._engine.store
+        for param in store.params.values():
+            blank = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            memo[id(param)] = nn.Parameter(blank, param.requires_grad)
+        model = copy.deepcopy(self._model, memo)
+        made = CompiledModule(model, self._setting, Engine(ShardStore.copy_of(store, model)))
+        made._known = dict(self._known)
+        memo[id(self)] = made
+        return made
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
 
+    def __repr__(self) -> str:
+        plan, world = self._setting.plan, self._engine.world
+        return f"CompiledModule(stage={plan.stage}, world={world.size}, {self._model!r})"
 
+
+def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDict[str, Any]:
+    """Return the model's full state on rank 0 (empty elsewhere), or on every rank.
+
+    A collective call: every rank must make it.
+    """
+    state = model._model.state_dict(keep_vars=True)
+    world = model._engine.world
+    if rank0_only and world.rank != 0:
+        full_state(model._engine.store, rank0_only=True)
+        return OrderedDict()
+    found: OrderedDict[str, Any] = model._named(
+        state, lambda store: full_state(store, rank0_only=rank0_only)
+    )
+    return found

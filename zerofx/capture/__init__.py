@@ -1,4 +1,11 @@
-"""Capture: nn.Module -> Program (graphs with roles), and the key of a call."""
+"""Capture: nn.Module -> Program (graphs with roles), and the key of a call.
+
+The package itself can be called: `zerofx.capture(model, args, kwargs)` is `capture.capture`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from zerofx.capture.capture import capture
 from zerofx.capture.signature import ModelState, Signature, describe_difference, signature_key
@@ -13,3 +20,11 @@ __all__ = [
     "find_units",
     "signature_key",
 ]
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return capture(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

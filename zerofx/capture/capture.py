@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from torch import Tensor, fx, nn
 
 from zerofx import compat
 from zerofx.capture import trees
+from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
+from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
+from zerofx.capture.explain import explained
+from zerofx.capture.guard import check_arguments, check_graph, check_modules, check_packed
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated, fake_input
@@ -41,26 +46,32 @@ def capture(
         CaptureError: the forward cannot become a static graph; the message names the line and
             the way out.
     """
-    place = torch.device(device) if device is not None else None
-    mode = compat.new_fake_mode()
-    names, leaves, in_spec = trees.flatten_call(model.forward, tuple(args), dict(kwargs or {}))
+    kwargs = dict(kwargs or {})
+    check_packed(args, kwargs)
+    check_modules(model)
+    names, leaves, in_spec = trees.flatten_call(model.forward, tuple(args), kwargs)
+    check_arguments(names, leaves)
     tensor_leaves = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
+    unit_of_param = find_units(model, units)
+
+    mode = compat.new_fake_mode()
+    place = torch.device(device) if device is not None else None
     fakes = tuple(fake_input(mode, leaves[i], place) for i in tensor_leaves)
     constants = [None if isinstance(v, Tensor) else v for v in leaves]
-
     swap = StateSwap(model, mode, place, param_meta)
-    unit_of_param = find_units(model, units)
     with swap.installed(), annotated(model):
         params = describe_params(model, unit_of_param)
         buffers = tuple(name for name, _ in model.named_buffers())
         harness = Harness(
             model, constants, in_spec, tensor_leaves, swap.links(), differentiate, outputs
         )
-        gm = compat.trace_joint(harness, fakes)
+        gm = trace(harness, fakes, mode, swap)
     results = harness.results
+    warn_of_dropped(model, results)
 
     unit_names = set(unit_of_param.values())
     label_nodes(gm, lambda module: find_unit_of_module(module, unit_names))
+    check_graph(gm)
     infos = label_results(gm, names, tensor_leaves, results)
     label_placeholders(gm, names, tensor_leaves, results, unit_of_param)
     gm = fx.GraphModule(gm, copy_graph(gm.graph))
@@ -75,6 +86,43 @@ def capture(
         model_name=type(model).__name__,
         is_training=is_training,
     )
+
+
+def trace(
+    harness: Harness, fakes: tuple[Tensor, ...], mode: compat.FakeTensorMode, swap: StateSwap
+) -> fx.GraphModule:
+    """Trace the harness and refuse a forward that leaves side effects."""
+
+    def rerun() -> None:
+        compat.rerun_on_fakes(harness, fakes, mode)
+
+    generators = HostGenerators()
+    try:
+        with explained(harness.lines):
+            gm = compat.trace_joint(harness, fakes)
+    finally:
+        moved = generators.restore()
+    if moved:
+        raise refuse_host_random(moved, generators, rerun)
+    if harness.changed_mode:
+        raise refuse_mode(harness.changed_mode, rerun)
+    if harness.changed_state:
+        raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
+    changed = swap.changed_attribute()
+    if changed is not None:
+        swap.reset_attributes()
+        raise refuse_attribute(*changed, rerun)
+    return gm
+
+
+def warn_of_dropped(model: nn.Module, results: Results) -> None:
+    if results.dropped:
+        warnings.warn(
+            f"zerofx: {type(model).__name__} also returns {', '.join(results.dropped)}, which a "
+            "program cannot hand out; it will be None (do not ask the model for it to silence "
+            "this, for example with use_cache=False)",
+            stacklevel=3,
+        )
 
 
 def make_calling(results: Results, in_spec: Any, tensor_leaves: tuple[int, ...]) -> Calling:

@@ -28,6 +28,10 @@ _READS = {
         "a tensor's value is used as an index or a size",
         "derive it from a shape, or pass it as an argument",
     ),
+    "__getitem__": (
+        "a tensor is indexed by another tensor's value",
+        "use torch.index_select or torch.gather, which keep the index a tensor",
+    ),
     "__int__": ("int() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
     "__float__": ("float() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
     "__contains__": (
@@ -49,21 +53,20 @@ def explained(lines: LineMode) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        found = explain(error, lines.last_call)
+        found = explain(error, lines)
         if found is None:
             raise
         raise found from error
 
 
-def explain(error: Exception, last_call: str) -> CaptureError | None:
-    """Return the CaptureError that `error` amounts to, None for one of the model's own code.
-
-    last_call: name of the torch function the model called last.
-    """
-    where, is_own = locate(error.__traceback__)
-    at = f" at {where}" if where else ""
+def explain(error: Exception, lines: LineMode) -> CaptureError | None:
+    """Return the CaptureError that `error` amounts to, None for one of the model's own code."""
+    last_call = lines.last_call
+    place = locate(error.__traceback__)
+    at = f" at {place.line}" if place.line else ""
     if isinstance(error, compat.DataDependentError) or last_call == "numpy":
-        what, way = _READS.get(last_call, _UNKNOWN_READ)
+        reads = [c for c in (*place.calls, last_call) if c in _READS]
+        what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
     if isinstance(error, compat.DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
@@ -71,7 +74,13 @@ def explain(error: Exception, last_call: str) -> CaptureError | None:
             f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "
             "torch.where, or a size that is fixed in advance"
         )
-    if is_own:
+    if isinstance(error, AssertionError) and lines.constant_write:
+        return CaptureError(
+            f"capture: forward changes a tensor in place at {lines.constant_write} that is neither "
+            "a buffer nor made by forward, which a program would not repeat; register it with "
+            "register_buffer"
+        )
+    if place.is_own:
         return None
     first = (str(error).strip().splitlines() or [""])[0]
     return CaptureError(f"capture: forward failed{at}: {type(error).__name__}: {first}")

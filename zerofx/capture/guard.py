@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from zerofx import compat
 from zerofx.errors import CaptureError
+from zerofx.ir.meta import info
 
 _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+_EMBEDDINGS = (
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten.embedding_dense_backward.default,
+)
 
 
 def check_arguments(names: list[str], leaves: list[Any]) -> None:
@@ -90,4 +97,32 @@ def check_modules(model: nn.Module) -> None:
             raise CaptureError(
                 f"capture: {name} has a gradient hook, which a program would skip; hook the "
                 "tensor inside forward, or change p.grad after backward"
+            )
+
+
+def check_graph(gm: fx.GraphModule) -> None:
+    """Refuse what only shows in the traced graph; its nodes are labelled already.
+
+    Raises:
+        CaptureError: a tensor that requires grad but is no registered parameter, or a sparse
+            gradient; the message gives the line.
+    """
+    for node in gm.graph.nodes:
+        line = info(node).line
+        at = f" at {line}" if line else ""
+        if node.op == "get_attr":
+            value = getattr(gm, node.target)
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise CaptureError(
+                    f"capture: forward uses a tensor of shape {list(value.shape)}{at} that "
+                    "requires grad but is no parameter of the model, so it would not be trained; "
+                    "register it (nn.Parameter, nn.ModuleList), pass it as an argument, or detach it"
+                )
+        if node.op != "call_function":
+            continue
+        is_op = isinstance(node.target, compat.OpOverload)
+        if is_op and node.target in _EMBEDDINGS and compat.op_argument(node, "sparse"):
+            raise CaptureError(
+                f"capture: an embedding asks for sparse gradients{at}, which have no fixed size; "
+                "call it with sparse=False"
             )

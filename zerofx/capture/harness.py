@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -14,38 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
 
 from zerofx.capture import trees
-from zerofx.capture.swap import Link, follow
+from zerofx.capture.effects import Modes
+from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
+from zerofx.capture.swap import Links, State
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.
 _CONSTANTS = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size)
-
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-
-
-class LineMode(TorchFunctionMode):
-    """Mark the nodes of every torch call with the user's line that made it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with fx_traceback.annotate({"zfx_line": user_line()}):
-            return func(*args, **(kwargs or {}))
-
-
-def user_line() -> str:
-    """Return "file.py:12" of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
 
 @dataclass
 class Results:
@@ -66,7 +42,7 @@ class Results:
         """Record a leaf that is no tensor; one of an unknown type becomes None."""
         if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
             raise CaptureError(
-                f"capture: output {self.names[number] or '0'} is a {type(leaf).__name__}, which a "
+                f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
                 "program cannot return; return the tensors it is made of"
             )
         is_known = isinstance(leaf, _CONSTANTS)
@@ -76,7 +52,10 @@ class Results:
 
 
 class Harness(nn.Module):
-    """Call the model on flat tensors; return the flat tensors that the program will return."""
+    """Call the model on flat tensors; return the flat tensors that the program will return.
+
+    changed_mode, changed_state: what a forward disturbed and was undone, "" for nothing.
+    """
 
     def __init__(
         self,
@@ -84,7 +63,7 @@ class Harness(nn.Module):
         leaves: list[Any],
         in_spec: TreeSpec,
         tensor_leaves: tuple[int, ...],
-        links: list[Link],
+        links: Links,
         differentiate: str,
         outputs: str,
     ) -> None:
@@ -92,21 +71,32 @@ class Harness(nn.Module):
         self.model = model
         self._leaves, self._in_spec, self._tensor_leaves = leaves, in_spec, tensor_leaves
         self._links = links
+        self.lines = LineMode()
         self._differentiate, self._outputs = differentiate, outputs
         self.results = Results()
+        self.changed_mode = ""
+        self.changed_state = ""
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         leaves = list(self._leaves)
         for number, tensor in zip(self._tensor_leaves, tensors, strict=True):
             leaves[number] = tensor
         args, kwargs = trees.unflatten(leaves, self._in_spec)
-        follow(self._links)
-        with LineMode():
-            out = self.model(*args, **kwargs)
-        return self._hand_out(out, tensors)
+        state = State(self.model)
+        modes = Modes()
+        with self._links.followed():
+            try:
+                with self.lines:
+                    out = self.model(*args, **kwargs)
+            finally:
+                self.changed_mode = modes.restore() or self.changed_mode
+        self.changed_state = state.settle() or self.changed_state
+        with fx_traceback.annotate({MODULE: "", LINE: forward_line(self.model.forward)}):
+            return self._hand_out(out, tensors)
 
     def _hand_out(self, out: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         names, leaves, spec = trees.flatten_named(out)
+        names = [name or "output" for name in names]  # a bare result has no path
         loss = None if self._differentiate == "all" else find_loss(names, leaves)
         results = Results(spec=spec, names=tuple(names), loss=loss)
         results.differentiable = find_differentiable(leaves, loss)
@@ -182,6 +172,6 @@ def check_output(name: str, leaf: Tensor) -> None:
     if leaf.layout is not torch.strided or leaf.is_quantized:
         layout = str(leaf.layout).removeprefix("torch.")
         raise CaptureError(
-            f"capture: output {name or '0'} is a {layout} tensor; return it dense "
+            f"capture: output {name} is a {layout} tensor; return it dense "
             "(to_dense(), or its values and indices)"
         )

@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
+
+from zerofx import compat
+from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -21,10 +26,10 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 MODULE, LINE = "zfx_module", "zfx_line"
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_user_file(filename: str) -> bool:
     """Tell whether a file is neither torch's, nor this package's, nor the standard library's."""
-    if filename.startswith((_TORCH, _HERE, "<")) or filename == str(Path(_HERE, "../compat.py")):
+    if filename.startswith((_TORCH, _HERE, "<")) or filename == compat.__file__:
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 
@@ -40,18 +45,36 @@ def user_line(frame: FrameType | None) -> str:
     return "" if frame is None else line_text(frame.f_code.co_filename, frame.f_lineno)
 
 
-def locate(trace: TracebackType | None) -> tuple[str, bool]:
-    """Return the innermost user's line of a traceback, and whether the error was raised there."""
-    where, is_own = "", False
+@dataclass(frozen=True)
+class Place:
+    """Where an exception came from.
+
+    line: the innermost user's line, "" where there is none.
+    is_own: the model's own code raised it, or called forward with wrong arguments.
+    calls: the functions that this line went through, outermost first.
+    """
+
+    line: str
+    is_own: bool
+    calls: tuple[str, ...]
+
+
+def locate(trace: TracebackType | None) -> Place:
+    """Find the user's line in a traceback."""
+    line, is_own, calls = "", False, []
     while trace is not None:
         code = trace.tb_frame.f_code
-        is_call = code.co_name == "marked" and code.co_filename.startswith(_HERE)
-        is_own = is_user_file(code.co_filename)
-        if is_own:
-            where = line_text(code.co_filename, trace.tb_lineno)
-        is_own = is_own or is_call  # a forward called with wrong arguments
+        is_user = is_user_file(code.co_filename)
+        is_marked = code.co_name == "marked" and code.co_filename.startswith(_HERE)
+        is_own = is_user or is_marked
+        if is_user:
+            line, calls = line_text(code.co_filename, trace.tb_lineno), []
+        elif code.co_name == "__torch_function__":
+            calls.append(getattr(trace.tb_frame.f_locals.get("func"), "__name__", ""))
+        else:
+            calls.append(code.co_name)
         trace = trace.tb_next
-    return where, is_own
+    return Place(line, is_own, tuple(calls))
 
 
 def forward_line(forward: Callable[..., Any]) -> str:
@@ -64,34 +87,52 @@ class LineMode(TorchFunctionMode):
     """Mark the nodes of every torch call with the user's line that made it.
 
     last_call: the name of the function called last, for errors.
+    constant_write: the line of an in-place change of a tensor from outside the graph.
     """
 
     last_call = ""
+    constant_write = ""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.last_call = getattr(func, "__name__", "")
-        with fx_traceback.annotate({LINE: user_line(sys._getframe(1))}):
+        name = self.last_call = getattr(func, "__name__", "")
+        line = user_line(sys._getframe(1))
+        if kwargs and kwargs.get("generator") is not None:  # tracing would drop it silently
+            raise CaptureError(
+                f"capture: {name} draws from a generator of the model's own at {line}; use torch's "
+                "default generator, whose state a program saves and offsets by rank"
+            )
+        is_write = name.startswith(("__i", "__setitem__")) or (name[-1:] == "_" != name[-2:-1])
+        if is_write and args and type(args[0]) in (Tensor, nn.Parameter):
+            self.constant_write = line
+        with fx_traceback.annotate({LINE: line}):
             return func(*args, **(kwargs or {}))
 
 
-def find_line(run: Callable[[], Any], is_culprit: Callable[[FrameType, str, Any], bool]) -> str:
-    """Run again under a profiler and return the user's line of the first event that fits.
+def find_line(run: Callable[[], Any], has_happened: Callable[[], bool]) -> str:
+    """Run again, watching line by line, and return the user's line after which something held.
 
     Only for error messages: the call that moved a generator or set an attribute has returned long
     before that is noticed.
     """
-    found: list[str] = []
+    last, found = "", ""
 
-    def on_event(frame: FrameType, event: str, arg: Any) -> None:
-        if not found and is_culprit(frame, event, arg):
-            found.append(user_line(frame))
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal last, found
+        if not found and has_happened():
+            found = last
+        if event == "line":
+            last = line_text(frame.f_code.co_filename, frame.f_lineno)
+        return on_line
 
-    old = sys.getprofile()
-    sys.setprofile(on_event)
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_line if is_user_file(frame.f_code.co_filename) else None
+
+    old = sys.gettrace()
+    sys.settrace(on_call)
     try:
         run()
     finally:
-        sys.setprofile(old)
-    return found[0] if found else ""
+        sys.settrace(old)
+    return found

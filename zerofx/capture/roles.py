@@ -10,6 +10,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.capture.harness import Results
+from zerofx.capture.lines import LINE, MODULE
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import KEY, Info, OutputInfo, Phase, Role, info
 
@@ -36,7 +37,7 @@ def label_nodes(gm: fx.GraphModule, unit_of: Callable[[str], str]) -> None:
             continue
         phase = _phase(node)
         custom = node.meta.get("custom") or {}
-        module, line = custom.get("zfx_module"), custom.get("zfx_line", "")
+        module, line = custom.get(MODULE), custom.get(LINE, "")
         seq = node.meta.get("seq_nr")
         if phase is Phase.BACKWARD or module is None or not line:
             module, line = _inherit(node, by_seq.get(seq) if seq is not None else None, module, line)
@@ -71,19 +72,13 @@ def _inherit(
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether a node draws from a generator itself."""
+    """Tell whether a node draws from a generator itself; attention without dropout does not."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = [a.name for a in target._schema.arguments]
-    for name in ("dropout_p", "p", "dropout"):  # attention without dropout draws nothing
-        if name in names and "attention" in target.name():
-            position = names.index(name)
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(name, 0.0)
-            return given != 0.0
-    return True
+    return compat.op_argument(node, "dropout_p") != 0.0
 
 
 def label_placeholders(
@@ -130,10 +125,11 @@ def label_results(
             continue
         role = _ROLES.get(kind)
         if kind == "param-update":
-            name = str(what).removeprefix(_PREFIX)
+            name, line = str(what).removeprefix(_PREFIX), info(node).line
             raise CaptureError(
-                f"capture: forward changes the parameter {name} in place; "
-                "make it a buffer, or update it after optimizer.step()"
+                f"capture: forward changes the parameter {name} in place"
+                f"{f' at {line}' if line else ''}; make it a buffer, or update it after "
+                "optimizer.step()"
             )
         if role is None:
             raise CaptureError(f"capture: the traced graph returns something unknown: {what}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerofx import compat
 from zerofx.capture import trees
+from zerofx.capture.guard import check_constant
 from zerofx.errors import CaptureError
 
 _PLAIN = frozenset({int, bool, str, type(None), complex, bytes, torch.dtype, torch.device})
@@ -106,29 +107,11 @@ def _autocast(device_type: str) -> Any:
     return device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
 
 
-def check_constants(names: list[str], leaves: list[Any]) -> None:
-    """Refuse leaves that are neither tensors nor hashable constants.
-
-    Raises:
-        CaptureError: naming the argument.
-    """
-    for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, Tensor):
-            continue
-        try:
-            hash(leaf)
-        except TypeError:
-            raise CaptureError(
-                f"capture: argument {name} is a {type(leaf).__name__}, which is neither a tensor "
-                "nor a hashable constant, so a program cannot be kept for it; pass a tensor "
-                "(torch.as_tensor), a number, a string or a tuple of them"
-            ) from None
-
-
 def _unhashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
     names, leaves, _ = trees.flatten_named((args, kwargs))
     try:
-        check_constants([trees.call_name(n) for n in names], leaves)
+        for name, leaf in zip(names, leaves, strict=True):
+            check_constant(trees.call_name(name), leaf)
     except CaptureError as error:
         return error
     return CaptureError("capture: an argument has a key that cannot be hashed")

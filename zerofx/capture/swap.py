@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
 from zerofx import compat
+from zerofx.capture.attributes import RESERVED, Held
+from zerofx.capture.lines import MODULE
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
-
-RESERVED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 
 
 def fake_input(mode: compat.FakeTensorMode, tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -47,11 +47,14 @@ class StateSwap:
         param_meta: Mapping[str, Meta] | None,
     ) -> None:
         self.model = model
+        self._modules = list(model.named_modules())
+        self._held: list[Held] = []
+        self._count = 0
         self._mode, self._device = mode, device
         self._fakes: dict[int, Tensor] = {}
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         known = {} if param_meta is None else param_meta
-        for prefix, module in model.named_modules():
+        for prefix, module in self._modules:
             for holder in (module._parameters, module._buffers):
                 for key, tensor in holder.items():
                     if tensor is not None:
@@ -72,80 +75,119 @@ class StateSwap:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Swap the fakes in; undo that and every change of a module's attributes afterwards."""
-        modules = list(self.model.modules())
-        before = [_copy_attributes(m) for m in modules]
-        held = [(dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+        self._held = [Held.of(module) for _, module in self._modules]
+        holders = [h for _, m in self._modules for h in (m._parameters, m._buffers)]
+        before = [dict(holder) for holder in holders]
+        self._count = sum(map(len, holders))
         try:
             for holder, key, _, fake in self._slots:
                 holder[key] = fake
             yield
         finally:
-            for module, attributes, (params, buffers, children) in zip(
-                modules, before, held, strict=True
-            ):
-                _restore(module._parameters, params)
-                _restore(module._buffers, buffers)
-                _restore(module._modules, children)
-                _restore_attributes(module, attributes)
+            for holder, content in zip(holders, before, strict=True):
+                _restore(holder, content)
+            self.reset_attributes()
 
-    def links(self) -> list[Link]:
-        """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict.
+    def is_disturbed(self) -> bool:
+        """Tell whether something else than the fakes is registered now."""
+        count = sum(len(m._parameters) + len(m._buffers) for _, m in self._modules)
+        return count != self._count or any(h.get(k) is not f for h, k, _, f in self._slots)
 
-        `nn.LSTM` keeps such a list; they must follow whatever stands in for the tensor.
-        """
+    def reset_attributes(self) -> None:
+        """Put back every module's attributes and children."""
+        for held in self._held:
+            held.restore()
+
+    def changed_attribute(self) -> tuple[str, Held] | None:
+        """Return (qualified name, what its module held) of an attribute that changed, or None."""
+        for (name, _), held in zip(self._modules, self._held, strict=True):
+            attribute = held.changed()
+            if attribute is not None:
+                return (f"{name}.{attribute}" if name else attribute), held
+        return None
+
+    def links(self) -> Links:
+        """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict."""
         owners = {id(tensor): (holder, key) for holder, key, tensor, _ in reversed(self._slots)}
-        found: list[Link] = []
+        found: list[tuple[Any, Any, Any, dict[str, Any], str]] = []
         for module in self.model.modules():
             for name, value in module.__dict__.items():
                 if name in RESERVED:
                     continue
+                items: Any = ()
                 if isinstance(value, Tensor):
-                    items: Any = [(module.__dict__, name, value)]
-                elif isinstance(value, list):
+                    items = [(module.__dict__, name, value)]
+                elif type(value) is list:
                     items = [(value, i, v) for i, v in enumerate(value)]
-                elif isinstance(value, dict):
+                elif type(value) is dict:
                     items = [(value, k, v) for k, v in value.items()]
-                else:
-                    continue
-                found += [(c, k, *owners[id(v)]) for c, k, v in items if id(v) in owners]
-        return found
+                found += [(c, k, v, *owners[id(v)]) for c, k, v in items if id(v) in owners]
+        return Links(found)
 
 
-Link = tuple[Any, Any, dict[str, Any], str]
+class Links:
+    """Attributes that hold a tensor which a module also registers (`nn.LSTM` keeps such a list)."""
+
+    def __init__(self, links: list[tuple[Any, Any, Any, dict[str, Any], str]]) -> None:
+        self._links = links
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Point every link at whatever stands in for its tensor now."""
+        for container, key, _, holder, name in self._links:
+            container[key] = holder[name]
+        try:
+            yield
+        finally:
+            for container, key, tensor, _, _ in self._links:
+                container[key] = tensor
 
 
-def follow(links: list[Link]) -> None:
-    """Point every link at what its owner holds now."""
-    for container, key, holder, name in links:
-        container[key] = holder[name]
+class State:
+    """The registered parameters and buffers of a model as one forward finds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [
+            (f"{name}.{key}" if name else key, holder, key, tensor)
+            for name, module in model.named_modules()
+            for holder in (module._parameters, module._buffers)
+            for key, tensor in holder.items()
+        ]
+        self._holders = [h for m in model.modules() for h in (m._parameters, m._buffers)]
+
+    def settle(self) -> str:
+        """Make the rebinding of a buffer an update of it, as eager's next call would see it.
+
+        All else is undone; returns what that was ("rebinds fc.weight"), "" for nothing.
+        """
+        undone = ""
+        for name, holder, key, tensor in self._slots:
+            new = holder.get(key, self)
+            if new is tensor:
+                continue
+            if _can_update(tensor, new) and not isinstance(tensor, nn.Parameter):
+                with torch.no_grad():
+                    tensor.copy_(new)
+            else:
+                undone = undone or f"rebinds {name}"
+            holder[key] = tensor
+        known = {(id(holder), key) for _, holder, key, _ in self._slots}
+        for holder in self._holders:
+            for key in [k for k in holder if (id(holder), k) not in known]:
+                undone = undone or f"registers {key}"
+                del holder[key]
+        return undone
 
 
-def _copy_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Keep each attribute of a module, with a shallow copy of those that are containers."""
-    return {
-        name: (value, type(value)(value) if type(value) in (list, dict, set) else None)
-        for name, value in module.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules")
-    }
+def _can_update(old: Any, new: Any) -> bool:
+    is_pair = isinstance(old, Tensor) and isinstance(new, Tensor)
+    return is_pair and old.shape == new.shape and old.dtype == new.dtype and not new.requires_grad
 
 
 def _restore(holder: dict[str, Any], held: dict[str, Any]) -> None:
     if list(holder) != list(held) or any(holder[k] is not v for k, v in held.items()):
         holder.clear()
         holder.update(held)
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
-    own = module.__dict__
-    for name in [n for n in own if n not in attributes and n not in RESERVED]:
-        del own[name]
-    for name, (value, content) in attributes.items():
-        own[name] = value
-        if type(value) is list:
-            value[:] = content
-        elif content is not None:
-            value.clear()
-            value.update(content)
 
 
 @contextlib.contextmanager
@@ -169,7 +211,7 @@ def annotated(model: nn.Module) -> Iterator[None]:
 def _marking(forward: Any, name: str) -> Any:
     @functools.wraps(forward)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        with fx_traceback.annotate({"zfx_module": name}):
+        with fx_traceback.annotate({MODULE: name}):
             return forward(*args, **kwargs)
 
     return marked

@@ -145,6 +145,10 @@ class _Body:
                 found.append((f"del {', '.join(self.names[g] for g in gone)}", ""))
         return found
 
+    def _namespaces(self) -> list[str]:
+        schemas = [getattr(n.target, "_schema", None) for n in self.nodes]
+        return sorted({"aten"} | {s.name.split("::")[0] for s in schemas if s is not None})
+
     def specs(self) -> list[tuple]:
         return [_spec(value(n)) for n in self.inputs]
 
@@ -157,7 +161,8 @@ class _Body:
         """Return the region file's text."""
         phase = "backward" if info(self.nodes[0]).phase is Phase.BACKWARD else "forward"
         rows = [f'"""Region {name}: {phase} compute of {len(self.nodes)} nodes, in ATen form."""']
-        rows += ["", "import operator", "", "import torch", "", "aten = torch.ops.aten", ""]
+        rows += ["", "import operator", "", "import torch", ""]
+        rows += [f"{space} = torch.ops.{space}" for space in self._namespaces()] + [""]
         rows += ["# dtype, shape, strides and device type of each element of `args`", "INPUTS = ("]
         rows += [f"    {spec!r}," for spec in self.specs()]
         rows += [")", "", "", f"def {name}(args):"]

@@ -68,8 +68,7 @@ def callee(target: Any) -> str:
     """Write an op as source: `aten.mm.default`, `operator.getitem`, `math.sqrt`."""
     if isinstance(target, torch._ops.OpOverload):
         space, name = target._schema.name.split("::")
-        prefix = "aten" if space == "aten" else f"torch.ops.{space}"
-        return f"{prefix}.{name}.{target._overloadname}"
+        return f"{space}.{name}.{target._overloadname}"
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
     return f"{module}.{target.__name__}"
 

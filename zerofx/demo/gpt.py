@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding that starts at a variance of 1 / width, so that a tied head's logits are O(1)."""
+    """An embedding of variance 1 / width at first, so that a tied head's logits are O(1)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -37,7 +38,7 @@ class _Block:
 
 
 class PeakMemory:
-    """High-water mark of live tensor bytes within each `step()`, all tensors of the process counted.
+    """High-water mark of live tensor bytes within each `step()`, over all tensors of the process.
 
     Enter it before the model is made: the CPU allocator reports only blocks it saw allocated. Run
     one step or more before the measured ones, so that what lives on (optimizer states) is made.
@@ -81,14 +82,14 @@ class PeakMemory:
             if error is None:
                 self.steps = peaks(self._events())
 
-    def _events(self) -> list[dict]:
+    def _events(self) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             return json.loads(path.read_text())["traceEvents"]
 
 
-def peaks(events: list[dict]) -> list[Peak]:
+def peaks(events: list[dict[str, Any]]) -> list[Peak]:
     """Return the peak of each measured step of a profiler trace (trace-event JSON)."""
     memory = [
         (e["ts"], e["args"]["Addr"], e["args"]["Bytes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from zerofx.errors import ZerofxError
 
-VALID_EVERY = 16  # every 16th file is held out
+VALID_EVERY = 16  # the first file and every 16th after it is held out
 # tests and installed packages, and modules that are tables rather than code
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 SKIPPED |= {"encodings", "pydoc_data"}
@@ -45,20 +46,22 @@ def load_text(limit_bytes: int = 4_000_000, root: Path | None = None) -> Text:
         if total >= limit_bytes:
             break
         data = path.read_bytes()
-        (valid if number % VALID_EVERY == VALID_EVERY - 1 else train).extend(data)
+        (valid if number % VALID_EVERY == 0 else train).extend(data)
         total += len(data)
     if not train or not valid:
         raise ZerofxError(
             f"demo text: {total} bytes of .py files under {root}, too few for a train and a valid "
             "part; use a Python that ships its standard library as sources"
         )
-    return Text(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8))
+    return Text(
+        torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
+    )
 
 
 @lru_cache(maxsize=4)
-def _order(num_windows: int, seed: int, epoch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_windows, generator=generator)
+def _order(num_windows: int, seed: int, epoch: int) -> list[int]:
+    """Shuffle the windows of an epoch; a list, so that it counts as no tensor memory."""
+    return random.Random(f"{seed}/{epoch}").sample(range(num_windows), num_windows)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Batches:
         """Return the window numbers of this rank at `step` (int64 [batch])."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = (within * self.world_size + self.rank) * self.batch
-        return _order(self.num_windows, self.seed, epoch)[first : first + self.batch]
+        return torch.tensor(_order(self.num_windows, self.seed, epoch)[first : first + self.batch])
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of `step`, the targets one byte ahead.

@@ -23,9 +23,9 @@ def plan_layout(
     gathered, so `persist_below` matters at stage 3 only.
     """
     params = list(params)
-    shard_size = 1 if plan.stage == 0 else (plan.shard_axis_size or world_size)
+    shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
-    layout = unit_layout(params, shard_size, world_size // shard_size, persist)
+    layout = unit_layout(params, shard_size, replicate_size, persist)
     return merge_small(layout, params, bucket_bytes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from zerofx.errors import DesyncError
@@ -39,6 +40,7 @@ class Agreement:
         self.what = "its first call"
         self.digest = ""
         self.unchecked = False
+        self._failure: str | None = None
         self._hash = b""
         self._launched = 0
         self._others = [row for row in range(board.size) if row != board.rank]
@@ -57,6 +59,8 @@ class Agreement:
 
     def announce(self, what: str, digest: str) -> None:
         """Post the next call without waiting; `check` must follow before its results are used."""
+        if self._failure is not None:
+            raise DesyncError(f"{what} cannot run: {self._failure}")
         if self.unchecked:
             self.check()
         self.call += 1
@@ -75,7 +79,7 @@ class Agreement:
         self.unchecked = False
         equal = True
         for row in self._others:
-            equal = bool(self._await(row, lambda row=row: self._same(row))) and equal
+            equal = self._await(row, partial(self._same, row)) and equal
         if self.link is not None:
             self._check_hosts(self.link, equal)
         elif not equal:
@@ -86,7 +90,11 @@ class Agreement:
         self.board.leave(reason)
 
     def fail(self, message: str) -> DesyncError:
-        """Post `message`, so that every rank raises it too, and return it as an error."""
+        """Post `message`, so that every rank raises it too, and return it as an error.
+
+        There is no way back: what was launched can no longer be matched. Later calls raise too.
+        """
+        self._failure = self._failure or message
         self.board.leave(message, FAILED)
         if self.link is not None:
             self.link.post_failure(message)

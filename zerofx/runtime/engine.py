@@ -66,6 +66,10 @@ class Engine:
         if self.slots.reserve(sizes):
             self._views.clear()
 
+    def drop_unsynced(self) -> None:
+        """Forget gradients that were summed under no_sync and not yet reduced."""
+        self._unsynced.clear()
+
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""
         self.world.drain()

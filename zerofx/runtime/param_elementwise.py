@@ -7,19 +7,18 @@ and fused calls are unwrapped to plain lists and run in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from zerofx.compat import local_tensor
 from zerofx.errors import ShardError
+from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import (
     HANDLERS,
     ShardedTensor,
     find_sharded,
     local_value,
-    op_name,
     refuse,
     wrap,
 )
@@ -37,44 +36,46 @@ positive pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign
 sinh sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy
 """.split()
 INPLACE_ONLY = ["copy_", "fill_", "zero_"]
-CASTS = ["bfloat16", "bool", "cpu", "cuda", "double", "float", "half", "int", "long", "to", "type_as", "contiguous"]
+CASTS = "bfloat16 bool contiguous cpu cuda double float half int long to type_as".split()
 LIKES = ["empty_like", "full_like", "ones_like", "zeros_like"]
 DUNDERS = """
 add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs eq ne
 lt le gt ge and rand or ror xor rxor invert
 """.split()
 INPLACE_DUNDERS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
-FOREACH = """
-abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor
-frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid
-sign sin sinh sqrt sub tan tanh trunc zero
-""".split()
-FUSED = ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]
-
-_piece = attrgetter("_piece")
-_aliases = attrgetter("_aliases")
 
 
-def _local(value: Any, like: ShardedTensor, func: Any) -> Any:
+def local_argument(value: Any, like: ShardedTensor, func: Any) -> Any:
     """Return what `func` should see on this rank in place of one argument."""
+    if isinstance(value, ShardedTensor) and value._piece is like._piece:
+        return local_tensor(value)
     if isinstance(value, torch.Tensor):
         return local_value(like, value, op_name(func))
     return value
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ShardedTensor) -> Any:
-    local_args = [_local(a, like, func) for a in args]
+    local_args = [local_argument(a, like, func) for a in args]
     if not kwargs:
         return func(*local_args)
-    return func(*local_args, **{k: _local(v, like, func) for k, v in kwargs.items()})
+    return func(*local_args, **{k: local_argument(v, like, func) for k, v in kwargs.items()})
+
+
+def _run_without_grad(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ShardedTensor
+) -> Any:
+    if not torch.is_grad_enabled():
+        return _run(func, args, kwargs, like)
+    with torch.no_grad():
+        return _run(func, args, kwargs, like)
 
 
 class _NoGradientHere(torch.autograd.Function):
     """A result whose backward raises: gradients reach a sharded parameter from the program only."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, op: str, out: torch.Tensor) -> torch.Tensor:
-        ctx.op, ctx.name = op, anchor._piece.name 
+    def forward(ctx: Any, anchor: Any, op: str, out: torch.Tensor) -> torch.Tensor:
+        ctx.op, ctx.name = op, anchor._piece.name
         if isinstance(out, ShardedTensor):
             return wrap(local_tensor(out), out._piece)
         return out.view_as(out)
@@ -106,13 +107,15 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if like is None:
         like = find_sharded(kwargs)
     assert like is not None
-    with torch.no_grad():
-        local = _run(func, args, kwargs, like)
+    local = _run_without_grad(func, args, kwargs, like)
     if local is NotImplemented or isinstance(local, bool):
         return local  # a comparison with something that is no tensor
     if not isinstance(local, torch.Tensor) or local.shape != local_tensor(like).shape:
         refuse(func, args, kwargs)
-    return with_refusing_backward(func, _requiring(args, like), wrap(local, like._piece))
+    out = wrap(local, like._piece)
+    if not torch.is_grad_enabled():
+        return out
+    return with_refusing_backward(func, _requiring(args, like), out)
 
 
 def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,9 +136,7 @@ def _requiring(args: Iterable[Any], like: ShardedTensor) -> ShardedTensor:
     return sharded[0] if sharded else like
 
 
-def _pointwise_out(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-) -> Any:
+def _pointwise_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
     if not isinstance(target, ShardedTensor):
         refuse(func, args, kwargs, "with out= needs a tensor that is cut alike")
     _run(func, args, kwargs, target)
@@ -183,67 +184,7 @@ def masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     pointwise_(torch.Tensor.masked_fill_, (target, index, value), {})
 
 
-def _local_list(values: Any, like: Any, func: Any) -> Any:
-    """Return the plain list for one list argument of a foreach call.
-
-    Quick where every element is sharded and shares its piece with the same element of `like`.
-    """
-    if isinstance(values, ShardedTensor):
-        refuse(func, (values,), {}, "takes a plain 0-d tensor or a list here")
-    if not isinstance(values, (list, tuple)) or not values:
-        return values
-    if not isinstance(values[0], torch.Tensor) or all(map(_is_plain_scalar, values)):
-        return values
-    try:
-        if values is like or all(map(is_, map(_piece, values), map(_piece, like))):
-            return list(map(local_tensor, values))
-    except AttributeError:
-        pass  # plain tensors among them: one by one
-    return [
-        _local(v, p, func) if isinstance(p, ShardedTensor) else _plain(v, func)
-        for v, p in zip(values, like, strict=True)
-    ]
-
-
-def _is_plain_scalar(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.ndim == 0
-
-
-def _plain(value: Any, func: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        refuse(func, (value,), {}, "mixes it with a plain tensor in one list position")
-    return value
-
-
-def _note_writes(targets: Iterable[Any]) -> None:
-    ledgers = {id(t._piece.ledger): t._piece.ledger for t in targets if t._aliases}
-    for ledger in ledgers.values():
-        ledger.writes += 1
-
-
-def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an out-of-place foreach function on the pieces in one call."""
-    base = args[0]
-    locals_ = func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
-    return tuple(
-        wrap(out, p._piece) if isinstance(p, ShardedTensor) else out
-        for out, p in zip(locals_, base, strict=True)
-    )
-
-
-def foreach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place foreach or fused function on the pieces in one call."""
-    base = args[0]
-    func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
-    _note_writes(t for t in base if isinstance(t, ShardedTensor))
-    return base
-
-
-def _local_kwargs(func: Any, base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {k: _local_list(v, base, func) for k, v in kwargs.items()}
-
-
-def _register(names: Iterable[str], handler: Callable[..., Any]) -> None:
+def register(names: Iterable[str], handler: Callable[..., Any]) -> None:
     for name in names:
         for home in (torch, torch.Tensor, torch.special):
             func = getattr(home, name, None)
@@ -251,13 +192,10 @@ def _register(names: Iterable[str], handler: Callable[..., Any]) -> None:
                 HANDLERS[func] = handler
 
 
-_register(POINTWISE, pointwise)
-_register(CASTS, cast)
-_register([f"{name}_" for name in POINTWISE] + INPLACE_ONLY, pointwise_)
-_register(LIKES, like)
-_register([f"__{name}__" for name in DUNDERS], pointwise)
-_register([f"__{name}__" for name in INPLACE_DUNDERS], pointwise_)
-_register([f"_foreach_{name}" for name in FOREACH], foreach)
-_register([f"_foreach_{name}_" for name in FOREACH], foreach_)
-_register(FUSED, foreach_)
+register(POINTWISE, pointwise)
+register(CASTS, cast)
+register([f"{name}_" for name in POINTWISE] + INPLACE_ONLY, pointwise_)
+register(LIKES, like)
+register([f"__{name}__" for name in DUNDERS], pointwise)
+register([f"__{name}__" for name in INPLACE_DUNDERS], pointwise_)
 HANDLERS[torch.Tensor.__setitem__] = masked_assign

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import DisableTorchFunctionSubclass, local_tensor
+from zerofx.compat import DisableTorchFunctionSubclass, local_tensor, raw_version
 from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles
 
 METHODS = """
-size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
+size dim ndimension numel nelement stride is_contiguous element_size is_floating_point
 is_same_size get_device is_inference is_signed is_conj is_neg type __len__ __dir__ retain_grad
 """.split()
 PROPERTIES = """
@@ -41,6 +41,12 @@ for _name in PROPERTIES:
         HANDLERS[_get] = from_wrapper
 
 
+@handles(torch.is_complex, torch.Tensor.is_complex)
+def is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Answer what optimizers ask of every parameter in every step."""
+    return local_tensor(args[0] if args else kwargs["input"]).dtype.is_complex
+
+
 @handles(torch.Tensor.detach, torch.detach)
 def detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Return another wrapper of the same piece; writes through it are seen."""
@@ -60,7 +66,7 @@ def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     return func(local_tensor(args[0]), *args[1:], **kwargs)
 
 
-@handles(torch.Tensor._version.__get__)
+@handles(raw_version.__get__)
 def version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the version of the piece, which is where writes land."""
     return local_tensor(args[0])._version

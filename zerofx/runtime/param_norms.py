@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import local_tensor
+from zerofx.compat import foreach_norm, local_tensor, unscale_and_check
 from zerofx.runtime.param_elementwise import with_refusing_backward
-from zerofx.runtime.param_tensor import ShardedTensor, handles, op_name, refuse
+from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -31,7 +32,7 @@ def gather_partials(tensor: ShardedTensor, partials: torch.Tensor, what: str) ->
 
 
 def _local_norms(
-    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """Return norms of plain pieces as float64 [n]; an empty piece gives what changes nothing."""
     if dtype is None and tensors[0].dtype in LOW_PRECISION:
@@ -40,9 +41,9 @@ def _local_norms(
         idle = 0.0 if order > 0 else math.inf
         idle_norm = tensors[0].new_full((), idle, dtype=dtype)
         full = [t for t in tensors if t.numel()]
-        norms = iter(torch._foreach_norm(full, order, dtype=dtype) if full else ())
+        norms = iter(foreach_norm(full, order, dtype=dtype) if full else ())
         return torch.stack([next(norms) if t.numel() else idle_norm for t in tensors]).double()
-    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)).double()
+    return torch.stack(foreach_norm(tensors, order, dtype=dtype)).double()
 
 
 def _combine(gathered: torch.Tensor, order: float) -> torch.Tensor:
@@ -68,17 +69,33 @@ def global_norms(
         return list(whole.to(dtype or tensors[0].dtype).unbind())
 
 
-@handles(torch._foreach_norm)
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the norm of each tensor of a list; plain ones among them are taken as they are."""
-    tensors = args[0]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+def _groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
+    """Return positions by store and dtype; plain tensors are the group None."""
+    first = tensors[0]
+    if isinstance(first, ShardedTensor) and not any(
+        t.__class__ is not ShardedTensor or t._piece.ledger is not first._piece.ledger
+        for t in tensors
+    ):
+        dtypes = {t.dtype for t in map(local_tensor, tensors)}
+        if len(dtypes) == 1:
+            return {(first._piece.ledger, first.dtype): list(range(len(tensors)))}
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         is_sharded = isinstance(t, ShardedTensor)
         key = (t._piece.ledger, t.dtype) if is_sharded else None
         groups.setdefault(key, []).append(i)
+    return groups
+
+
+@handles(foreach_norm)
+def list_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the norm of each tensor of a list; plain ones among them are taken as they are."""
+    tensors = args[0]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    groups = _groups(tensors)
+    if len(groups) == 1:
+        return tuple(global_norms(tensors, order, dtype, op_name(func)))
     out: list[Any] = [None] * len(tensors)
     for key, indices in groups.items():
         members = [tensors[i] for i in indices]
@@ -155,7 +172,7 @@ for _name in COMBINE:
     handles(getattr(torch, _name), getattr(torch.Tensor, _name))(reduction)
 
 
-@handles(torch._amp_foreach_non_finite_check_and_unscale_)
+@handles(unscale_and_check)
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the pieces of gradients; `found_inf` is set on all ranks where one finds any."""
     grads, found_inf, inv_scale = args
@@ -169,8 +186,6 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @handles(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
 def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether all pieces on all ranks agree with the other tensor."""
-    from zerofx.runtime.param_tensor import local_value
-
     tensor, other, *rest = args
     if not isinstance(tensor, ShardedTensor):
         tensor, other = other, tensor

@@ -1,4 +1,4 @@
-"""What a sharded tensor knows of its place: the parameter, this rank's piece, and who counts writes."""
+"""What a sharded tensor knows: its parameter, this rank's piece of it, the count of writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ledger:
 
     @cached_property
     def mesh(self) -> Any:
-        """The shard axis as a DeviceMesh, for DTensor's bookkeeping: collectives are the world's."""
+        """The shard axis as a DeviceMesh, for DTensor's bookkeeping only."""
         if self.world.shard_mesh is not None:
             return self.world.shard_mesh
         return shard_mesh(self.world.device.type, self.layout.shard_size, self.world.shard_rank)
@@ -93,7 +93,6 @@ class Piece:
             and (self.start, self.length) == (other.start, other.length)
             and self.ledger.layout.shard_size == other.ledger.layout.shard_size
             and all(
-                self.range_of(r) == other.range_of(r)
-                for r in range(self.ledger.layout.shard_size)
+                self.range_of(r) == other.range_of(r) for r in range(self.ledger.layout.shard_size)
             )
         )

@@ -7,7 +7,6 @@ run it would be silently wrong.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,14 +17,11 @@ from zerofx.compat import DisableTorchFunctionSubclass, allow_foreach, local_ten
 from zerofx.errors import ShardError
 from zerofx.runtime.param_gather import gather_full
 from zerofx.runtime.param_piece import Piece
+from zerofx.runtime.param_refuse import op_name, refusal, refuse_hook
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[Any, Handler] = {}
-
-ACCEPTED_OPTIMIZERS = (
-    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, ASGD and Rprop"
-)
 
 
 def handles(*funcs: Any) -> Callable[[Handler], Handler]:
@@ -46,6 +42,7 @@ class ShardedTensor(DTensor):
     """
 
     _piece: Piece
+    _is_param = False  # what nn.Parameter's instance check reads
     _aliases = False  # whether the local tensor lies in the flat shard of parameters
     _grad: ShardedTensor | None = None
 
@@ -59,12 +56,12 @@ class ShardedTensor(DTensor):
         return handler(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         piece, kind = self._piece, type(self).__name__
         return (
             f"{kind}({piece.name}, {list(self.shape)}, {self.dtype}, elements "
@@ -75,38 +72,33 @@ class ShardedTensor(DTensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise ShardError(
-            f"{self._piece.name}: deepcopy of a sharded {self._what()} is refused, since the copy "
-            "would belong to no store; copy the compiled module as a whole, or take "
-            "zerofx.full_state_dict(model)"
-        )
+        if id(self) not in memo:
+            memo[id(self)] = wrap(local_tensor(self).clone(), self._piece)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{self._piece.name}: pickling a sharded {self._what()} would save this rank's piece "
+            f"{self._piece.name}: pickling a {type(self).__name__} would save this rank's piece "
             "only; use zerofx.save(dir, model, optimizer), or torch.save of "
             "zerofx.full_state_dict(model)"
         )
 
-    def _what(self) -> str:
-        return "parameter" if isinstance(self, torch.nn.Parameter) else "tensor"
-
     # Read in every optimizer step: Python properties cost a tenth of __torch_function__.
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return self._piece.shape
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return local_tensor(self).dtype
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return local_tensor(self).device
 
     @property
-    def is_sparse(self) -> bool:
+    def is_sparse(self) -> bool:  # type: ignore[override]
         return False
 
     @property
@@ -136,8 +128,9 @@ class ShardedTensor(DTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
         with DisableTorchFunctionSubclass():
+            if self._is_param and requires_grad != super().requires_grad:
+                self._piece.ledger.flag_changes += 1
             super().requires_grad_(requires_grad)
-        self._piece.ledger.flag_changes += 1
         return self
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -157,8 +150,17 @@ class ShardedTensor(DTensor):
 class ShardedParameter(ShardedTensor):
     """What the user sees of a parameter; `isinstance(p, nn.Parameter)` holds."""
 
-    _is_param = True  # what nn.Parameter's instance check reads
+    _is_param = True
     _aliases = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        raise ShardError(
+            f"{self._piece.name}: deepcopy of a sharded parameter is refused, since the copy would "
+            "belong to no model; copy the compiled module as a whole, or take "
+            "zerofx.full_state_dict(model)"
+        )
 
     def register_hook(self, hook: Any) -> NoReturn:
         refuse_hook(self._piece.name, "register_hook")
@@ -175,7 +177,7 @@ def wrap(
     local: torch.Tensor, piece: Piece, aliases: bool = False, cls: type = ShardedTensor
 ) -> Any:
     """Return a wrapper of `local`, which holds elements start:stop of the piece's parameter."""
-    out = new_dtensor(cls, local, piece.spec(local.dtype), requires_grad=False)
+    out: Any = new_dtensor(cls, local, piece.spec(local.dtype), requires_grad=False)
     out._piece = piece
     if aliases:
         out._aliases = True
@@ -254,24 +256,6 @@ def find_sharded(args: Any) -> ShardedTensor | None:
     return next((t for t in map(find_sharded, args) if t is not None), None)
 
 
-def op_name(func: Any) -> str:
-    """Return how a user calls `func`: `view`, `__getitem__`, or the name of a property."""
-    name = getattr(func, "__name__", repr(func))
-    if name in ("__get__", "__set__"):
-        return str(getattr(func.__self__, "__name__", name))
-    return str(name)
-
-
-def _calling_optimizer() -> str | None:
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
-            return type(owner).__name__
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoReturn:
     """Raise for an operation that a piece cannot answer.
 
@@ -281,31 +265,5 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = 
     target = find_sharded(args)
     if target is None:
         target = find_sharded(kwargs)
-    assert target is not None, f"{op_name(func)} reached a sharded tensor that is not among its arguments"
-    piece, op = target._piece, op_name(func)
-    what = (
-        f"{piece.name}: {op} needs the whole tensor, but this rank holds elements "
-        f"{piece.start}:{piece.stop} of its {piece.shape.numel()} {list(piece.shape)}"
-    )
-    if why:
-        what = f"{piece.name}: {op} {why}"
-    optimizer = _calling_optimizer()
-    if optimizer is not None:
-        raise ShardError(
-            f"{what}; {optimizer} needs whole matrices or vectors of parameters and is not "
-            f"supported on sharded parameters: use one of {ACCEPTED_OPTIMIZERS}, or "
-            "Plan(stage=0)"
-        )
-    raise ShardError(
-        f"{what}; use p.full_tensor() or zerofx.full_state_dict(model) on all ranks, or "
-        "p.to_local() for the piece"
-    )
-
-
-def refuse_hook(name: str, method: str) -> NoReturn:
-    """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
-    raise ShardError(
-        f"{name}: {method} on a compiled model's parameter would never run, since the program "
-        "assigns p.grad itself; register it on the module's parameters before zerofx.compile, or "
-        "work on p.grad after backward()"
-    )
+    assert target is not None, f"{op_name(func)}: no sharded tensor among its arguments"
+    raise refusal(op_name(func), target._piece, why)

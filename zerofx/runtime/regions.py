@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,11 +146,30 @@ def _compile(name: str, module: ModuleType, path: Path) -> Region:
     return compat.compile_region(gm, module.INPUTS, str(path))
 
 
-def trace_region(function: Region, num_inputs: int) -> fx.GraphModule:
+class _Recorder:
+    """Stands for `aten` while a region is traced: a call becomes a node, whatever its arguments."""
+
+    def __init__(self, tracer: fx.proxy.GraphAppendingTracer, target: Any) -> None:
+        self._tracer, self._target = tracer, target
+
+    def __getattr__(self, name: str) -> _Recorder:
+        return _Recorder(self._tracer, getattr(self._target, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self._tracer.create_proxy("call_function", self._target, args, kwargs)
+
+
+def trace_region(function: Any, num_inputs: int) -> fx.GraphModule:
     """Turn a region's source back into a graph by running it on proxies."""
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
     args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
-    results = function(args)  # type: ignore[arg-type]
+    namespace = type(torch.ops.aten)
+    recorded = {
+        name: _Recorder(tracer, value) if isinstance(value, namespace) else value
+        for name, value in function.__globals__.items()
+    }
+    body = FunctionType(function.__code__, recorded, function.__name__)
+    results = body(args)
     if not isinstance(results, (tuple, list)):
         results = (results,)
     tracer.graph.output(tuple(r.node for r in results))

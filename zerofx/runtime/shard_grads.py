@@ -76,11 +76,10 @@ class GradShard:
             if self._is_held():
                 self._adopt(torch.empty_like(self.flat))
             return self.flat, False
-        old = self.views
         if self._is_held():
             self._adopt(torch.zeros_like(self.flat))
         with torch.no_grad():
-            for view, before, grad in zip(self.views, old, grads, strict=True):
+            for view, grad in zip(self.views, grads, strict=True):
                 if grad is None:
                     _local(view).zero_()
                 elif grad is not view:

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
 
 
-def fill_shards(
-    store: ShardStore, model: nn.Module, tree: ParameterTree, seed: int | None
-) -> None:
+def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: int | None) -> None:
     """Fill every shard with rank 0's values and swap the parameters, bucket by bucket.
 
     What is on meta on rank 0 is initialised instead. Only one bucket (or one module, from meta) is
@@ -47,9 +45,7 @@ def _meta_on_rank_0(store: ShardStore, model: nn.Module, tree: ParameterTree) ->
 
 
 @torch.no_grad()
-def _take_bucket(
-    store: ShardStore, tree: ParameterTree, index: int, names: list[str]
-) -> None:
+def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
     """Send rank 0's values of one bucket, flat, and keep this rank's slice."""
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]

@@ -168,9 +168,7 @@ def _call(reset: Hook, path: str, module: nn.Module) -> None:
         ) from error
 
 
-def _keep_slice(
-    store: ShardStore, tree: ParameterTree, name: str, original: nn.Parameter
-) -> None:
+def _keep_slice(store: ShardStore, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
     piece = store.pieces[name]
     full = tree.params[name].detach().reshape(-1)
     store.local_view(name).copy_(full[piece.start : piece.stop])

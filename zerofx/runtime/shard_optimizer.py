@@ -11,7 +11,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from zerofx.compat import local_tensor
 from zerofx.errors import ShardError
-from zerofx.runtime.param_tensor import ACCEPTED_OPTIMIZERS, ShardedTensor, wrap
+from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
+from zerofx.runtime.param_tensor import ShardedTensor, wrap
 from zerofx.runtime.sharded_parameter import ReplicatedParameter
 
 REFUSED = {
@@ -65,7 +66,7 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
     ]
     if any(isinstance(new, ShardedTensor) for _, new in swaps):
         _check_type(optimizer)
-    states = {
+    states: dict[Tensor, Any] = {
         new: {k: _cut_state(new, k, v) for k, v in optimizer.state[old].items()}
         for old, new in swaps
         if old in optimizer.state

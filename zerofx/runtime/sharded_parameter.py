@@ -6,11 +6,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerofx.compat import allow_foreach
+from zerofx.compat import allow_foreach, make_subclass, raw_data, raw_requires_grad
 from zerofx.errors import ShardError
-from zerofx.runtime import param_elementwise, param_metadata, param_norms, param_random
+from zerofx.runtime import (
+    param_elementwise,
+    param_foreach,
+    param_metadata,
+    param_norms,
+    param_random,
+)
 from zerofx.runtime.param_piece import Ledger, Piece
-from zerofx.runtime.param_tensor import ShardedParameter, ShardedTensor, refuse_hook, wrap
+from zerofx.runtime.param_refuse import refuse_hook
+from zerofx.runtime.param_tensor import ShardedParameter, ShardedTensor, wrap
 
 __all__ = [
     "ReplicatedParameter",
@@ -21,7 +28,7 @@ __all__ = [
 ]
 
 # Imported for what they register: without them every operation is refused.
-TABLES = (param_elementwise, param_metadata, param_norms, param_random)
+TABLES = (param_elementwise, param_foreach, param_metadata, param_norms, param_random)
 
 
 class ReplicatedParameter(torch.nn.Parameter):
@@ -37,7 +44,7 @@ class ReplicatedParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         self._ledger.handouts += 1
-        return torch.Tensor.data.__get__(self)
+        return raw_data.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -52,12 +59,13 @@ class ReplicatedParameter(torch.nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        return torch.Tensor.requires_grad.__get__(self)
+        return raw_requires_grad.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        torch.Tensor.requires_grad.__set__(self, value)
-        self._ledger.flag_changes += 1
+        if value != self.requires_grad:
+            self._ledger.flag_changes += 1
+        raw_requires_grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ReplicatedParameter:
         self.requires_grad = requires_grad
@@ -95,6 +103,6 @@ def replicated_parameter(
     view: torch.Tensor, piece: Piece, requires_grad: bool
 ) -> ReplicatedParameter:
     """Return the parameter that is `view`, of the global shape, into its flat bucket."""
-    out = torch.Tensor._make_subclass(ReplicatedParameter, view, requires_grad)
+    out = make_subclass(ReplicatedParameter, view, requires_grad)
     out._ledger, out._zfx_name = piece.ledger, piece.name
     return out

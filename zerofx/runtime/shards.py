@@ -1,12 +1,14 @@
-"""The shards of one model on one rank: flat buffers, and the parameters that show pieces of them."""
+"""The shards of one model on one rank: flat buffers, and the parameters that show pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat import local_tensor, raw_data
 from zerofx.errors import ShardError
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.param_piece import Ledger, Piece
@@ -70,6 +72,20 @@ class ShardStore:
             watch_steps()
         return store
 
+    @classmethod
+    def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
+        """Return a store of its own memory with `other`'s values, over a copy of its model."""
+        tree = ParameterTree(model)
+        store = cls(other.layout, other.world)
+        with torch.no_grad():
+            for mine, theirs in zip(store.shards, other.shards, strict=True):
+                mine.copy_(theirs)
+        for name, param in tree.params.items():
+            store.adopt(tree, name, param)
+        store._bound = list(tree.bindings())
+        store._watch()
+        return store
+
     @property
     def is_sharded(self) -> bool:
         return self.layout.shard_size > 1
@@ -100,7 +116,7 @@ class ShardStore:
         with torch.inference_mode(False), torch.no_grad():
             view = self.local_view(name)
             if self.is_sharded:
-                new: nn.Parameter = sharded_parameter(view, piece, old.requires_grad)
+                new: Any = sharded_parameter(view, piece, old.requires_grad)
             else:
                 new = replicated_parameter(view.view(piece.shape), piece, old.requires_grad)
         for key, value in attributes_of(old).items():
@@ -141,7 +157,7 @@ class ShardStore:
 
     # -- what the user may have changed -------------------------------------------------------
     def requires_grad_key(self) -> tuple[bool, ...]:
-        """Return the requires_grad flags in layout order; read anew only after one was set."""
+        """Return the flags in the order of `params`; read anew only after one has changed."""
         changes = self.ledger.flag_changes
         if self._flags[0] != changes:
             self._flags = changes, tuple(p.requires_grad for p in self.params.values())
@@ -173,9 +189,7 @@ class ShardStore:
         self.poll_writes()
 
     def _watch(self) -> None:
-        self._storages = [
-            p._local_tensor if self.is_sharded else p for p in self.params.values()
-        ]
+        self._storages = [local_tensor(p) if self.is_sharded else p for p in self.params.values()]
         self._pointers = [t.data_ptr() for t in self._storages]
         self._versions = sum(s._version for s in self.shards)
 
@@ -212,7 +226,7 @@ class ShardStore:
             with torch.no_grad():
                 view.copy_(carrier.detach().reshape(-1))
             shape = view.shape if self.is_sharded else piece.shape
-            torch.Tensor.data.__set__(carrier, view.view(shape))
+            raw_data.__set__(carrier, view.view(shape))
             self.ledger.writes += 1
 
 

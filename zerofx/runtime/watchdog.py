@@ -1,9 +1,9 @@
 """Waiting in a collective, with a limit: what is stuck, and which ranks have not arrived.
 
 A wait in gloo cannot be interrupted by another thread, and its own timeout says nothing of who is
-missing. So a thread looks at the board while the main thread waits; when a rank has left, died, gone
-on to another call, or not arrived in time, it posts the diagnosis for the other ranks and breaks
-this rank's connections, upon which the wait ends, here and in turn on every other rank.
+missing. So a thread looks at the board while the main thread waits; when a rank has left, died,
+gone on to another call, or not arrived in time, it posts the diagnosis for the other ranks and
+breaks this rank's connections, upon which the wait ends, here and in turn on every other rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ def timeout_s() -> float:
 class Watchdog:
     """Counts launches on the board and stands by while this rank waits."""
 
-    def __init__(self, agreement: Agreement, interrupt: Callable[[], None]) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self._board = agreement.board
-        self._interrupt = interrupt
         self._waiting: Waiting | None = None
         self._diagnosis: DesyncError | None = None
-        thread = threading.Thread(
-            target=_stand_by, args=(weakref.ref(self),), name="zerofx-watchdog", daemon=True
-        )
-        thread.start()
+        self._interrupt: Callable[[], None] | None = None
+
+    def start(self, interrupt: Callable[[], None]) -> None:
+        """Start the thread; `interrupt` ends every wait of this rank."""
+        self._interrupt = interrupt
+        me = weakref.ref(self)
+        threading.Thread(target=_stand_by, args=(me,), name="zerofx-watchdog", daemon=True).start()
 
     def launched(self, handles: Sequence[Any], label: str) -> int:
         """Count a collective on the board; return its number on this rank."""
@@ -106,7 +108,7 @@ class Watchdog:
     def tick(self, waited_s: float) -> None:
         """Look once; where something is wrong, post it and end the wait."""
         problem = self.look(waited_s) if self._diagnosis is None else None
-        if problem is not None:
+        if problem is not None and self._interrupt is not None:
             self._diagnosis = self.agreement.fail(problem)
             self._interrupt()
 
@@ -136,9 +138,9 @@ class StreamWatchdog(Watchdog):
     What it finds stuck it aborts; the error is raised by this world's next launch, wait or call.
     """
 
-    def __init__(self, agreement: Agreement, interrupt: Callable[[], None]) -> None:
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
         self._running: deque[tuple[Waiting, Sequence[Any]]] = deque()
-        super().__init__(agreement, interrupt)
 
     def launched(self, handles: Sequence[Any], label: str) -> int:
         if self._diagnosis is not None:

@@ -6,11 +6,9 @@ sharded over the shard axis; the replicate axis holds copies of the same shards.
 
 from __future__ import annotations
 
-import logging
-import os
+import sys
+import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import PlanError
-from zerofx.runtime.collectives import (
-    KINDS,
-    Algorithm,
-    Axis,
-    GlooAxis,
-    Lane,
-    NcclAxis,
-    Traffic,
-    Work,
-    always_direct,
-)
-from zerofx.runtime.watchdog import Watchdog, timeout_s
-
-log = logging.getLogger("zerofx")
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from zerofx.runtime import groups
+from zerofx.runtime.agreement import Agreement
+from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
+from zerofx.runtime.gloo import Algorithm, always_direct
 
 
 class Then(Work):
@@ -53,10 +40,10 @@ class Then(Work):
 
 
 class World:
-    """This rank's place among the ranks, its collectives and what they sent.
+    """This rank's place among the ranks, its collectives and what it sent in them.
 
     `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
-    DeviceMesh, None where that axis has one rank.
+    DeviceMesh, None where that axis has one rank. `label`s name a collective in errors.
     """
 
     def __init__(
@@ -68,6 +55,7 @@ class World:
         replicate: Axis,
         whole: Axis,
         lane: Lane | None = None,
+        agreement: Agreement | None = None,
         shard_mesh: DeviceMesh | None = None,
     ) -> None:
         self.device = device
@@ -77,15 +65,17 @@ class World:
         self.rank = replicate.rank * shard.size + shard.rank
         self.size = shard.size * replicate.size
         self.shard_mesh = shard_mesh
-        self._shard, self._replicate, self._whole = shard, replicate, whole
-        self._lane = lane
         self.counters = lane.counters if lane else {kind: Traffic() for kind in KINDS}
+        self._shard, self._replicate, self._whole = shard, replicate, whole
+        self._lane, self._agreement = lane, agreement
+        if agreement is not None:
+            weakref.finalize(self, _say_goodbye, agreement)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
         """Return the world of one process, without a process group."""
         return cls(
-            device=torch.device(device or "cpu"),
+            device=groups.place(device),
             backend="single",
             shard=Axis(),
             replicate=Axis(),
@@ -109,20 +99,31 @@ class World:
 
         Raises:
             PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks.
+            DesyncError: another rank did not come.
         """
-        if not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
-            _initialise(device)
+        groups.initialise_under_torchrun(device)
         if not dist.is_initialized():
-            if mesh is not None or (shard_size or 1) != 1:
+            if mesh is not None or shard_size not in (None, 1):
                 raise PlanError(
-                    f"shard_axis_size={shard_size} or a mesh was given, but this is one process; "
-                    "launch with torchrun, or leave them out"
+                    f"shard_axis_size is {shard_size} but this is a single process; launch it with "
+                    "torchrun, or leave shard_axis_size and mesh out"
                 )
-            return cls.single(_device(device))
-        grid = _grid(mesh, shard_size)
+            return cls.single(device)
+        grid = groups.rank_grid(mesh, shard_size)
         if grid.numel() == 1:
-            return cls.single(_device(device))
-        return _join(cls, grid, _device(device), mesh, algorithm)
+            return cls.single(device)
+        here = groups.place(device)
+        axes = groups.join(grid, here, algorithm)
+        return cls(
+            device=here,
+            backend=axes.backend,
+            shard=axes.shard,
+            replicate=axes.replicate,
+            whole=axes.whole,
+            lane=axes.lane,
+            agreement=axes.agreement,
+            shard_mesh=axes.shard_mesh,
+        )
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         """Fill `out` [shard_size * k] with the `shard` [k] of every rank of the shard axis."""
@@ -147,7 +148,7 @@ class World:
         return Then(first, lambda: self._replicate.all_reduce(out, scale, label))
 
     def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
-        """Set `buf` in place to scale * the sum over all ranks, in rank order."""
+        """Set `buf` [n] in place to scale * the sum over all ranks, in rank order."""
         return self._whole.all_reduce(buf, scale, label)
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
@@ -155,114 +156,47 @@ class World:
         return self._whole.broadcast(buf, src, label)
 
     def drain(self) -> None:
-        """Wait for everything still in flight: after an exception, before buffers are used anew."""
-        for work in list(self._lane.in_flight) if self._lane else ():
-            work.wait()
+        """Wait for everything still in flight: after an exception, before buffers are used anew.
+
+        Raises:
+            DesyncError: as for any wait; what is in flight is then given up.
+        """
+        in_flight = self._lane.in_flight if self._lane else {}
+        try:
+            while in_flight:
+                next(iter(in_flight)).wait()
+        finally:
+            in_flight.clear()
 
     def agree(self, what: str, digest: str) -> None:
-        """Return once every rank is about to do `what` with the same `digest`; else raise."""
+        """Return once every rank is about to do `what` with the same `digest`.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        if self._agreement is not None:
+            self._agreement.agree(what, digest)
+
+    def announce(self, what: str, digest: str) -> None:
+        """Post what this rank is about to do; the comparison is made at the next wait or call.
+
+        Spares waiting for slower ranks before launching what would wait for them anyway.
+        """
+        if self._agreement is not None:
+            self._agreement.announce(what, digest)
+            if self.backend == "nccl":  # a launch that not all share would hang the device
+                self._agreement.check()
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one makes no further call; they raise if they wait."""
+        if self._agreement is not None:
+            self._agreement.leave(reason)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """Return the given device, or CUDA's LOCAL_RANK-th where there is one, or the host."""
-    if device is not None:
-        return torch.device(device)
-    on_cuda = torch.cuda.is_available()
-    if dist.is_initialized():
-        on_cuda = on_cuda and "nccl" in str(dist.get_backend())
-    if not on_cuda:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
-def _initialise(device: torch.device | str | None) -> None:
-    """Make the default process group from torchrun's environment, and say so."""
-    place = _device(device)
-    backend = "nccl" if place.type == "cuda" else "gloo"
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    dist.init_process_group(backend)
-    log.info(
-        "zerofx initialised torch.distributed with %s: rank %d of %d on %s",
-        backend,
-        dist.get_rank(),
-        dist.get_world_size(),
-        place,
-    )
-
-
-def _grid(mesh: DeviceMesh | None, shard_size: int | None) -> Tensor:
-    """Return the global ranks as a [replicate, shard] grid."""
-    if mesh is not None:
-        if mesh.ndim > 2:
-            raise PlanError(
-                f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; pass the 1-D (shard) or 2-D "
-                "(replicate, shard) submesh that data parallelism runs over"
-            )
-        grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
-        if shard_size not in (None, grid.shape[1]):
-            raise PlanError(
-                f"shard_axis_size={shard_size} but the mesh's shard axis has {grid.shape[1]} ranks"
-            )
-        return grid
-    size = dist.get_world_size()
-    per_group = shard_size or size
-    if size % per_group:
-        raise PlanError(f"shard_axis_size={per_group} does not divide the {size} ranks")
-    return torch.arange(size).reshape(-1, per_group)
-
-
-def _join(
-    cls: type[World],
-    grid: Tensor,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    algorithm: Algorithm,
-) -> World:
-    """Make the process groups of the grid's axes, in one order on every rank."""
-    ranks = grid.tolist()
-    place = (grid == dist.get_rank()).nonzero()
-    if len(place) != 1:
-        raise PlanError(f"rank {dist.get_rank()} is not on the mesh {ranks}")
-    replicate_rank, shard_rank = (int(i) for i in place[0])
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    everyone = [rank for row in ranks for rank in row]
-    lane = Lane({kind: Traffic() for kind in KINDS}, {}, Watchdog())
-
-    def axis(members: list[int], position: int) -> tuple[Axis, Any]:
-        if len(members) == 1:
-            return Axis(), None
-        gathers, reduces = (_new_group(members, backend) for _ in range(2))
-        if backend == "nccl":
-            return NcclAxis(position, len(members), gathers, reduces, lane), gathers
-        return (
-            GlooAxis(position, len(members), gathers, reduces, lane, algorithm),
-            gathers,
-        )
-
-    shard, group = axis(ranks[replicate_rank], shard_rank)
-    replicate, _ = axis([row[shard_rank] for row in ranks], replicate_rank)
-    if shard.size == 1 or replicate.size == 1:
-        whole = replicate if shard.size == 1 else shard
+def _say_goodbye(agreement: Agreement) -> None:
+    """Leave when the world is dropped or the process ends, with the reason if it is known."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        agreement.leave(f"it ended with {type(error).__name__}: {error}")
     else:
-        whole, _ = axis(everyone, replicate_rank * shard.size + shard.rank)
-    shard_mesh = DeviceMesh.from_group(group, device.type) if group is not None else None
-    return cls(
-        device=device,
-        backend=backend,
-        shard=shard,
-        replicate=replicate,
-        whole=whole,
-        lane=lane,
-        shard_mesh=shard_mesh,
-    )
-
-
-def _new_group(members: list[int], backend: str) -> Any:
-    """Make a group that only its members take part in making, with zerofx's timeout."""
-    return dist.new_group(
-        members,
-        backend=backend,
-        timeout=timedelta(seconds=timeout_s()),
-        use_local_synchronization=True,
-    )
+        agreement.leave("its process ended, or its model was deleted")

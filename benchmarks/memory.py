@@ -1,0 +1,113 @@
+"""Peak live tensor bytes of a rank, as torch's allocator counts them, beside the prediction.
+
+    python -m benchmarks.memory               # stages 0 to 3 against FSDP2
+    python -m benchmarks.memory --sizes 4x128 --systems zerofx-3
+
+The measured peak comes with two bounds (see zerofx.demo.measure): they differ by blocks that a
+thread of gloo freed unseen. Ratios compare our high bound with FSDP2's low one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks import sizes, systems
+from benchmarks.pool import Group
+from benchmarks.report import Column, finish
+from benchmarks.sizes import SIZES, make_batches
+from benchmarks.systems import BASELINE, SYSTEMS, Trainer
+from zerofx.demo.measure import PeakMemory
+
+WARMUP_STEPS, MEASURED_STEPS = 2, 3
+DEFAULT = ["zerofx-3", "zerofx-2", "zerofx-1", "zerofx-0"]
+QUIET = {"KINETO_LOG_LEVEL": "99"}
+
+
+class Job:
+    """What a worker serves: a short training under the profiler."""
+
+    def __init__(self, system: str, size: str, batch: int) -> None:
+        self._system, self._size, self._batch = system, size, batch
+
+    def run(self) -> dict[str, Any]:
+        """Train a few steps from nothing; report the peaks and the prediction."""
+        with PeakMemory(torch.device("cpu")) as memory:
+            trainer = Trainer(self._system, SIZES[self._size].model)
+            batches = make_batches(self._size, self._batch, trainer.rank, trainer.ranks)
+            for step in range(WARMUP_STEPS):
+                trainer.step(*batches.at(step))
+            for step in range(WARMUP_STEPS, WARMUP_STEPS + MEASURED_STEPS):
+                with memory.step():
+                    trainer.step(*batches.at(step))
+        programs = getattr(trainer.model, "programs", None)  # FSDP2 predicts nothing
+        return {
+            "low_bytes": min(peak.low_bytes for peak in memory.steps),
+            "high_bytes": min(peak.high_bytes for peak in memory.steps),
+            "predicted_bytes": programs[0].memory().peak_bytes if programs else None,
+        }
+
+
+def measure(name: str, batch: int, system: str, ranks: int) -> dict[str, Any]:
+    """Return the highest of the ranks' answers."""
+    args = {"system": system, "size": name, "batch": batch}
+    env = SYSTEMS[system].env | QUIET
+    with Group(system, "benchmarks.memory:Job", args, ranks, env) as group:
+        group.ready()
+        answers = group.call("run")
+    return {
+        key: None if answers[0][key] is None else max(answer[key] for answer in answers)
+        for key in answers[0]
+    }
+
+
+def result(
+    name: str, system: str, mine: dict[str, Any], baseline: dict[str, Any]
+) -> dict[str, Any]:
+    """Return one system's line."""
+    predicted, measured = mine["predicted_bytes"], mine["high_bytes"]
+    return {
+        "size": name,
+        "system": system,
+        "predicted_mib": predicted and predicted / 2**20,
+        "measured_mib": measured / 2**20,
+        "spread": measured / mine["low_bytes"] - 1,
+        "error": predicted and predicted / measured - 1,
+        "ratio": measured / baseline["low_bytes"],
+        **mine,
+    }
+
+
+COLUMNS = [
+    Column("size", "size"),
+    Column("system", "system"),
+    Column("predicted_mib", "predicted MiB", "{:.2f}"),
+    Column("measured_mib", "measured MiB", "{:.2f}"),
+    Column("error", "prediction's error", "{:+.1%}"),
+    Column("ratio", "measured / fsdp2", "{:.2f}"),
+    Column("spread", "uncertain", "{:.1%}"),
+]
+
+
+def main() -> None:
+    """Measure what the command line chooses, show it and write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    systems.add_options(parser, DEFAULT)
+    sizes.add_options(parser, "4x128,8x384,4x1024")
+    parser.add_argument("--quick", action="store_true", help="the smallest of the sizes only")
+    options = parser.parse_args()
+    lines = []
+    wanted = list(sizes.chosen(options).items())
+    for name, size in wanted[:1] if options.quick else wanted:
+        data = {
+            system: measure(name, size.batch, system, options.ranks)
+            for system in systems.chosen(options)
+        }
+        lines += [result(name, system, mine, data[BASELINE]) for system, mine in data.items()]
+    finish("memory", COLUMNS, lines, options)
+
+
+if __name__ == "__main__":
+    main()

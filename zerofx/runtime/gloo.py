@@ -1,0 +1,183 @@
+"""The collectives among processes over gloo.
+
+direct   one point-to-point message a pair of ranks, landing in its final place; used by default
+native   one library call: all-gather, broadcast, or an all-to-all whose pieces are then summed here
+         (gloo's own reductions sum in another order, so they are not used; nor is there a native
+         all-reduce for that reason)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx import compat
+from zerofx.runtime.collectives import (
+    DONE,
+    Axis,
+    Flight,
+    Lane,
+    Scratch,
+    Work,
+    all_reduce_bytes,
+    ordered_sum,
+)
+
+_TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
+_BREAK_TAG = 0x7FFFFFFF
+
+Algorithm = Callable[[str, int, int], str]
+"""(kind, bytes of the full buffer, ranks of the axis) -> "direct" or "native"."""
+
+
+def always_direct(kind: str, nbytes: int, ranks: int) -> str:
+    """Choose the direct exchange for every collective."""
+    return "direct"
+
+
+class GlooAxis(Axis):
+    """An axis of processes joined by gloo: one group for gathers, one for reductions."""
+
+    def __init__(
+        self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm
+    ) -> None:
+        super().__init__(rank, size)
+        self._gathers, self._reduces = gathers, reduces
+        # Straight to the backend: torch.distributed's wrappers cost as much as the call itself.
+        self._gather_wire = compat.group_backend(gathers, torch.device("cpu"))
+        self._reduce_wire = compat.group_backend(reduces, torch.device("cpu"))
+        self._peers = [(rank + step) % size for step in range(1, size)]
+        self._lane = lane
+        self._algorithm = algorithm
+        self._scratch = Scratch()
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        size, numel = self.size, shard.numel()
+        assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
+        self._lane.count("all_gather", shard.nbytes * (size - 1))
+        if self._algorithm("all_gather", out.nbytes, size) == "native":
+            return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
+        slices = out.view(size, numel).unbind(0)
+        handles = self._exchange(self._gather_wire, [shard] * size, slices)
+        mine = slices[self.rank]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        return Flight(self._lane, label, handles)
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        size, numel = self.size, out.numel()
+        assert full.numel() == numel * size, f"{label}: {full.numel()} != {size} * {numel}"
+        self._lane.count("reduce_scatter", out.nbytes * (size - 1))
+        parts: list[Tensor]
+        if self._algorithm("reduce_scatter", full.nbytes, size) == "native":
+            lent = [self._scratch.take(size * numel, full)]
+            parts = list(lent[0].view(size, numel).unbind(0))
+            handles = [dist.all_to_all_single(lent[0], full, group=self._reduces, async_op=True)]
+        else:
+            slices = full.view(size, numel).unbind(0)
+            lent, parts = self._landing(slices[self.rank], numel)
+            handles = self._exchange(self._reduce_wire, slices, parts)
+
+        def finish() -> None:
+            ordered_sum(parts, out, scale)
+            self._scratch.give_back(lent)
+
+        return Flight(self._lane, label, handles, finish)
+
+    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+        if self.size > 2:
+            return self._all_reduce_by_slices(buf, scale, label)
+        # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        lent, parts = self._landing(buf, buf.numel())
+        handles = self._exchange(self._reduce_wire, [buf] * 2, parts)
+
+        def finish() -> None:
+            buf.add_(lent[0])  # a + b is b + a, bit for bit
+            if scale != 1.0:
+                buf.mul_(scale)
+            self._scratch.give_back(lent)
+
+        return Flight(self._lane, label, handles, finish)
+
+    def _all_reduce_by_slices(self, buf: Tensor, scale: float, label: str) -> Work:
+        """Each rank sums its own slice and sends it round: 2 * (size - 1) / size of the bytes."""
+        slices = buf.tensor_split(self.size)
+        mine = slices[self.rank]
+        numel = mine.numel()
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        lent, parts = self._landing(mine, numel)
+        handles = self._exchange(self._reduce_wire, slices, parts)
+
+        def finish() -> None:
+            total = self._scratch.take(numel, buf)
+            ordered_sum(parts, total, scale)
+            mine.copy_(total)
+            round_trip = Flight(
+                self._lane, label, self._exchange(self._reduce_wire, [total] * self.size, slices)
+            )
+            round_trip.wait()
+            self._scratch.give_back([*lent, total])
+
+        return Flight(self._lane, label, handles, finish)
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        sends = buf.nbytes * (self.size - 1) if self.rank == src else 0
+        self._lane.count("broadcast", sends)
+        if self._algorithm("broadcast", buf.nbytes, self.size) == "native":
+            handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
+            return Flight(self._lane, label, [handle])
+        wire, tag = self._reduce_wire, _tag(buf)
+        if buf.numel() == 0:
+            return DONE
+        if self.rank == src:
+            handles = [wire.send([buf], peer, tag) for peer in self._peers]
+        else:
+            handles = [wire.recv([buf], src, tag)]
+        return Flight(self._lane, label, handles)
+
+    def _landing(self, own: Tensor, numel: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return (lent buffers, one part a rank in rank order); this rank's part is `own`."""
+        lent = [self._scratch.take(numel, own) for _ in self._peers]
+        parts = list(lent)
+        parts.insert(self.rank, own)
+        return lent, parts
+
+    def _exchange(
+        self, wire: Any, sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ) -> list[Any]:
+        """Post `receives[peer]` and `sends[peer]` for every peer, and return their handles."""
+        handles = []
+        for peer in self._peers:
+            landing = receives[peer]
+            if landing.numel():
+                handles.append(wire.recv([landing], peer, _tag(landing)))
+        for peer in self._peers:
+            leaving = sends[peer]
+            if leaving.numel():
+                handles.append(wire.send([leaving], peer, _tag(leaving)))
+        return handles
+
+    def break_off(self) -> None:
+        """End every wait on this axis, in this process, with an error; there is no way back.
+
+        A receive that times out makes gloo close all connections of its group.
+        """
+        for wire in (self._gather_wire, self._reduce_wire):
+            probe = wire.recv([torch.empty(1)], self._peers[0], _BREAK_TAG)
+            with contextlib.suppress(RuntimeError):  # timing out is its purpose
+                probe.wait(timedelta(milliseconds=1))
+
+
+def _tag(message: Tensor) -> int:
+    """Tag a message by its bytes: ranks out of step then wait, and are named, where messages of
+    unequal length under one tag would make gloo abort the process."""
+    return message.nbytes & _TAG_MASK

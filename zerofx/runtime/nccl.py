@@ -1,0 +1,56 @@
+"""The collectives among CUDA devices over NCCL: its native calls, each group on its own stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx import compat
+from zerofx.runtime.collectives import Axis, Flight, Lane, Work, all_reduce_bytes
+
+
+class NcclAxis(Axis):
+    """An axis of CUDA devices joined by NCCL; each group runs on a stream of its own.
+
+    `wait` makes the current stream wait for the transfer, never the host, and the groups hold
+    their tensors until then, so buffers need no `record_stream`.
+    """
+
+    def __init__(self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane) -> None:
+        super().__init__(rank, size)
+        self._gathers, self._reduces = gathers, reduces
+        self._lane = lane
+
+    def break_off(self) -> None:
+        """End what runs on this axis's streams; there is no way back."""
+        for group in (self._gathers, self._reduces):
+            compat.group_backend(group, torch.device("cuda")).abort()
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        self._lane.count("all_gather", shard.nbytes * (self.size - 1))
+        return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        self._lane.count("reduce_scatter", out.nbytes * (self.size - 1))
+        handle = compat.reduce_scatter_flat(self._reduces, out, full)
+        return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
+
+    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
+        return Flight(self._lane, label, [handle], lambda: _scale(buf, scale))
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
+        handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
+        return Flight(self._lane, label, [handle])
+
+
+def _scale(buf: Tensor, scale: float) -> None:
+    if scale != 1.0:
+        buf.mul_(scale)

@@ -1,0 +1,150 @@
+"""Full tensors out of and into shards, and what torch.distributed.checkpoint saves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zerofx.compat import DisableTorchFunctionSubclass, local_tensor, make_subclass
+from zerofx.errors import ShardError
+from zerofx.runtime.param_gather import gather_full
+from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.param_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+
+def full_tensor(store: ShardStore, name: str) -> Tensor:
+    """Return the whole of one parameter on the world's device; a collective call."""
+    return gather_full(store.local_view(name), store.pieces[name])
+
+
+@torch.no_grad()
+def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor on the host), gathering one bucket at a time; a collective call.
+
+    With `rank0_only` the other ranks take part and yield nothing. The order is the layout's.
+    """
+    world, layout = store.world, store.layout
+    for bucket in layout.buckets:
+        world.agree("full state", f"bucket {bucket.index} ({bucket.label()})")
+        full = store.shards[bucket.index]
+        if store.is_sharded:
+            full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
+            world.all_gather(full, store.shards[bucket.index]).wait()
+        if rank0_only and world.rank != 0:
+            continue
+        for param in bucket.params:
+            view = full[param.offset : param.end].view(param.shape)
+            yield param.name, view.to("cpu", copy=True)
+
+
+def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Return all parameters whole, on the host, in registration order; a collective call."""
+    found = dict(iter_full_state(store, rank0_only))
+    return {name: found[name] for name in store.params if name in found}
+
+
+@torch.no_grad()
+def load_full(store: ShardStore, name: str, value: Tensor) -> None:
+    """Copy this rank's range of a full tensor into the shard.
+
+    Raises:
+        ShardError: the shapes differ; the message has both.
+    """
+    piece = store.pieces[name]
+    if value.shape != piece.shape:
+        raise ShardError(
+            f"{name}: the loaded tensor has shape {list(value.shape)}, the parameter "
+            f"{list(piece.shape)}"
+        )
+    store.local_view(name).copy_(value.reshape(-1)[piece.start : piece.stop])
+    store.ledger.writes += 1
+
+
+class FlatPiece(torch.Tensor):
+    """One flat 1-D tensor of `total` elements of which this rank has `local` at offset `start`.
+
+    torch.distributed.checkpoint saves it as exactly this chunk and loads it from any other cut,
+    since it reads the overlaps: any world size and any stage. Equal chunks on several ranks
+    (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
+    one; nothing can be computed with it.
+    """
+
+    local: Tensor
+    start: int
+    total: int
+
+    @staticmethod
+    def of(local: Tensor, start: int, total: int) -> FlatPiece:
+        """Return the piece; it shares memory with `local`."""
+        assert local.ndim == 1 and start + local.numel() <= total, (local.shape, start, total)
+        out = make_subclass(FlatPiece, local)
+        out.local, out.start, out.total = local, start, total
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if op_name(func) in ("device", "dtype", "layout", "is_meta", "requires_grad"):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ShardError(
+            f"{op_name(func)} of a FlatPiece: it only can be given to "
+            "torch.distributed.checkpoint's save and load; use zerofx.full_state_dict(model)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        stop = self.start + self.local.numel()
+        return f"FlatPiece({self.local.dtype}, elements {self.start}:{stop} of {self.total})"
+
+    def size(self, dim: int | None = None) -> Any:
+        return torch.Size([self.total]) if dim is None else self.total
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size([self.start]), self.local.size())
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        if not self.local.numel() and self.total:
+            return []
+        data = TensorWriteData(
+            chunk=self._chunk(),
+            properties=TensorProperties(dtype=self.local.dtype),
+            size=self.size(),
+        )
+        index = MetadataIndex(fqn, torch.Size([self.start]))
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.local.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset == torch.Size([self.start]), f"{self!r} has no chunk at {index}"
+        return self.local
+
+
+def flat_piece(tensor: Tensor) -> FlatPiece:
+    """Return what to save or load of a parameter, or of an optimizer state of its shape.
+
+    It shares memory with `tensor`, so that loading fills it in place.
+    """
+    if isinstance(tensor, ShardedTensor):
+        piece = tensor._piece
+        return FlatPiece.of(local_tensor(tensor), piece.start, piece.shape.numel())
+    return FlatPiece.of(tensor.detach().view(-1), 0, tensor.numel())
+
+
+def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
+    """Return every parameter's piece under its name, in registration order."""
+    return {name: flat_piece(param) for name, param in store.params.items()}
