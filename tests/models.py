@@ -73,7 +73,7 @@ class LSTMClassifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 8)
-        self.lstm = nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, bidirectional=True, batch_first=True)
         self.classify = nn.Linear(16, 4)
 
     def forward(self, tokens: Tensor, label: Tensor) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class LSTMClassifier(nn.Module):
 
 def _draw_labelled(generator: torch.Generator) -> Batch:
     label = torch.randint(0, 4, (2,), generator=generator)
-    return (_tokens(generator, 32, (2, 5)),), {"label": label}
+    return (_tokens(generator, 32, (2, 3)),), {"label": label}
 
 
 class Sign(torch.autograd.Function):
@@ -241,7 +241,8 @@ _ALL = [
     Case(
         "hf-gpt2",
         _hf("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=2, n_positions=16,
-            vocab_size=32, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+            vocab_size=32, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0,
+            resid_pdrop=0.0),
         _draw_cacheless_ids,
         is_foreign=True,
     ),

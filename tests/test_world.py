@@ -17,7 +17,7 @@ from zerofx.errors import PlanError
 from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World
 
-BIG = 3 * 64 * 1024  # elements: several socket buffers
+BIG = 100_000  # elements: several socket buffers
 NUMELS = [1, 16, 1000, BIG]
 
 
@@ -125,6 +125,37 @@ def test_every_algorithm_gives_the_bits_of_the_ordered_sum(
         assert_bit_equal([got for got, _ in answers], size, shard_size or size)
         sent.append([counters for _, counters in answers])
     assert sent[0] == sent[1]
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+
+
+def other_dtypes(native: bool) -> list[list[Tensor]]:
+    world = World.connect("cpu", **({"algorithm": always_native} if native else {}))
+    got = []
+    for dtype in DTYPES:
+        out, part = torch.empty(2 * 33, dtype=dtype), torch.empty(33, dtype=dtype)
+        mine = values(world.rank, 2 * 33, torch.float64).abs().clamp(max=100).to(dtype)
+        world.all_gather(out, mine[:33]).wait()
+        world.reduce_scatter(part, mine, 1.0).wait()
+        total = mine.clone()
+        world.all_reduce(total).wait()
+        world.broadcast(mine, 1).wait()
+        got.append([out, part, total, mine])
+    return got
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_every_dtype_travels(pool: Pool, native: bool) -> None:
+    answers = pool.run(2, other_dtypes, native)
+    for i, dtype in enumerate(DTYPES):
+        sent = [values(r, 66, torch.float64).abs().clamp(max=100).to(dtype) for r in range(2)]
+        for rank in range(2):
+            out, part, total, said = answers[rank][i]
+            assert torch.equal(out, torch.cat([s[:33] for s in sent]))
+            assert torch.equal(total, sent[0] + sent[1])
+            assert torch.equal(part, total[33 * rank : 33 * (rank + 1)])
+            assert torch.equal(said, sent[1])
 
 
 @pytest.mark.parametrize(("size", "shard_size"), [(1, None), (2, None), (3, None), (4, 2), (4, 1)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 
 from torch._dynamo.eval_frame import OptimizedModule  # noqa: E402, F401
-from torch._ops import OpOverload  # noqa: E402
+from torch._ops import OpOverload  # noqa: E402, F401
 from torch._subclasses.fake_tensor import (  # noqa: E402
     DataDependentOutputException as DataDependentError,  # noqa: F401
 )
@@ -29,6 +30,8 @@ from torch._subclasses.fake_tensor import (  # noqa: E402
     DynamicOutputShapeException as DynamicShapeError,  # noqa: F401
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402, F401
+from torch.utils import _pytree as pytree  # noqa: E402, F401
+from torch.utils._pytree import TreeSpec  # noqa: E402, F401
 from torch.nn.utils.spectral_norm import SpectralNorm  # noqa: E402
 from torch.nn.utils.weight_norm import WeightNorm  # noqa: E402
 
@@ -248,8 +251,9 @@ unscale_and_check: Callable[..., None] = torch._amp_foreach_non_finite_check_and
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and storage objects share the storage of `tensor`."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """Return how many tensors, and how many names of the storage itself, share its storage."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 # --- process groups ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ZerofxError(Exception):
-    """Base of every error a user can cause; the message says what, where, both numbers, and what to do."""
+    """Base of every error a user can cause: what, where, both numbers, and what to do."""
 
 
 class PlanError(ZerofxError, ValueError):
@@ -33,6 +33,10 @@ class DesyncError(ZerofxError):
 
 class SnapshotError(ZerofxError):
     """A save or load is refused: truncated, foreign, half-written, or of another model."""
+
+
+class NonFiniteError(ZerofxError):
+    """Plan(debug=True) found the op that made the first NaN."""
 
 
 class DoctorError(ZerofxError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.engine import Engine
@@ -53,6 +56,29 @@ def contract(program: Program) -> Contract:
             info(n).is_random for gm in program.graphs.values() for n in gm.graph.nodes
         ),
         label=program.model_name,
+        digest=collective_digest(program),
+    )
+
+
+def collective_digest(program: Program) -> str:
+    """Describe what ranks must agree on: the sequence of collectives, the plan, the versions.
+
+    Shapes of activations are left out: ranks with other sequence lengths may run together.
+    """
+    assert program.layout is not None
+    launches = [
+        (name, str(n.target), n.args[1:4] if n.target in ops.LAUNCHES else len(n.args[0]))
+        for name, gm in program.graphs.items()
+        for n in gm.graph.nodes
+        if n.target in ops.LAUNCHES or n.target is ops.sync_buffers
+    ]
+    sequence = hashlib.sha256(repr(launches).encode()).hexdigest()[:12]
+    layout = hashlib.sha256(repr(program.layout).encode()).hexdigest()[:12]
+    plan = ";".join(f"plan.{k}={v}" for k, v in sorted(program.plan.to_dict().items()))
+    return (
+        f"model={program.model_name};buckets={len(program.layout.buckets)};layout={layout};"
+        f"collectives={len(launches)}:{sequence};{plan};torch={torch.__version__};"
+        f"deterministic={torch.are_deterministic_algorithms_enabled()}"
     )
 
 

@@ -16,7 +16,7 @@ from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mo
 from zerofx.capture.explain import explained
 from zerofx.capture.guard import check_arguments, check_graph, check_modules, check_packed
 from zerofx.capture.harness import Harness, Results
-from zerofx.capture.roles import label_nodes, label_placeholders, label_results
+from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated, fake_input
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.ir.meta import Role
@@ -61,7 +61,7 @@ def capture(
     swap = StateSwap(model, mode, place, param_meta)
     with swap.installed(), annotated(model):
         params = describe_params(model, unit_of_param)
-        buffers = tuple(name for name, _ in model.named_buffers())
+        buffers = canonical_buffers(model)
         harness = Harness(
             model, constants, in_spec, tensor_leaves, swap.links(), differentiate, outputs
         )
@@ -72,8 +72,9 @@ def capture(
     unit_names = set(unit_of_param.values())
     label_nodes(gm, lambda module: find_unit_of_module(module, unit_names))
     check_graph(gm)
-    infos = label_results(gm, names, tensor_leaves, results)
-    label_placeholders(gm, names, tensor_leaves, results, unit_of_param)
+    known = Names(names, tensor_leaves, results, unit_of_param, buffers)
+    infos = label_results(gm, known)
+    label_placeholders(gm, known)
     gm = fx.GraphModule(gm, copy_graph(gm.graph))
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
@@ -82,7 +83,7 @@ def capture(
         outputs={graph_name: infos},
         calling=make_calling(results, in_spec, tensor_leaves),
         params=params,
-        buffers=buffers,
+        buffers=tuple(dict.fromkeys(buffers.values())),
         model_name=type(model).__name__,
         is_training=is_training,
     )
@@ -140,8 +141,15 @@ def make_calling(results: Results, in_spec: Any, tensor_leaves: tuple[int, ...])
     )
 
 
+def canonical_buffers(model: nn.Module) -> dict[str, str]:
+    """Return the first name of every buffer, by each of its names."""
+    first: dict[int, str] = {}
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: first.setdefault(id(buffer), name) for name, buffer in named}
+
+
 def describe_params(model: nn.Module, units: dict[str, str]) -> dict[str, ParamInfo]:
-    """Return canonical name -> ParamInfo; the names of one tensor are one entry, first name first."""
+    """Return ParamInfo by canonical name, the first one registered; the others are aliases."""
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

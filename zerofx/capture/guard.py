@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from zerofx import compat
 from zerofx.errors import CaptureError
@@ -62,7 +61,9 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     Raises:
         CaptureError: for any; the message says what to pass instead.
     """
-    found = pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence))
+    found = compat.pytree.tree_leaves(
+        (args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence)
+    )
     if any(isinstance(v, PackedSequence) for v in found):
         raise CaptureError(
             "capture: an argument is a PackedSequence, whose batch sizes differ from batch to "
@@ -116,7 +117,7 @@ def check_graph(gm: fx.GraphModule) -> None:
                 raise CaptureError(
                     f"capture: forward uses a tensor of shape {list(value.shape)}{at} that "
                     "requires grad but is no parameter of the model, so it would not be trained; "
-                    "register it (nn.Parameter, nn.ModuleList), pass it as an argument, or detach it"
+                    "register it (nn.Parameter, nn.ModuleList), pass it in, or detach it"
                 )
         if node.op != "call_function":
             continue

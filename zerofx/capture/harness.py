@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec
 
+from zerofx import compat
 from zerofx.capture import trees
 from zerofx.capture.effects import Modes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
@@ -21,7 +21,9 @@ from zerofx.capture.swap import Links, State
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.
-_CONSTANTS = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size)
+_SCALARS = (bool, int, float, complex, str, bytes, NoneType, Enum)
+_CONSTANTS = (*_SCALARS, torch.dtype, torch.device, torch.Size)
+
 
 @dataclass
 class Results:
@@ -30,7 +32,7 @@ class Results:
     tensors: leaf number of each tensor the harness hands out, in order.
     """
 
-    spec: TreeSpec | None = None
+    spec: compat.TreeSpec | None = None
     names: tuple[str, ...] = ()
     tensors: tuple[int, ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Harness(nn.Module):
         self,
         model: nn.Module,
         leaves: list[Any],
-        in_spec: TreeSpec,
+        in_spec: compat.TreeSpec,
         tensor_leaves: tuple[int, ...],
         links: Links,
         differentiate: str,

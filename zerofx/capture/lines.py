@@ -17,6 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from zerofx import compat
+from zerofx.capture.recurrent import is_recurrent, run_recurrent
 from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
@@ -61,7 +62,8 @@ class Place:
 
 def locate(trace: TracebackType | None) -> Place:
     """Find the user's line in a traceback."""
-    line, is_own, calls = "", False, []
+    line, is_own = "", False
+    calls: list[str] = []
     while trace is not None:
         code = trace.tb_frame.f_code
         is_user = is_user_file(code.co_filename)
@@ -107,6 +109,8 @@ class LineMode(TorchFunctionMode):
         if is_write and args and type(args[0]) in (Tensor, nn.Parameter):
             self.constant_write = line
         with fx_traceback.annotate({LINE: line}):
+            if is_recurrent(func, args):
+                return run_recurrent(name, args)
             return func(*args, **(kwargs or {}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _ROLES = {
 
 def label_nodes(gm: fx.GraphModule, unit_of: Callable[[str], str]) -> None:
     """Set phase, module, line, unit and randomness of every node but the placeholders'."""
-    by_seq: dict[int, Info] = {}
+    by_seq: dict[int | None, Info] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -40,7 +41,7 @@ def label_nodes(gm: fx.GraphModule, unit_of: Callable[[str], str]) -> None:
         module, line = custom.get(MODULE), custom.get(LINE, "")
         seq = node.meta.get("seq_nr")
         if phase is Phase.BACKWARD or module is None or not line:
-            module, line = _inherit(node, by_seq.get(seq) if seq is not None else None, module, line)
+            module, line = _inherit(node, by_seq.get(seq), module, line)
         made = Info(
             phase=phase,
             module=module or "",
@@ -81,43 +82,64 @@ def is_random(node: fx.Node) -> bool:
     return compat.op_argument(node, "dropout_p") != 0.0
 
 
-def label_placeholders(
-    gm: fx.GraphModule,
-    input_names: list[str],
-    tensor_leaves: tuple[int, ...],
-    results: Results,
-    units: dict[str, str],
-) -> None:
-    """Set the role, name and index of every placeholder; drop those nobody reads."""
-    for node in list(gm.graph.nodes):
-        if node.op != "placeholder":
-            continue
+@dataclass(frozen=True)
+class Names:
+    """What the traced call's positions and names are to the user.
+
+    inputs: name of every leaf of the arguments; tensor_leaves: the numbers of the traced ones.
+    units: parameter -> unit. buffers: each of a buffer's names -> its first one.
+    """
+
+    inputs: list[str]
+    tensor_leaves: tuple[int, ...]
+    results: Results
+    units: dict[str, str]
+    buffers: dict[str, str]
+
+    def place(self, role: Role, what: Any) -> tuple[str, int]:
+        """Return (name, index) of what the tracer calls `what`."""
+        if role in (Role.INPUT, Role.INPUT_GRAD, Role.INPUT_UPDATE):
+            index = self.tensor_leaves[what]
+            return self.inputs[index], index
+        if role in (Role.OUTPUT, Role.TANGENT):
+            index = self.results.tensors[what]
+            return self.results.names[index], index
+        name = str(what).removeprefix(_PREFIX)
+        return self.buffers.get(name, name), -1
+
+
+def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
+    """Set the role, name and index of every placeholder; drop those nobody reads.
+
+    The names of one buffer become one placeholder. (Those of a parameter stay apart, with a
+    gradient each, until `merge-tied`.)
+    """
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    buffers: dict[str, fx.Node] = {}
+    for node in placeholders:
         kind, what = compat.describe_placeholder(node)
         role = _ROLES.get(kind)
-        if role is Role.PARAM or role is Role.BUFFER:
-            name, index = str(what).removeprefix(_PREFIX), -1
-        elif role is Role.INPUT:
-            index = tensor_leaves[int(what)]
-            name = input_names[index]
-        elif role is Role.TANGENT:
-            index = results.tensors[int(what)]
-            name = results.names[index]
-        else:
-            raise CaptureError(f"capture: the traced graph has an input zerofx cannot place: {what}")
-        phase = Phase.BACKWARD if role is Role.TANGENT else Phase.FORWARD
+        if role is None:
+            raise CaptureError(f"capture: the traced graph has an input of no known role: {what}")
+        name, index = names.place(role, what)
+        if role is Role.BUFFER and buffers.setdefault(name, node) is not node:
+            node.replace_all_uses_with(buffers[name])
         node.meta[KEY] = Info(
-            phase=phase, role=role, name=name, index=index, unit=units.get(name, "")
+            phase=Phase.BACKWARD if role is Role.TANGENT else Phase.FORWARD,
+            role=role,
+            name=name,
+            index=index,
+            unit=names.units.get(name, "") if role is Role.PARAM else "",
         )
-        if not node.users and role is not Role.TANGENT:
+    for node in placeholders:
+        if not node.users and info(node).role is not Role.TANGENT:
             gm.graph.erase_node(node)
 
 
-def label_results(
-    gm: fx.GraphModule, input_names: list[str], tensor_leaves: tuple[int, ...], results: Results
-) -> tuple[OutputInfo, ...]:
+def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
     """Say what each element of the output tuple stands for; drop gradients that are None."""
     output = gm.graph.output_node()
-    kept: list[Any] = []
+    kept: list[fx.Node] = []
     infos: list[OutputInfo] = []
     described = compat.describe_results(output)
     for node, (kind, what) in zip(output.args[0], described, strict=True):  # type: ignore[arg-type]
@@ -125,22 +147,15 @@ def label_results(
             continue
         role = _ROLES.get(kind)
         if kind == "param-update":
-            name, line = str(what).removeprefix(_PREFIX), info(node).line
+            line = info(node).line
             raise CaptureError(
-                f"capture: forward changes the parameter {name} in place"
-                f"{f' at {line}' if line else ''}; make it a buffer, or update it after "
+                f"capture: forward changes the parameter {str(what).removeprefix(_PREFIX)} in "
+                f"place{f' at {line}' if line else ''}; make it a buffer, or update it after "
                 "optimizer.step()"
             )
         if role is None:
-            raise CaptureError(f"capture: the traced graph returns something unknown: {what}")
-        if role is Role.OUTPUT:
-            index = results.tensors[what]
-            infos.append(OutputInfo(role, results.names[index], index))
-        elif role in (Role.INPUT_GRAD, Role.INPUT_UPDATE):
-            index = tensor_leaves[what]
-            infos.append(OutputInfo(role, input_names[index], index))
-        else:
-            infos.append(OutputInfo(role, str(what).removeprefix(_PREFIX)))
+            raise CaptureError(f"capture: the traced graph returns what has no known role: {what}")
+        infos.append(OutputInfo(role, *names.place(role, what)))
         kept.append(node)
     output.args = (tuple(kept),)
     output.meta.pop("desc", None)

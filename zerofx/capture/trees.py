@@ -12,8 +12,7 @@ import inspect
 from collections import UserDict
 from typing import Any
 
-from torch.utils import _pytree as pytree
-from torch.utils._pytree import TreeSpec
+from zerofx.compat import TreeSpec, pytree
 
 
 class _Opened:
@@ -30,14 +29,16 @@ def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
     is_record = dataclasses.is_dataclass(node.kind)
     entry = pytree.GetAttrKey if is_record else pytree.MappingKey
-    pairs = [(entry(k), v) for k, v in zip(node.keys, node.values, strict=True)]
+    pairs: list[tuple[Any, Any]] = [
+        (entry(k), v) for k, v in zip(node.keys, node.values, strict=True)
+    ]
     return pairs, (node.kind, node.keys)
 
 
 def _unflatten(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
     """Build the object itself, without its constructor, which may compute or refuse."""
     kind, keys = context
-    made = kind.__new__(kind)
+    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
     pairs = zip(keys, values, strict=True)
     if dataclasses.is_dataclass(kind):
         for key, value in pairs:
@@ -49,9 +50,7 @@ def _unflatten(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
     return made
 
 
-pytree.register_pytree_node(
-    _Opened, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys
-)
+pytree.register_pytree_node(_Opened, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
 
 def _open(obj: Any) -> Any:

@@ -23,6 +23,7 @@ def program_facts(program: Program) -> dict[str, Any]:
         "training": program.is_training,
         "world_size": program.world_size,
         "kernels": program.plan.kernels if not program.plan.debug else "aten",
+        "debug": program.plan.debug,
         "slots": program.slots.get("bytes", []),
         "layout": layout_facts(program.layout),
         "placeholders": {g: _placeholders(program, g) for g in program.graphs},

@@ -43,6 +43,7 @@ class Reporter:
         self._console = Console(quiet=rank != 0)
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._smooth = self._began = 0.0
+        self._first = 0  # steps before the clock started
         columns = (
             TextColumn("training"),
             BarColumn(),
@@ -67,23 +68,27 @@ class Reporter:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all ranks a second, the first step (which compiles) left out."""
-        steps = len(self.losses) - 1
+        """Tokens of all ranks a second, since `start`."""
+        steps = len(self.losses) - self._first
         return steps * self._tokens_per_step / max(time.perf_counter() - self._began, 1e-9)
 
     def built(self, options: Options, world_size: int, device: torch.device) -> None:
         """Say what is about to be compiled."""
         m = options.model
-        self._console.print(
+        self._say(
             f"byte GPT, {m.layers} layers x {m.width} wide, stage {options.stage} on {world_size} "
             f"ranks ({device.type}), {options.kernels} kernels; the first step compiles"
         )
 
-    def compiled(self, loss: float, seconds: float) -> None:
-        """Take the first step's loss and start the bar; compiling has a display of its own."""
-        self._console.print(f"first step after {seconds:.1f} s")
-        self._smooth, self._began = loss, time.perf_counter()
-        self.losses.append(loss)
+    def compiled(self, seconds: float) -> None:
+        """Say how long the first step took; compiling has a display of its own."""
+        self._say(f"first step after {seconds:.1f} s")
+
+    def start(self, losses: list[float]) -> None:
+        """Start the bar and the clock, after steps that compiled or were measured."""
+        self.losses += losses
+        self._smooth, self._first = losses[-1], len(losses)
+        self._began = time.perf_counter()
         self._bar.start()
 
     def step(self, loss: float) -> None:
@@ -93,9 +98,12 @@ class Reporter:
         done, speed = len(self.losses), self.tokens_per_s
         self._bar.update(self._task, completed=done, loss=self._smooth, speed=speed)
         if self._bar.disable and done % max(1, self._steps // LINES) == 0:
-            self._console.print(
+            self._say(
                 f"step {done:4d}/{self._steps}  loss {self._smooth:.3f}  {speed:,.0f} tokens/s"
             )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def show(self, program: Program, result: Result, sample: str, out: str) -> None:
         """Print the summary, the sample, and where everything lies."""

@@ -65,11 +65,12 @@ def train(options: Options) -> int:
             last = first + options.steps
             steps = train_steps(model, optimizer, batches, first, last, options)
             began = time.perf_counter()
-            reporter.compiled(next(steps), time.perf_counter() - began)
+            losses = [next(steps)]
+            reporter.compiled(time.perf_counter() - began)
             for _ in range(MEASURED_STEPS):
                 with memory.step():
-                    loss = next(steps)
-                reporter.step(loss)
+                    losses.append(next(steps))
+        reporter.start(losses)
         for loss in steps:
             reporter.step(loss)
     full = zerofx.full_state_dict(model, rank0_only=True)

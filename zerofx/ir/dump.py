@@ -1,12 +1,93 @@
-"""Write a program as text: one node a line, fixed columns, stable across runs."""
+"""Write a program as text: one node a line, fixed columns, identical layers once.
+
+    def forward(
+        shard_0,                                             # f32[64]           shard         w0
+    ):
+        gather_0 = zfx.all_gather(shard_0, bucket=0)         # f32[256]          gather w0     +1.0 KiB
+        h0 = aten.mm(x, w0)                                  # f32[8, 16]        fc0           +512 B
+        zfx.release(full_0)                                  #                   w0            -1.0 KiB
+
+The text is the same in every run: no addresses, no times. How much is shown is the `level`:
+summary (the header line), units, regions, nodes (identical layers once), full (every node).
+"""
 
 from __future__ import annotations
 
-from zerofx.ir.program import Program
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir import dump_nodes, dump_regions
+from zerofx.ir.program import Entry, Program
+from zerofx.ir.repeats import collapse
+from zerofx.sizes import format_bytes
+
+LEVELS = ("summary", "units", "regions", "nodes", "full")
 
 
-def dump_program(program: Program, title: str = "") -> str:
-    parts = [f"# {title}"]
-    for name, gm in program.graphs.items():
-        parts.append(f"# {name}\n" + str(gm.graph))
-    return "\n".join(parts)
+def dump_program(program: Program, title: str = "", level: str = "nodes") -> str:
+    """Return the program's text under a header line.
+
+    title: the header; by default the last pass's, from the history.
+
+    Raises:
+        PlanError: no such level.
+    """
+    title = title or (program.history[-1].header if program.history else program.model_name)
+    body = dump_body(program, level)
+    return f"# {title}\n\n{body}" if body else f"# {title}"
+
+
+def dump_body(program: Program, level: str = "nodes") -> str:
+    """Return the program's text without the header."""
+    if check_level(level) == "summary":
+        return ""
+    return "\n\n".join("\n".join(dump_graph(program, name, level)) for name in program.graphs)
+
+
+def check_level(level: str) -> str:
+    if level not in LEVELS:
+        raise PlanError(f"dump level {level!r} is unknown; use one of {', '.join(LEVELS)}")
+    return level
+
+
+def dump_graph(program: Program, graph: str, level: str = "nodes") -> list[str]:
+    """Return the lines of one of the program's graphs."""
+    if level == "units":
+        return dump_regions.unit_lines(program, graph)
+    if level == "regions":
+        return dump_regions.region_lines(program, graph)
+    writer = dump_nodes.Writer(program, graph)
+    return writer.frame(lambda rows: collapse(rows, is_on=level != "full"))
+
+
+def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
+    """Return the lines around a node, the node's own marked: what a verification error shows."""
+    writer = dump_nodes.Writer(program, graph)
+    at = writer.nodes.index(node)
+    first, last = max(0, at - around), min(len(writer.nodes), at + around + 1)
+    shown = [row.write(tuple(map(str, row.volatile))) for row in writer.all_rows()[first:last]]
+    marks = ["> " if i == at else "  " for i in range(first, last)]
+    return "\n".join([f"in {graph}:", *(m + line[2:] for m, line in zip(marks, shown, strict=True))])
+
+
+def header(program: Program, entry: Entry) -> str:
+    """Return an entry's first line: its number, pass, setting, and what the pass changed.
+
+    The program's history holds what came before.
+    """
+    before = program.history[-1] if program.history else entry
+    parts = [f"{len(program.history):02d} {entry.pass_spec}"]
+    if program.plan is not None:
+        parts.append(f"stage={program.plan.stage} world={program.world_size}")
+    parts.append(f"nodes {before.num_nodes} -> {entry.num_nodes}")
+    parts.append(f"comm {format_bytes(entry.comm_bytes)}")
+    parts.append(f"peak {_change(before.peak_bytes, entry.peak_bytes)}")
+    return "   ".join(parts)
+
+
+def _change(before: int, after: int) -> str:
+    """Return `3.0 -> 3.5 KiB`, the unit twice only where it differs."""
+    left, right = format_bytes(before).split(), format_bytes(after).split()
+    if left[1] == right[1]:
+        left = left[:1]
+    return f"{' '.join(left)} -> {' '.join(right)}"

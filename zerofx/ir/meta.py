@@ -50,6 +50,7 @@ class Info:
     region: the compute region the node belongs to; None for communication and glue.
     recomputed: the node is a backward copy of a forward node.
     is_random: the node draws from a generator (directly), so it must never be recomputed.
+    place: "schedule.py:41", the line of an emitted directory that the node was loaded from.
     """
 
     phase: Phase = Phase.FORWARD
@@ -62,6 +63,7 @@ class Info:
     region: int | None = None
     recomputed: bool = False
     is_random: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,14 +52,36 @@ class Calling:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What the captured graph computes, as digests that `verify` compares every rewrite with.
+
+    outputs: label ("grad wte.weight", "output #1") -> digest of the value's whole expression.
+    values: short digests of all values, to name the first one that differs.
+    """
+
+    outputs: dict[str, str]
+    values: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One line of a program's history."""
+    """One line of a program's history.
+
+    comm_bytes: what a rank sends in a step; peak_bytes: the most that it holds in one.
+    """
 
     pass_spec: str
     summary: str
-    dump: str
     num_nodes: int
-    peak_bytes: int | None = None
+    comm_bytes: int = 0
+    peak_bytes: int = 0
+    header: str = ""
+    body: str = ""
+
+    @property
+    def dump(self) -> str:
+        """The program's text behind the pass, identical layers once."""
+        return f"# {self.header}\n\n{self.body}"
 
 
 @dataclass
@@ -69,6 +92,9 @@ class Program:
         {"forward", "backward"} after `split`.
     outputs: per graph, what each element of its output tuple stands for.
     params: canonical name -> ParamInfo, in registration order.
+    reference: what the captured graph computes; None before `merge-tied`, or given up by the user.
+    signature: digest of inputs, parameters and what is computed: equal for interchangeable programs.
+    directory: the emitted directory that the program was loaded from.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -84,6 +110,9 @@ class Program:
     facts: frozenset = frozenset()
     history: list[Entry] = field(default_factory=list)
     slots: dict[str, Any] = field(default_factory=dict)
+    reference: Reference | None = None
+    signature: str = ""
+    directory: Path | None = None
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph
@@ -100,7 +129,13 @@ class Program:
     def clone(self) -> Program:
         """Copy the graphs; fake values and infos are shared, nodes are not."""
         graphs = {k: fx.GraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
-        return replace(self, graphs=graphs, history=list(self.history), slots=dict(self.slots))
+        return replace(
+            self,
+            graphs=graphs,
+            outputs=dict(self.outputs),
+            history=list(self.history),
+            slots=dict(self.slots),
+        )
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

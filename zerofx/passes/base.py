@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from enum import Enum, auto
 from typing import ClassVar
 
+from zerofx.ir.facts import Fact as Fact
 from zerofx.ir.program import Program
-
-
-class Fact(Enum):
-    """What a pass may require of a program, establish, or destroy."""
-
-    CAPTURED = auto()
-    TIED_MERGED = auto()
-    SPLIT = auto()
-    REGIONS_CUT = auto()
-    BUCKETS_ASSIGNED = auto()
-    PARAMS_SHARDED = auto()
-    GRADS_REDUCED = auto()
-    KEPT_GATHERED = auto()
-    RELEASED = auto()
-    PREFETCHED = auto()
-    WAITS_SUNK = auto()
-    SLOTS_ASSIGNED = auto()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.traffic import traffic
 from zerofx.errors import PlanError
-from zerofx.ir.dump import dump_program
+from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import Machine
@@ -129,7 +130,8 @@ def _shape(program: Program) -> list[tuple]:
 
 def _entry(program: Program, spec: str, summary: str) -> Entry:
     num = sum(len(gm.graph.nodes) for gm in program.graphs.values())
-    return Entry(spec, summary, dump_program(program, spec), num, peak_bytes(program))
+    entry = Entry(spec, summary, num, traffic(program).sent_bytes, peak_bytes(program))
+    return replace(entry, header=header(program, entry), body=dump_body(program))
 
 
 def run(program: Program, setting: Setting) -> Program:

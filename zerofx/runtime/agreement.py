@@ -18,6 +18,7 @@ from zerofx.runtime.board import ABSENT, FAILED, LEFT, Entry, MemoryBoard, diges
 from zerofx.runtime.hosts import HostLink
 
 T = TypeVar("T")
+_SAME, _DIFFERENT = "same", "different"  # how the hosts compared
 
 _SPINS = 200  # looks without sleeping, 60 us or so: ranks in step arrive within that
 _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
@@ -57,6 +58,11 @@ class Agreement:
         self.announce(what, digest)
         self.check()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks have lost each other for good."""
+        return self._failure is not None
+
     def announce(self, what: str, digest: str) -> None:
         """Post the next call without waiting; `check` must follow before its results are used."""
         if self._failure is not None:
@@ -79,7 +85,10 @@ class Agreement:
         self.unchecked = False
         equal = True
         for row in self._others:
-            equal = self._await(row, partial(self._same, row)) and equal
+            late = partial(self._place, row)
+            equal = self._await(partial(self._same, row), late, _SPINS) and equal
+        if any(self.board.state(row) == FAILED for row in self._others):
+            self._give_up_if_hopeless(lambda: "", 0.0)  # it had come, and has given up since
         if self.link is not None:
             self._check_hosts(self.link, equal)
         elif not equal:
@@ -132,9 +141,9 @@ class Agreement:
         # Read a difference twice: on some processors the number may land before the hash does.
         return same if same is not False else self.board.has(row, self.call, self._hash)
 
-    def _await(self, row: int, look: Callable[[], T | None]) -> T:
-        """Look until there is something; `row` is whom this rank waits for."""
-        for _ in range(_SPINS):
+    def _await(self, look: Callable[[], T | None], late: Callable[[], str], spins: int) -> T:
+        """Look until there is something; `late` says who is missing if that takes too long."""
+        for _ in range(spins):
             found = look()
             if found is not None:
                 return found
@@ -149,18 +158,15 @@ class Agreement:
             nap = min(longest, nap * 1.5)
             if now - checked > _CHECK_S:
                 checked = now
-                self._give_up_if_hopeless(row, now - started)
+                self._give_up_if_hopeless(late, now - started)
 
-    def _give_up_if_hopeless(self, row: int, waited_s: float) -> None:
+    def _give_up_if_hopeless(self, late: Callable[[], str], waited_s: float) -> None:
         lost = self.lost()
         if lost is None and waited_s > self.timeout_s:
-            lost = (
-                f"{self._place(row)} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
-            )
-        if lost is None:
-            return
-        here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
-        raise self.fail(lost if here in lost else f"{lost}; {here}")
+            lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+        if lost is not None:
+            here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
+            raise self.fail(f"{lost}; {here}")
 
     def _groups(self) -> dict[Entry, list[int]]:
         """Return who announced what at this call, after giving the last ones time to arrive."""
@@ -176,16 +182,16 @@ class Agreement:
         return groups
 
     def _check_hosts(self, link: HostLink, equal: bool) -> None:
-        """Compare with the other hosts: their first ranks meet, and tell the rest the verdict."""
+        """Compare with the other hosts: their leaders meet, and tell the rest the verdict."""
+        merged = {self._mine(): [self.rank]}
         if link.is_leader:
-            groups = self._groups() if not equal else {self._mine(): list(self.ranks)}
-            link.post(self.call, groups)
-            self._await(self.board.rank, lambda: link.have_all(self.call) or None)
+            link.post(self.call, {self._mine(): self.ranks} if equal else self._groups())
+            late = partial(link.absent, self.call)
+            self._await(lambda: link.have_all(self.call) or None, late, spins=0)
             merged = link.read(self.call)
-            link.tell(self.call, "same" if len(merged) == 1 else "different")
-        else:
-            verdict = self._await(0, lambda: link.told(self.call))
-            merged = {self._mine(): []} if verdict == "same" else link.read(self.call)
+            link.tell(self.call, _SAME if len(merged) == 1 else _DIFFERENT)
+        elif self._await(partial(link.told, self.call), lambda: "another host", _SPINS) != _SAME:
+            merged = link.read(self.call)
         if len(merged) > 1:
             self._refuse(merged)
 
@@ -236,4 +242,4 @@ def _only_in(digest: str, other: str) -> str:
     theirs = set(re.split(r"[;\n]", other))
     items = [item.strip() for item in re.split(r"[;\n]", digest) if item not in theirs]
     shown = ", ".join(item for item in items[:6] if item)
-    return (shown or "nothing of its own") + (f" and {len(items) - 6} more" if items[6:] else "")
+    return (shown or "other contents") + (f" and {len(items) - 6} more" if items[6:] else "")

@@ -64,6 +64,7 @@ class MemoryBoard:
 
     def __init__(self, buffer: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self._owner = os.getpid()
         self._bytes = memoryview(buffer)
         self._words = self._bytes.cast("Q")
         self._word = rank * ROW_BYTES // 8
@@ -125,8 +126,8 @@ class MemoryBoard:
 
     def leave(self, reason: str, state: int = LEFT) -> None:
         """Write why this rank will not come again; the first reason stays."""
-        if self._words[self._word + _STATE] >= LEFT:
-            return
+        if self._words[self._word + _STATE] >= LEFT or os.getpid() != self._owner:
+            return  # a forked child (a loader's worker) that ends is not this rank
         text = reason.encode()[: REASON_BYTES - 2]
         base = self.rank * ROW_BYTES + _HEADER_BYTES
         self._bytes[base : base + 2 + len(text)] = struct.pack("<H", len(text)) + text

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zerofx.errors import DesyncError
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
@@ -39,8 +41,10 @@ DONE = Work()
 class Watch(Protocol):
     """Numbers the launches and stands by while a rank waits (see runtime/watchdog.py)."""
 
+    def settle(self) -> None: ...
     def launched(self, handles: Sequence[Any], label: str) -> int: ...
     def wait(self, handles: Sequence[Any], number: int, label: str) -> None: ...
+    def explain(self, number: int, label: str, error: RuntimeError) -> DesyncError: ...
 
 
 @dataclass(slots=True)

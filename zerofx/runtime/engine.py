@@ -102,8 +102,9 @@ class Engine:
         return self._resident[bucket]
 
     def stale(self) -> list[int]:
-        """Return the resident buckets that the next forward will refresh."""
-        return [b for b, epoch in self._fresh.items() if epoch != self.store.epoch]
+        """Return the resident buckets that a forward would refresh now."""
+        epoch = self.store.epoch
+        return [b for b, fresh in self._fresh.items() if fresh != epoch]
 
     def forget_resident(self) -> None:
         """Force a refresh of every resident bucket at the next forward."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.runtime.collectives import (
-    DONE,
     Axis,
     Flight,
     Lane,
@@ -62,9 +61,10 @@ class GlooAxis(Axis):
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
         self._lane.count("all_gather", shard.nbytes * (size - 1))
         if self._algorithm("all_gather", out.nbytes, size) == "native":
+            self._lane.watch.settle()
             return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
-        handles = self._exchange(self._gather_wire, [shard] * size, slices)
+        handles = self._exchange(self._gather_wire, [shard] * size, slices, label)
         mine = slices[self.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
@@ -78,13 +78,14 @@ class GlooAxis(Axis):
         self._lane.count("reduce_scatter", out.nbytes * (size - 1))
         parts: list[Tensor]
         if self._algorithm("reduce_scatter", full.nbytes, size) == "native":
+            self._lane.watch.settle()
             lent = [self._scratch.take(size * numel, full)]
             parts = list(lent[0].view(size, numel).unbind(0))
             handles = [dist.all_to_all_single(lent[0], full, group=self._reduces, async_op=True)]
         else:
             slices = full.view(size, numel).unbind(0)
             lent, parts = self._landing(slices[self.rank], numel)
-            handles = self._exchange(self._reduce_wire, slices, parts)
+            handles = self._exchange(self._reduce_wire, slices, parts, label)
 
         def finish() -> None:
             ordered_sum(parts, out, scale)
@@ -98,7 +99,7 @@ class GlooAxis(Axis):
         # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         lent, parts = self._landing(buf, buf.numel())
-        handles = self._exchange(self._reduce_wire, [buf] * 2, parts)
+        handles = self._exchange(self._reduce_wire, [buf] * 2, parts, label)
 
         def finish() -> None:
             buf.add_(lent[0])  # a + b is b + a, bit for bit
@@ -115,33 +116,32 @@ class GlooAxis(Axis):
         numel = mine.numel()
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         lent, parts = self._landing(mine, numel)
-        handles = self._exchange(self._reduce_wire, slices, parts)
+        handles = self._exchange(self._reduce_wire, slices, parts, label)
 
         def finish() -> None:
             total = self._scratch.take(numel, buf)
             ordered_sum(parts, total, scale)
             mine.copy_(total)
-            round_trip = Flight(
-                self._lane, label, self._exchange(self._reduce_wire, [total] * self.size, slices)
-            )
-            round_trip.wait()
+            totals = [total] * self.size
+            handles = self._exchange(self._reduce_wire, totals, slices, label)
+            Flight(self._lane, label, handles).wait()
             self._scratch.give_back([*lent, total])
 
         return Flight(self._lane, label, handles, finish)
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
-        sends = buf.nbytes * (self.size - 1) if self.rank == src else 0
-        self._lane.count("broadcast", sends)
+        is_source = self.rank == src
+        self._lane.count("broadcast", buf.nbytes * (self.size - 1) if is_source else 0)
         if self._algorithm("broadcast", buf.nbytes, self.size) == "native":
+            self._lane.watch.settle()
             handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
             return Flight(self._lane, label, [handle])
-        wire, tag = self._reduce_wire, _tag(buf)
-        if buf.numel() == 0:
-            return DONE
-        if self.rank == src:
-            handles = [wire.send([buf], peer, tag) for peer in self._peers]
-        else:
-            handles = [wire.recv([buf], src, tag)]
+        nothing = buf.new_empty(0)
+        sends = [buf if is_source else nothing] * self.size
+        receives = [nothing] * self.size
+        if not is_source:
+            receives[src] = buf
+        handles = self._exchange(self._reduce_wire, sends, receives, label)
         return Flight(self._lane, label, handles)
 
     def _landing(self, own: Tensor, numel: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -152,18 +152,21 @@ class GlooAxis(Axis):
         return lent, parts
 
     def _exchange(
-        self, wire: Any, sends: Sequence[Tensor], receives: Sequence[Tensor]
+        self, wire: Any, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str
     ) -> list[Any]:
         """Post `receives[peer]` and `sends[peer]` for every peer, and return their handles."""
         handles = []
-        for peer in self._peers:
-            landing = receives[peer]
-            if landing.numel():
-                handles.append(wire.recv([landing], peer, _tag(landing)))
-        for peer in self._peers:
-            leaving = sends[peer]
-            if leaving.numel():
-                handles.append(wire.send([leaving], peer, _tag(leaving)))
+        try:
+            for peer in self._peers:
+                landing = receives[peer]
+                if landing.numel():
+                    handles.append(wire.recv([landing], peer, _tag(landing)))
+            for peer in self._peers:
+                leaving = sends[peer]
+                if leaving.numel():
+                    handles.append(wire.send([leaving], peer, _tag(leaving)))
+        except RuntimeError as error:  # the connection is closed already
+            raise self._lane.watch.explain(0, label, error) from error
         return handles
 
     def break_off(self) -> None:

@@ -7,40 +7,43 @@ the other hosts': as many messages a call as there are hosts, not ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import DesyncError
 from zerofx.runtime.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
 
+_BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"
+_STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
 _LOOK_S = 1.0  # how often the store is asked whether the world is broken
 
 
 def host_key() -> str:
     """Name what must be equal for ranks to share memory and see each other's processes."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        if os.path.exists(path):
-            with open(path) as boot:
-                parts.append(boot.read().strip())
+    if os.path.exists(_BOOT):
+        with open(_BOOT) as boot:
+            parts.append(boot.read().strip())
     if os.path.exists("/proc/self/ns/pid"):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)
 
 
 class HostLink:
-    """One host's side of the comparison between hosts."""
+    """One host's side of the comparison between hosts; `hosts` lists each host's ranks."""
 
-    def __init__(self, store: Any, board: MemoryBoard, host: int, num_hosts: int) -> None:
+    def __init__(self, store: Any, board: MemoryBoard, hosts: list[list[int]], host: int) -> None:
         self._store = store
-        self._hosts = range(num_hosts)
+        self._hosts = hosts
         self._host = host
         self._board = board
         self._verdicts = board.extra_row()
@@ -51,18 +54,39 @@ class HostLink:
     def post(self, call: int, groups: dict[Entry, list[int]]) -> None:
         """Post what the ranks of this host announced at `call`; drop what all have read."""
         rows = [[e.what, e.digest, e.digest_hash.hex(), ranks] for e, ranks in groups.items()]
-        self._store.set(f"call/{call}/{self._host}", json.dumps(rows))
-        if call > 2:
-            self._store.delete_key(f"call/{call - 2}/{self._host}")
+        with _store_errors():
+            self._store.set(self._key(call, self._host), json.dumps(rows))
+            if call > 2:
+                self._store.delete_key(self._key(call - 2, self._host))
 
     def have_all(self, call: int) -> bool:
         """Return whether every host has posted `call`."""
-        return self._store.check([f"call/{call}/{host}" for host in self._hosts])
+        with _store_errors():
+            return self._store.check([self._key(call, host) for host in range(len(self._hosts))])
+
+    def absent(self, call: int) -> str:
+        """Name the ranks of the hosts that have not posted `call`."""
+        with _store_errors():
+            late = [
+                ranks
+                for host, ranks in enumerate(self._hosts)
+                if not self._store.check([self._key(call, host)])
+            ]
+        return f"a rank of host {' or '.join(str(ranks) for ranks in late)}"
 
     def read(self, call: int) -> dict[Entry, list[int]]:
-        """Return who announced what at `call`, over all hosts."""
+        """Return who announced what at `call`, over all hosts.
+
+        Raises:
+            DesyncError: a host that had come has given up since.
+        """
         groups: dict[Entry, list[int]] = {}
-        for text in self._store.multi_get([f"call/{call}/{host}" for host in self._hosts]):
+        with _store_errors():
+            keys = [self._key(call, host) for host in range(len(self._hosts))]
+            *texts, failure = self._store.multi_get([*keys, "failure"])
+        if failure:
+            raise DesyncError(failure.decode())
+        for text in texts:
             for what, digest, digest_hash, ranks in json.loads(text):
                 entry = Entry(call, what, digest, bytes.fromhex(digest_hash))
                 groups.setdefault(entry, []).extend(ranks)
@@ -79,26 +103,44 @@ class HostLink:
 
     def post_failure(self, message: str) -> None:
         """Let the other hosts know that the world is broken; the first message stays."""
-        self._store.compare_set("failure", "", message)
+        with contextlib.suppress(RuntimeError):  # without a store they see it break by themselves
+            self._store.compare_set("failure", "", message)
 
     def failure(self) -> str | None:
         """Return what a host posted, if any; asks the store at most once a second."""
         now = time.monotonic()
         if self._failure is None and now - self._looked > _LOOK_S:
             self._looked = now
-            if self._store.check(["failure"]):
-                self._failure = self._store.get("failure").decode()
+            try:
+                self._failure = self._store.get("failure").decode() or None
+            except RuntimeError as error:
+                self._failure = f"{_STORE_GONE}: {error}"
         return self._failure
 
     def post_progress(self, launched: dict[int, int]) -> None:
         """Post how many collectives each rank of this host has launched."""
-        self._store.set(f"progress/{self._host}", json.dumps(launched))
+        with contextlib.suppress(RuntimeError):  # `failure` reports a store that is gone
+            self._store.set(f"progress/{self._host}", json.dumps(launched))
 
     def progress(self) -> dict[int, int]:
         """Return how many collectives each rank had launched when its host last posted."""
-        keys = [f"progress/{host}" for host in self._hosts]
-        texts = [self._store.get(key) for key in keys if self._store.check([key])]
+        keys = [f"progress/{host}" for host in range(len(self._hosts))]
+        with _store_errors():
+            texts = [self._store.get(key) for key in keys if self._store.check([key])]
         return {int(rank): n for text in texts for rank, n in json.loads(text).items()}
+
+    @staticmethod
+    def _key(call: int, host: int) -> str:
+        return f"call/{call}/{host}"
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Say what it means when the store no longer answers."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DesyncError(f"{_STORE_GONE}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -117,6 +159,8 @@ def meet(store: Any, rank: int, size: int, limit_s: float, host: str | None = No
         DesyncError: a rank of this host did not come within `limit_s`.
     """
     store.set(f"host/{rank}", host or host_key())
+    if rank == 0:
+        store.set("failure", "")
     keys = store.multi_get([f"host/{other}" for other in range(size)])
     ranks = [other for other in range(size) if keys[other] == keys[rank]]
     hosts = list(dict.fromkeys(keys))
@@ -134,9 +178,11 @@ def meet(store: Any, rank: int, size: int, limit_s: float, host: str | None = No
             time.sleep(1e-3)
     if path is not None:
         os.unlink(path)  # all have it open; nothing is left behind, however they end
-    many = len(hosts) > 1
-    link = HostLink(store, board, hosts.index(keys[rank]), len(hosts)) if many else None
-    return Neighbours(board, ranks, link)
+    if len(hosts) == 1:
+        return Neighbours(board, ranks, None)
+    store.get("failure")  # it is there from here on
+    members = [[other for other in range(size) if keys[other] == key] for key in hosts]
+    return Neighbours(board, ranks, HostLink(store, board, members, hosts.index(keys[rank])))
 
 
 def _make_file(store: Any, leader: int, num_bytes: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerofx.compat import DisableTorchFunctionSubclass, local_tensor, raw_version
-from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles
+from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse
 
 METHODS = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point
@@ -64,6 +64,15 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Make a plain tensor of the asked size, with this dtype and device."""
     return func(local_tensor(args[0]), *args[1:], **kwargs)
+
+
+@handles(torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as)
+def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Give a plain tensor the global shape of a sharded one."""
+    plain, other = args
+    if isinstance(plain, ShardedTensor):
+        refuse(func, args, kwargs)
+    return getattr(plain, func.__name__[: -len("_as")])(other.shape)
 
 
 @handles(raw_version.__get__)

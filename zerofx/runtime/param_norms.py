@@ -116,7 +116,7 @@ def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     values.pop("self", None)
     dtype = values.pop("dtype", None)
     order = 2 if order in (None, "fro") else order
-    if isinstance(order, str) or any(v not in (None, False) for v in values.values()):
+    if isinstance(order, str) or any(v is not None and v is not False for v in values.values()):
         refuse(func, args, kwargs)
     tensor = args[0]
     if op_name(func) == "linalg_norm" and "ord" in kwargs and len(tensor.shape) > 1:
@@ -152,7 +152,8 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     """Return `sum`, `mean`, `max`, `any`, ... over all elements; over a dimension is refused."""
     name, tensor = op_name(func), args[0]
     dtype = kwargs.get("dtype")
-    if len(args) > 1 or any(v not in (None, False) for k, v in kwargs.items() if k != "dtype"):
+    options = [v for k, v in kwargs.items() if k not in ("dtype", "input")]
+    if len(args) > 1 or any(v is not None and v is not False for v in options):
         refuse(func, args, kwargs)
     local = local_tensor(tensor)
     with torch.no_grad():

@@ -143,8 +143,16 @@ class ShardedTensor(DTensor):
         """Return the whole plain tensor; all ranks must call it together."""
         return gather_full(local_tensor(self), self._piece)
 
+    # None of these goes through __torch_function__.
+
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(DTensor.redistribute, (self,), {})
+        raise refusal("redistribute", self._piece)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refusal("set_", self._piece)
+
+    def as_subclass(self, cls: type) -> NoReturn:
+        raise refusal("as_subclass", self._piece)
 
 
 class ShardedParameter(ShardedTensor):

@@ -20,6 +20,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.errors import ProgramError
+from zerofx.runtime.debug import checked
 
 log = logging.getLogger("zerofx")
 Region = Callable[[list[torch.Tensor]], Any]
@@ -51,8 +52,8 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> SimpleNamesp
     caches the result per user, "aten" runs the file as it stands.
     """
     directory = Path(schedule_file).parent
-    if kernels is None:
-        kernels = json.loads((directory / "fingerprint.json").read_text())["kernels"]
+    facts = json.loads((directory / "fingerprint.json").read_text())
+    kernels = kernels or facts["kernels"]
     found = SimpleNamespace()
     paths = sorted((directory / "regions").glob("*.py"))
     modules = {p.stem: import_file(p, f"zerofx_region_{p.stem}") for p in paths}
@@ -60,7 +61,8 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> SimpleNamesp
         kernels = "aten"
     compiled = _compile_all(modules) if kernels == "inductor" else {}
     for name, module in modules.items():
-        setattr(found, name, compiled.get(name) or getattr(module, name))
+        plain = checked(module, name) if facts["debug"] else getattr(module, name)
+        setattr(found, name, compiled.get(name) or plain)
     return found
 
 

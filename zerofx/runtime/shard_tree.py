@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import ShardError
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
 
 Holder = tuple[nn.Module, str]
 
@@ -36,7 +36,7 @@ class ParameterTree:
             ShardError: names the parameter and the way out.
         """
         for name, param in self.params.items():
-            if isinstance(param, ShardedTensor):
+            if isinstance(param, (ShardedTensor, ReplicatedParameter)):
                 raise ShardError(f"{name} belongs to a compiled model already; compile once")
             if nn.parameter.is_lazy(param):
                 raise ShardError(

@@ -26,6 +26,7 @@ class Contract:
     input_grads: input leaves whose gradients backward returns, in order.
     updates: (kind, name or leaf) of each updated buffer or input, in order.
     guarded: positions in `saved` that the user can write to (inputs, outputs).
+    digest: readable "name=value" items that must be equal on all ranks before a call.
     """
 
     outputs: tuple[int, ...]
@@ -38,6 +39,7 @@ class Contract:
     is_training: bool
     is_random: bool
     label: str
+    digest: str
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Executable:
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
+        kind = "forward" if self.contract.is_training else "inference"
+        self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
         with self._guard(), self._own_random():
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
@@ -97,9 +101,16 @@ class Executable:
                 "or an in-place write) between this forward and its backward, so its gradients "
                 "would be wrong; run backward before the change"
             )
+        self._agree(f"backward of {self.contract.label}", f"no_sync={engine.no_sync}")
         with self._guard(), torch.no_grad():
             assert self.backward is not None
             return self.backward(engine, engine.store.shards, saved, tangents)
+
+    def _agree(self, what: str, state: str) -> None:
+        """Make sure that every rank is about to launch the same collectives."""
+        world = self.engine.world
+        if world.size > 1:
+            world.agree(what, f"{self.contract.digest};{state}")
 
     def _take_saved(self, call: Call) -> list[Tensor]:
         if torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerofx.errors import DesyncError
+from zerofx.errors import DesyncError, PlanError
 from zerofx.runtime.agreement import Agreement, name_ranks
 
 Waiting = tuple[int, str]
@@ -29,7 +29,14 @@ _FAREWELL_S = 2.0  # how long after a lost connection its cause may take to show
 
 def timeout_s() -> float:
     """Return how long a rank waits for the others: ZEROFX_TIMEOUT_S seconds, 300 if unset."""
-    return float(os.environ.get("ZEROFX_TIMEOUT_S", "300"))
+    text = os.environ.get("ZEROFX_TIMEOUT_S", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise PlanError(f"ZEROFX_TIMEOUT_S is {text!r}; set it to a number of seconds above 0")
+    return seconds
 
 
 class Watchdog:
@@ -48,6 +55,11 @@ class Watchdog:
         me = weakref.ref(self)
         threading.Thread(target=_stand_by, args=(me,), name="zerofx-watchdog", daemon=True).start()
 
+    def settle(self) -> None:
+        """Make the comparison of calls that is still due, if any."""
+        if self.agreement.unchecked:
+            self.agreement.check()
+
     def launched(self, handles: Sequence[Any], label: str) -> int:
         """Count a collective on the board; return its number on this rank."""
         return self._board.launch()
@@ -65,7 +77,7 @@ class Watchdog:
             for handle in handles:
                 handle.wait()
         except RuntimeError as error:
-            raise self._explain(number, label, error) from error
+            raise self.explain(number, label, error) from error
         finally:
             self._waiting = None
 
@@ -119,7 +131,7 @@ class Watchdog:
             ranks = enumerate(self.agreement.ranks)
             link.post_progress({rank: board.launched(row) for row, rank in ranks})
 
-    def _explain(self, number: int, label: str, error: RuntimeError) -> DesyncError:
+    def explain(self, number: int, label: str, error: RuntimeError) -> DesyncError:
         """Turn gloo's error into one that names the rank, looking for its cause for a while."""
         agreement = self.agreement
         here = f"rank {agreement.rank} waits in {label} of {agreement.what} (call {agreement.call})"

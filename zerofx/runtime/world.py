@@ -158,12 +158,14 @@ class World:
     def drain(self) -> None:
         """Wait for everything still in flight: after an exception, before buffers are used anew.
 
+        After a DesyncError what is in flight is given up: it would never end.
+
         Raises:
-            DesyncError: as for any wait; what is in flight is then given up.
+            DesyncError: as for any wait.
         """
         in_flight = self._lane.in_flight if self._lane else {}
         try:
-            while in_flight:
+            while in_flight and not (self._agreement and self._agreement.has_failed):
                 next(iter(in_flight)).wait()
         finally:
             in_flight.clear()
@@ -178,14 +180,13 @@ class World:
             self._agreement.agree(what, digest)
 
     def announce(self, what: str, digest: str) -> None:
-        """Post what this rank is about to do; the comparison is made at the next wait or call.
+        """Post what this rank is about to do; the comparison is made before anything is used.
 
-        Spares waiting for slower ranks before launching what would wait for them anyway.
+        That is at the next wait or call, or before a launch that would do harm if ranks differed
+        (any but a direct exchange). It spares waiting for slower ranks only to launch.
         """
         if self._agreement is not None:
             self._agreement.announce(what, digest)
-            if self.backend == "nccl":  # a launch that not all share would hang the device
-                self._agreement.check()
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks that this one makes no further call; they raise if they wait."""

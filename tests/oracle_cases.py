@@ -1,0 +1,103 @@
+"""Captured programs and states for the oracle, made once a session for each model of models.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+from models import CASES
+from oracle import Outcome, State, execute, make_tangents
+from torch import Tensor
+
+import zerofx
+from zerofx.capture import trees
+from zerofx.ir.program import Program
+from zerofx.machine import machine_for
+from zerofx.passes.pipeline import Setting, build, run_pass
+from zerofx.plan import Plan
+
+# Small enough that the tests' models have several buckets, some with several units in them.
+SMALL = {"bucket_bytes": 6000, "persist_below": 100}
+
+
+@cache
+def captured(case: str) -> Program:
+    """Return the captured training call of a case. Do not change it: tests share it."""
+    args, kwargs = CASES[case].batch(0)
+    return zerofx.capture(CASES[case].make(), args, kwargs)
+
+
+@cache
+def make_state(case: str, world_size: int) -> State:
+    """Return weights, and for each rank a batch, incoming gradients and a seed of its own."""
+    model, program = CASES[case].make(), captured(case)
+    inputs = []
+    for rank in range(world_size):
+        args, kwargs = CASES[case].batch(rank)
+        _, leaves, _ = trees.flatten_call(model.forward, args, kwargs)
+        inputs.append({i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)})
+    return State(
+        params={name: p.detach() for name, p in model.named_parameters()},
+        buffers=dict(model.named_buffers()),
+        inputs=inputs,
+        tangents=[make_tangents(program, 100 + rank) for rank in range(world_size)],
+        seeds=[200 + rank for rank in range(world_size)],
+    )
+
+
+@cache
+def expected(case: str, world_size: int) -> list[Outcome]:
+    """Return what the captured program computes: each rank on its own, gradients averaged."""
+    return execute([captured(case)] * world_size, make_state(case, world_size))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan and a world size, with a label for test ids."""
+
+    stage: int
+    world_size: int = 2
+    activations: str | float = "keep"
+    budget: int | None = None
+    shard_axis_size: int | None = None
+    prefetch: str | int = "auto"
+
+    def __str__(self) -> str:
+        parts = [f"stage{self.stage}", f"world{self.world_size}", str(self.activations)]
+        parts += ["budget"] if self.budget else []
+        parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
+        parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
+        return "-".join(parts)
+
+    def plan(self) -> Plan:
+        return Plan(
+            stage=self.stage,
+            activations=self.activations,
+            memory_budget=self.budget,
+            shard_axis_size=self.shard_axis_size,
+            prefetch=self.prefetch,
+            **SMALL,
+        )
+
+    def setting(self) -> Setting:
+        return Setting(self.plan(), self.world_size, machine_for("cpu"))
+
+
+def stages(program: Program, choice: Choice) -> list[tuple[object, Program]]:
+    """Run the pipeline pass by pass; return each pass with the program behind it."""
+    done: list[tuple[object, Program]] = []
+    program = program.clone()
+    program.plan = choice.plan()
+    for made in build(choice.setting()):
+        program = run_pass(program, made)
+        done.append((made, program))
+    return done
+
+
+@cache
+def final(case: str, choice: Choice) -> Program:
+    """Return the program behind the whole pipeline. Do not change it: tests share it."""
+    return stages(captured(case), choice)[-1][1]
+
+

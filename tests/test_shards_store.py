@@ -1,0 +1,342 @@
+"""The store: rank 0's values in flat shards, gradients that the user may hold, repaired bindings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from shard_cases import build, deliver, gradients, layout_of, on_ranks, small_model, whole, wholes
+from torch import Tensor, nn
+
+from zerofx.errors import ShardError
+from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.simulated import run_ranks
+from zerofx.runtime.world import World
+
+# -- building ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "shard_size"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
+def test_every_rank_gets_rank_0s_values(size: int, shard_size: int) -> None:
+    expected = wholes(small_model())
+
+    def rank(world: World) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        if world.rank:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(world.rank)
+        store = build(model, world)
+        owned = sum(s.numel() for s in store.shards)
+        padding = sum(b.numel - b.used_numel for b in store.layout.buckets)
+        assert owned == (sum(t.numel() for t in expected.values()) + padding) // shard_size
+        return wholes(model)
+
+    base = small_model()
+    for got in run_ranks(size, rank, shard_size):
+        assert list(got) == list(expected)
+        assert all(torch.equal(got[k], v) for k, v in expected.items())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.rnn = nn.LSTM(6, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.rnn.weight_hh_l0.requires_grad_(False)
+
+
+def test_tied_names_flat_rnn_weights_flags_attributes_and_buffers() -> None:
+    def rank(world: World) -> None:
+        model: Any = copy.deepcopy(base)
+        model.scale.decay = False
+        store = build(model, world)
+        assert model.head.weight is model.embed.weight
+        assert "head.weight" not in store.params and "embed.weight" in store.params
+        assert [id(w) for w in model.rnn._flat_weights] == [id(p) for p in model.rnn.parameters()]
+        assert not model.rnn.weight_hh_l0.requires_grad and model.rnn.weight_ih_l0.requires_grad
+        assert model.scale.decay is False and model.scale.shape == torch.Size([])
+        assert torch.equal(whole(model.scale), torch.tensor(2.0))
+        assert whole(model.empty).shape == (0, 4)
+        assert store.requires_grad_key() == tuple(p.requires_grad for p in model.parameters())
+
+    torch.manual_seed(0)
+    base = Tied()
+    for size in (1, 2):
+        run_ranks(size, rank)
+
+
+def test_buffers_start_from_rank_0() -> None:
+    def rank(world: World) -> tuple[Tensor, Tensor]:
+        model: Any = copy.deepcopy(base)
+        if world.rank:
+            model.norm.running_mean.fill_(world.rank)
+            model.mask.zero_()
+        build(model, world)
+        return model.norm.running_mean, model.mask
+
+    torch.manual_seed(0)
+    base = Tied()
+    for mean, mask in run_ranks(2, rank):
+        assert torch.equal(mean, torch.zeros(6)) and bool(mask.all())
+
+
+def test_old_parameters_are_freed_with_the_model_and_need_no_collector() -> None:
+    import gc
+    import weakref
+
+    model = small_model()
+    old = weakref.ref(model[0].weight)
+    store = build(model, World.single())
+    assert old() is None
+    shard = weakref.ref(store.shards[0])
+    gc.disable()
+    try:
+        del store, model
+        assert shard() is None
+    finally:
+        gc.enable()
+
+
+def test_what_cannot_be_laid_out_is_named() -> None:
+    world = World.single()
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ShardError, match=r"0.weight is a lazy parameter.*run the model once"):
+        ShardStore.build(lazy, layout_of(small_model(), world), world)
+    model = small_model()
+    model[1].bias.grad = torch.ones(7)
+    with pytest.raises(ShardError, match=r"1.bias has a gradient already.*zero_grad"):
+        build(model, world)
+
+    def twice(model: nn.Module, store: ShardStore, world: World) -> None:
+        with pytest.raises(ShardError, match="0.weight belongs to a compiled model already"):
+            ShardStore.build(model, store.layout, world)
+
+    on_ranks(2, twice)
+    on_ranks(1, twice)
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def expect_grads(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    for name, p in model.named_parameters():
+        want = expected[name]
+        if want is None:
+            assert p.grad is None, name
+        else:
+            torch.testing.assert_close(whole(p.grad), want, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+class TestGradients:
+    def test_accumulate_until_cleared_and_reuse_memory(self, size: int) -> None:
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            first, second = gradients(model, 0), gradients(model, 1)
+            deliver(store, first)
+            expect_grads(model, dict(first))
+            shown = [p.grad for p in model.parameters()]
+            deliver(store, second)
+            expect_grads(model, {k: first[k] + second[k] for k in first})
+            assert all(a is p.grad for a, p in zip(shown, model.parameters(), strict=True))
+            flats = [store.grad_target(b.index)[0].data_ptr() for b in store.layout.buckets]
+            del shown
+            model.zero_grad()
+            deliver(store, second)
+            expect_grads(model, dict(second))
+            model.zero_grad(set_to_none=False)
+            deliver(store, first)
+            expect_grads(model, dict(first))
+            targets = [store.grad_target(b.index) for b in store.layout.buckets]
+            assert [t.data_ptr() for t, _ in targets] == flats and all(add for _, add in targets)
+
+        on_ranks(size, body)
+
+    @pytest.mark.parametrize("hold", ["object", "alias", "view", "storage", "local"])
+    def test_what_the_user_holds_is_not_overwritten(self, size: int, hold: str) -> None:
+        holds: dict[str, Any] = {
+            "object": lambda g: g,
+            "alias": lambda g: g.detach(),
+            "view": lambda g: (g.to_local() if hasattr(g, "to_local") else g.view(-1))[1:],
+            "storage": lambda g: local(g).untyped_storage(),
+            "local": lambda g: local(g),
+        }
+
+        def local(grad: Any) -> Tensor:
+            return grad.to_local() if hasattr(grad, "to_local") else grad
+
+        def read(held: Any) -> Tensor:
+            if not isinstance(held, Tensor):
+                held = torch.tensor([], dtype=torch.float32).set_(held)
+            return whole(held) if hasattr(held, "full_tensor") else held.clone()
+
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            first, second = gradients(model, 0), gradients(model, 1)
+            deliver(store, first)
+            held = holds[hold](model[0].weight.grad)
+            before = read(held)
+            model.zero_grad()
+            for _ in range(2):
+                deliver(store, second)
+                expect_grads(model, dict(second))
+                assert torch.equal(read(held), before)
+                model.zero_grad()
+
+        on_ranks(size, body)
+
+    def test_some_set_some_not(self, size: int) -> None:
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            first, second = gradients(model, 0), gradients(model, 1)
+            deliver(store, first)
+            kept = model[0].weight.grad  # held, cleared below: must keep its values
+            model[0].weight.grad = None
+            model[1].bias.grad = None
+            deliver(store, second)
+            cleared = ("0.weight", "1.bias")
+            expect_grads(
+                model, {k: second[k] + (0 if k in cleared else first[k]) for k in first}
+            )
+            assert torch.equal(whole(kept), first["0.weight"])
+
+        on_ranks(size, body)
+
+    def test_the_users_own_gradient_is_added_to(self, size: int) -> None:
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            first, second = gradients(model, 0), gradients(model, 1)
+            deliver(store, first)
+            old = model[0].bias.grad
+            model[0].bias.grad = old * 0.5
+            mine = model[0].bias.grad
+            model[1].weight.grad = torch.ones_like(model[1].weight)
+            deliver(store, second)
+            expected = {k: first[k] + second[k] for k in first}
+            expected["0.bias"] = first["0.bias"] * 0.5 + second["0.bias"]
+            expected["1.weight"] = 1 + second["1.weight"]
+            expect_grads(model, dict(expected))
+            assert torch.equal(whole(old), first["0.bias"])
+            assert torch.equal(whole(mine), first["0.bias"] * 0.5)
+
+        on_ranks(size, body)
+
+    def test_frozen_and_unused_parameters_get_none(self, size: int) -> None:
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            full = gradients(model, 0)
+            model[1].weight.requires_grad_(False)
+            used = [n for n in full if n not in ("0.bias", "1.weight")]
+            deliver(store, full, used)
+            expect_grads(model, {n: full[n] if n in used else None for n in full})
+            more = gradients(model, 1)
+            model[1].weight.requires_grad_(True)
+            deliver(store, more)  # another program uses them all
+            expect_grads(model, {n: more[n] + (full[n] if n in used else 0) for n in full})
+
+        on_ranks(size, body)
+
+
+# -- bindings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+class TestBindings:
+    def test_assigned_parameters_are_copied_back(self, size: int) -> None:
+        def body(model: Any, store: ShardStore, world: World) -> None:
+            ours = model[0].weight
+            address = store.local_view("0.weight").data_ptr()
+            values = torch.randn(33, 13, generator=torch.Generator().manual_seed(9))
+            before = store.writes
+            model[0].weight = nn.Parameter(values, requires_grad=False)
+            store.check_bindings()
+            assert model[0].weight is ours and not ours.requires_grad
+            assert store.requires_grad_key()[0] is False and store.writes > before
+            assert torch.equal(whole(ours), values)
+            assert store.local_view("0.weight").data_ptr() == address
+
+        on_ranks(size, body)
+
+    def test_load_state_dict_both_ways(self, size: int) -> None:
+        donor = {k: v + 1 for k, v in wholes(small_model()).items()}
+
+        def body(model: nn.Module, store: ShardStore, world: World) -> None:
+            before = store.writes
+            model.load_state_dict(donor)
+            assert store.poll_writes() > before
+            assert all(torch.equal(v, donor[k]) for k, v in wholes(model).items())
+            params = list(model.parameters())
+            model.load_state_dict({k: v * 2 for k, v in donor.items()}, assign=True)
+            store.check_bindings()
+            assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+            assert all(torch.equal(v, donor[k] * 2) for k, v in wholes(model).items())
+
+        on_ranks(size, body)
+
+    def test_replaced_storage_is_brought_back(self, size: int) -> None:
+        def body(model: Any, store: ShardStore, world: World) -> None:
+            carrier = model[0].weight.to_local() if size > 1 else model[0].weight
+            values = torch.full_like(carrier.detach(), 5.0)
+            with torch.no_grad():
+                carrier.set_(values)
+            store.check_bindings()
+            assert bool((store.local_view("0.weight") == 5).all())
+            assert bool((whole(model[0].weight) == 5).all())
+            if size > 1:
+                return
+            with torch.no_grad():
+                carrier.set_(torch.zeros(3))
+            with pytest.raises(ShardError, match="0.weight: its storage was replaced by 3 elem"):
+                store.check_bindings()
+
+        on_ranks(size, body)
+
+    def test_what_does_not_fit_is_named(self, size: int) -> None:
+        def body(model: Any, store: ShardStore, world: World) -> None:
+            ours = model[1].bias
+            for wrong, text in [
+                (nn.Parameter(torch.zeros(8)), r"shape \[8\] instead of \[7\]"),
+                (nn.Parameter(torch.zeros(7).double()), "float64"),
+                (None, "None"),
+            ]:
+                model[1].bias = wrong
+                with pytest.raises(ShardError, match=f"1.bias: the module now holds .*{text}"):
+                    store.check_bindings()
+            model[1].bias = ours
+            store.check_bindings()
+
+        on_ranks(size, body)
+
+
+def test_an_optimizer_step_over_replicated_parameters_is_a_write() -> None:
+    def body(model: nn.Module, store: ShardStore, world: World) -> None:
+        deliver(store, gradients(model, 0))
+        before = store.writes
+        torch.optim.AdamW(model.parameters(), fused=True).step()
+        assert store.writes > before
+
+    on_ranks(1, body)
+    on_ranks(2, body, shard_size=1)
+
+
+def test_a_copy_of_the_model_can_be_averaged_into() -> None:
+    """What AveragedModel does: foreach over two models' parameters that are cut alike."""
+
+    def rank(world: World) -> dict[str, Tensor]:
+        models = [copy.deepcopy(base) for _ in range(2)]
+        for model in models:
+            build(model, world)
+        average, current = (list(m.parameters()) for m in models)
+        with torch.no_grad():
+            torch._foreach_mul_(current, 3.0)
+            torch._foreach_lerp_(average, current, 0.25)
+        return wholes(models[0])
+
+    base = small_model()
+    expected = {k: torch.lerp(v, v * 3, 0.25) for k, v in wholes(base).items()}
+    for got in run_ranks(2, rank):
+        assert all(torch.equal(got[k], v) for k, v in expected.items())

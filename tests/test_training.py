@@ -1,0 +1,70 @@
+"""Same training: stages, worlds, kernels, accumulation, clipping against one plain process."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from models import CASES
+from training import Report, train, train_cell
+
+# A pairwise cover of stage x world x activations x accumulation x clip x optimizer, per model.
+CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {"stage": 3}, {"optimizer": "sgd"}),
+    (2, {"stage": 2, "activations": "recompute"}, {"accumulation": 3, "clip": 0.5}),
+    (2, {"stage": 1}, {"optimizer": "adamw-fused", "clip": 0.5}),
+    (2, {"stage": 0}, {"accumulation": 3}),
+    (1, {"stage": 3, "activations": 0.5}, {"optimizer": "adamw", "clip": 0.5}),
+    (2, {"stage": 3, "bucket_bytes": 0, "activations": "recompute"}, {"optimizer": "adamw"}),
+    (2, {"stage": 3, "persist_below": "1KiB"}, {"accumulation": 3, "clip": 0.5}),
+]
+DETERMINISTIC = [n for n, c in CASES.items() if not c.is_random]
+
+
+def judge(report: Report, optimizer: str) -> None:
+    """Hold a report against the project's tolerances (fp32)."""
+    assert report.loss <= 1e-6, report
+    assert report.model <= (1e-5 if optimizer.startswith("adam") else 1e-6), report
+    assert report.buffers <= 1e-6, report
+    if optimizer == "sgd":
+        worst = max(report.tensors.items(), key=lambda kv: kv[1])
+        assert worst[1] <= 2e-6, worst
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_same_training(pool: Any, name: str) -> None:
+    for world, plan, options in CELLS:
+        optimizer = options.get("optimizer", "sgd")
+        for report in pool.run(world, train_cell, name, {"kernels": "aten", **plan}, options):
+            judge(report, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_inductor_trains_alike(pool: Any, stage: int) -> None:
+    for report in pool.run(2, train, "gpt", {"stage": stage}, timeout_s=300):
+        judge(report, "sgd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_full_matrix(pool: Any, name: str, kernels: str) -> None:
+    worlds, stages = (1, 2, 4), (0, 1, 2, 3)
+    rest = product(("keep", "recompute", 0.5), (1, 3), (None, 0.5), ("sgd", "adamw-fused"))
+    for (world, stage), cell in product(product(worlds, stages), list(rest)):
+        activations, accumulation, clip, optimizer = cell
+        plan = {"kernels": kernels, "stage": stage, "activations": activations}
+        reports = pool.run(
+            world, train, name, plan, optimizer, accumulation, clip, timeout_s=600
+        )
+        for report in reports:
+            judge(report, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [1, 2, 4])
+def test_shard_axis(pool: Any, axis: int) -> None:
+    plan = {"kernels": "aten", "stage": 3, "shard_axis_size": axis}
+    for report in pool.run(4, train, "gpt", plan):
+        judge(report, "sgd")

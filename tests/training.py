@@ -1,0 +1,125 @@
+"""The differential job: train on the ranks of a world, and beside it in one process.
+
+The reference is one process that runs each rank's micro-batches in turn and averages the
+gradients (docs/design-notes.md, Numerics).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import CASES, Case
+from torch import Tensor, nn
+
+import zerofx
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+}
+
+
+@dataclass
+class Report:
+    """How far the ranks' training lies from one process's, relative."""
+
+    loss: float = 0.0
+    model: float = 0.0
+    tensors: dict[str, float] = field(default_factory=dict)
+    buffers: float = 0.0
+    vanishing: list[str] = field(default_factory=list)  # true gradient zero: only listed
+    final_loss: float = 0.0
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss in a model's result."""
+    if isinstance(result, Mapping):
+        return result["loss"]
+    if hasattr(result, "loss"):
+        return result.loss
+    return result if isinstance(result, Tensor) else sum(r.float().pow(2).mean() for r in result)
+
+
+def train_cell(case_name: str, plan: dict[str, Any], options: dict[str, Any]) -> Report:
+    """Run `train` with its options in one dict, as the pool passes arguments."""
+    return train(case_name, plan, **options)
+
+
+def train(
+    case_name: str,
+    plan: dict[str, Any],
+    optimizer: str = "sgd",
+    accumulation: int = 1,
+    clip: float | None = None,
+    steps: int = 5,
+) -> Report:
+    """Run on every rank; return the comparison with the reference."""
+    case = CASES[case_name]
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    reference = case.make()
+    model = zerofx.compile(case.make(), plan)
+    mine, theirs = (OPTIMIZERS[optimizer](list(m.parameters())) for m in (model, reference))
+    report = Report()
+    norms: dict[str, float] = {}
+    for step in range(steps):
+        for micro in range(accumulation):
+            seeds = [1000 * step + 10 * micro + r for r in range(world)]
+            losses = _reference_micro(reference, case, seeds, accumulation)
+            args, kwargs = case.batch(seeds[rank])
+            loss = loss_of(model(*args, **kwargs))
+            (loss / accumulation).backward()
+            report.loss = max(report.loss, _relative(loss, losses[rank]))
+        for name, param in reference.named_parameters():
+            if param.grad is not None:
+                norms[name] = max(norms.get(name, 0.0), float(param.grad.norm()))
+        for m, o in ((model, mine), (reference, theirs)):
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(m.parameters(), clip)
+            o.step()
+            o.zero_grad()
+    report.final_loss = float(loss.detach())
+    _compare(report, reference, model, norms)
+    return report
+
+
+def _reference_micro(
+    model: nn.Module, case: Case, seeds: list[int], accumulation: int
+) -> list[Tensor]:
+    losses = []
+    for r, seed in enumerate(seeds):
+        before = {n: b.clone() for n, b in model.named_buffers()}
+        args, kwargs = case.batch(seed)
+        loss = loss_of(model(*args, **kwargs))
+        (loss / (len(seeds) * accumulation)).backward()
+        losses.append(loss.detach())
+        if r > 0:  # running statistics follow rank 0
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+    return losses
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a.detach() - b.detach()).abs().max() / b.detach().abs().max().clamp_min(1e-30))
+
+
+def _compare(report: Report, reference: nn.Module, model: nn.Module, norms: Mapping) -> None:
+    state = model.state_dict()
+    total = sum(n * n for n in norms.values()) ** 0.5
+    difference = square = 0.0
+    for name, param in reference.named_parameters():
+        gap = float((state[name] - param.detach()).norm())
+        size = float(param.detach().norm())
+        difference, square = difference + gap * gap, square + size * size
+        if norms.get(name, 0.0) < 1e-7 * total and param.requires_grad:
+            report.vanishing.append(name)
+        else:
+            report.tensors[name] = gap / max(size, 1e-30)
+    report.model = (difference / max(square, 1e-30)) ** 0.5
+    for name, buffer in reference.named_buffers():
+        if name in state:
+            report.buffers = max(report.buffers, _relative(state[name].float(), buffer.float()))

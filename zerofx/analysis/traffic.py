@@ -1,0 +1,85 @@
+"""What a rank sends in one step: every collective of a program, counted and weighed.
+
+On equal slices a ring and a direct exchange send the same: an all-gather or reduce-scatter of n
+bytes over w ranks costs each rank n * (w - 1) / w, an all-reduce twice that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import nbytes, value
+from zerofx.ir.program import Program
+from zerofx.runtime.collectives import KINDS, all_reduce_bytes
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The collectives of one kind: how many, and what one rank sends in all of them."""
+
+    calls: int = 0
+    sent_numel: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in one forward and its backward, by kind of collective."""
+
+    kinds: dict[str, Sent]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(sent.sent_bytes for sent in self.kinds.values())
+
+    @property
+    def sent_numel(self) -> int:
+        return sum(sent.sent_numel for sent in self.kinds.values())
+
+
+def traffic(program: Program, rank: int = 0) -> Traffic:
+    """Return what `rank` sends in a step in which every parameter was updated before.
+
+    Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
+    and NCCL's large-message algorithms.
+    """
+    kinds = dict.fromkeys(KINDS, Sent())
+    for gm in program.graphs.values():
+        for node in gm.graph.nodes:
+            for kind, sent_bytes, itemsize in _collectives(program, node, rank):
+                before = kinds[kind]
+                kinds[kind] = Sent(
+                    before.calls + 1,
+                    before.sent_numel + sent_bytes // itemsize,
+                    before.sent_bytes + sent_bytes,
+                )
+    return Traffic(kinds)
+
+
+def _collectives(program: Program, node: fx.Node, rank: int) -> list[tuple[str, int, int]]:
+    """Return (kind, bytes that `rank` sends, bytes an element) of what a node launches."""
+    layout = program.layout
+    if layout is None or node.op != "call_function" or node.target not in ops.ALL:
+        return []
+    shards, replicas = layout.shard_size, layout.replicate_size
+    if node.target in ops.GATHERS and shards > 1:
+        shard = value(node.args[0])  # type: ignore[arg-type]
+        return [("all_gather", nbytes(shard) * (shards - 1), shard.element_size())]
+    if node.target in ops.REDUCES:
+        out = value(node)
+        found = []
+        if shards > 1:
+            found.append(("reduce_scatter", nbytes(out) * (shards - 1), out.element_size()))
+        if replicas > 1:
+            sent = all_reduce_bytes(out, rank // shards, replicas)
+            found.append(("all_reduce", sent, out.element_size()))
+        return found
+    if node.target is ops.sync_buffers and program.world_size > 1:
+        numel = sum(v.numel() for v in value(node))
+        sent = 4 * numel * (program.world_size - 1) if rank == 0 else 0
+        return [("broadcast", sent, torch.float32.itemsize)]
+    return []

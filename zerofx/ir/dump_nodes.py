@@ -1,0 +1,224 @@
+"""The nodes of a graph as rows of text, each with a key by which identical layers are found."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import is_alias
+from zerofx.ir.meta import Info, Role, info, nbytes, value
+from zerofx.ir.names import name_nodes
+from zerofx.ir.program import Program
+from zerofx.ir.repeats import Row, is_numbered
+from zerofx.ir.text import describe, without_numbers
+from zerofx.sizes import format_bytes
+
+STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
+_HIDDEN = {"numel", "shape"}  # arguments of zerofx ops that the result's type shows already
+_VOLATILE = {"bucket", "slot", "offset", "offsets"}  # they may differ between identical layers
+
+
+class Writer:
+    """Writes one graph's lines."""
+
+    def __init__(self, program: Program, graph: str) -> None:
+        self.program, self.graph = program, graph
+        self.nodes = [n for n in program.graph(graph).nodes if n.op != "output"]
+        self.names = name_nodes(program.graph(graph))
+        self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.ahead = _ahead(self.nodes)
+        self.ordinal = self._ordinals()
+
+    def _ordinals(self) -> dict[fx.Node, Hashable]:
+        """Say of each placeholder what it is within its layer, the same in every layer."""
+        count: dict[Hashable, int] = {}
+        found: dict[fx.Node, Hashable] = {}
+        for node in self.nodes:
+            where = info(node)
+            if node.op == "placeholder":
+                what = (where.role, without_numbers(where.name or node.name))
+                k = count[where.unit, what] = count.get((where.unit, what), 0) + 1
+                found[node] = (what, without_numbers(where.unit), k)
+        return found
+
+    # -- frame ----------------------------------------------------------------------------------
+    def frame(self, fold: Callable[[Sequence[Row]], list[str]]) -> list[str]:
+        """Return the function's lines: placeholders, body and results, each folded by itself."""
+        rows = self.all_rows()
+        num = sum(n.op == "placeholder" for n in self.nodes)
+        lines = [f"def {self.graph}(", *fold(rows[:num]), "):"]
+        lines += [*fold(rows[num:]), "    return (", *fold(self._results()), "    )"]
+        return lines
+
+    def all_rows(self) -> list[Row]:
+        return [self._row(n) for n in self.nodes]
+
+    def _row(self, node: fx.Node) -> Row:
+        where = info(node)
+        return Row(
+            label=where.unit,
+            key=self._key(node, where),
+            write=lambda volatile, node=node: self._line(node, volatile),  # type: ignore[misc]
+            volatile=_volatile(node),
+        )
+
+    def _results(self) -> list[Row]:
+        rows = []
+        specs = self.program.outputs[self.graph]
+        for spec, node in zip(specs, self.program.results(self.graph), strict=True):
+            is_node = isinstance(node, fx.Node)
+            unit = info(node).unit if is_node else ""
+            text = f"        {self.names[node] if is_node else node},"
+            note = f"{spec.role.value} {spec.name}".strip()
+            kind = describe(value(node)) if is_node else ""
+            line = f"{text:<{STATEMENT}} # {kind:<{TYPE}} {note}".rstrip()
+            key = (spec.role, without_numbers(spec.name), kind, without_numbers(unit))
+            rows.append(Row(unit, key, lambda _, line=line: line))  # type: ignore[misc]
+        return rows
+
+    # -- keys -----------------------------------------------------------------------------------
+    def _key(self, node: fx.Node, where: Info) -> Hashable:
+        """Return what a line has in common with the same line of another layer."""
+        module = without_numbers(where.module or where.unit)
+        kind = _kind(value(node))
+        if node.op == "placeholder":
+            return self.ordinal[node], kind
+        if node.target is ops.param_view:
+            return node.target, kind, module, where.name.removeprefix(where.unit)
+        here = self.position[node]
+        tokens = [self._token(v, here) for k, v in _arguments(node) if k not in _VOLATILE]
+        extra = self.ahead.get(node)
+        return node.target, kind, module, where.line, where.region is None, tuple(tokens), extra
+
+    def _token(self, argument: Any, here: int) -> Hashable:
+        if isinstance(argument, fx.Node):
+            if argument.op == "placeholder":
+                return self.ordinal[argument]
+            if argument.target is ops.param_view:
+                where = info(argument)
+                return where.name.removeprefix(where.unit), without_numbers(where.unit)
+            if is_numbered(info(argument).unit):
+                return here - self.position[argument]
+            return argument.name
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._token(a, here) for a in argument)
+        return argument if isinstance(argument, (int, float, str, bool)) else str(argument)
+
+    # -- text -----------------------------------------------------------------------------------
+    def _line(self, node: fx.Node, volatile: tuple[str, ...]) -> str:
+        where, val = info(node), value(node)
+        name = self.names[node]
+        if node.op == "placeholder":
+            statement = f"    {name},"
+        elif node.target is ops.release:
+            statement = f"    {self._call(node, volatile)}"
+        else:
+            statement = f"    {name} = {self._call(node, volatile)}"
+        kind = _type(val)
+        columns = f"{kind:<{TYPE}} {self._place(node, where):<{PLACE}} {_delta(node):<{DELTA}}"
+        line = f"{statement:<{STATEMENT}} # {columns} {where.line}".rstrip()
+        ahead = self.ahead.get(node)
+        return f"{line}  {ahead} ahead" if ahead else line
+
+    def _call(self, node: fx.Node, volatile: tuple[str, ...]) -> str:
+        shown = iter(volatile)
+        parts = []
+        for key, argument in _arguments(node):
+            if key in _VOLATILE and node.target in ops.ALL:
+                parts.append(f"{key}={next(shown)}")
+            elif key and not isinstance(argument, (fx.Node, list, tuple)):
+                parts.append(f"{key}={self._write(argument)}")
+            else:
+                parts.append(self._write(argument))
+        if node.target is operator.getitem:
+            return f"{parts[0]}[{parts[1]}]"
+        return f"{callee(node.target)}({', '.join(parts)})" if node.op != "get_attr" else str(
+            node.target
+        )
+
+    def _write(self, argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return self.names[argument]
+        if isinstance(argument, (list, tuple)):
+            inner = ", ".join(map(self._write, argument))
+            return f"[{inner}]" if isinstance(argument, list) else f"({inner})"
+        return repr(argument) if isinstance(argument, str) else str(argument)
+
+    def _place(self, node: fx.Node, where: Info) -> str:
+        role = where.role
+        if node.op == "placeholder" and role is not None:
+            return f"{role.value} {where.unit}".strip()
+        if node.target in ops.GATHERS:
+            return f"gather {where.unit}"
+        if node.target in ops.REDUCES:
+            return f"reduce {where.unit}"
+        return where.module or where.unit
+
+
+def callee(target: Any) -> str:
+    """Write an op as a dump shows it: `aten.mm`, `aten.add.Tensor`, `zfx.wait`."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return getattr(target, "__name__", str(target))
+    space, name = schema.name.split("::")
+    overload = f".{schema.overload_name}" if schema.overload_name else ""
+    return f"{'zfx' if space == 'zerofx' else space}.{name}{overload}"
+
+
+def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
+    """Return (keyword or "", argument) of a call; zerofx ops show their constants by name."""
+    found: list[tuple[str, Any]] = [("", a) for a in node.args]
+    if node.target in ops.ALL:
+        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        found = [(k, a) for k, a in zip(names, node.args, strict=False) if k not in _HIDDEN]
+    return [*found, *node.kwargs.items()]
+
+
+def _type(val: Any) -> str:
+    """Describe a value; of several tensors only how many, since each is taken out by a line."""
+    if isinstance(val, (tuple, list)) and len(val) > 1:
+        return f"{len(val)} values"
+    return "" if val is None else describe(val)
+
+
+def _volatile(node: fx.Node) -> tuple[Any, ...]:
+    if node.target not in ops.ALL:
+        return ()
+    return tuple(v for k, v in _arguments(node) if k in _VOLATILE)
+
+
+def _kind(val: Any) -> Hashable:
+    if isinstance(val, torch.Tensor):
+        return val.dtype, val.shape
+    if isinstance(val, (tuple, list)):
+        return tuple(map(_kind, val))
+    return str(val)
+
+
+def _delta(node: fx.Node) -> str:
+    """Return what a node adds to or takes from the bytes held; nothing for views."""
+    if node.target is ops.release:
+        return f"-{format_bytes(nbytes(value(node.args[0])))}"
+    if node.op != "call_function" or node.target in (operator.getitem, ops.wait, ops.param_view):
+        return ""
+    if node.target in (ops.pack, ops.store_grad, ops.resident, *ops.REDUCES) or is_alias(node):
+        return ""
+    size = nbytes(value(node))
+    return f"+{format_bytes(size)}" if size else ""
+
+
+def _ahead(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return, for each gather launched before its turn, how many other waits stand between."""
+    waits: dict[fx.Node, int] = {}
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.target in ops.GATHERS:
+            waits[node] = len(found)
+        elif node.target is ops.wait and node.args[0] in waits:
+            found[node.args[0]] = len(found) - waits[node.args[0]]
+    return {node: k for node, k in found.items() if k}

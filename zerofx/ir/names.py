@@ -1,0 +1,45 @@
+"""Readable names of a graph's nodes: from the user's model where they stand for something there."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import Role, info
+from zerofx.ir.text import identifier
+
+STEMS = {
+    ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
+    ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
+    ops.all_reduce: "reduce", ops.store_grad: "stored",
+}  # fmt: skip
+
+
+def name_nodes(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return one identifier a node, unique within the graph and the same in every run."""
+    taken: set[str] = set()
+    named: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        stem = _stem(node)
+        name, k = stem, 1
+        while name in taken:
+            k += 1
+            name = f"{stem}_{k}"
+        taken.add(name)
+        named[node] = name
+    return named
+
+
+def _stem(node: fx.Node) -> str:
+    where = info(node)
+    if node.op == "placeholder":
+        if where.role is Role.TANGENT:
+            return f"grad_{identifier(where.name)}" if where.name else node.name
+        return identifier(where.name) if where.name else node.name
+    if node.target is ops.wait and node.args[0].target in ops.REDUCES:
+        return f"reduced_{where.index}"
+    if node.target in STEMS:
+        return f"{STEMS[node.target]}_{where.index}"
+    if node.target is ops.param_view:
+        return identifier(where.name)
+    return node.name

@@ -1,0 +1,134 @@
+"""Find identical layers: stretches of a sequence that repeat one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CANDIDATES = 12  # how many later occurrences of a first line are tried as the next layer's
+WORTH = 4  # lines that must be saved for a repeat to be worth two lines of frame
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`count` equal stretches of `period` lines each, the first at line `start`."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count
+
+
+def find_repeats(keys: Sequence[Hashable], may_start: Sequence[bool]) -> list[Repeat]:
+    """Return the repeats of `keys` in order, greedily the one that covers most from each line on.
+
+    may_start: lines at which a stretch may begin, so that a stretch is a layer and not the second
+        half of one and the first half of the next.
+    """
+    numbers: dict[Hashable, int] = {}
+    line = np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64)
+    later: dict[int, list[int]] = {}
+    for i in range(len(line) - 1, -1, -1):
+        if may_start[i]:
+            later.setdefault(int(line[i]), []).append(i)
+    found: list[Repeat] = []
+    at = 0
+    while at < len(line):
+        best = _best_at(line, at, later[int(line[at])]) if may_start[at] else None
+        if best is None:
+            at += 1
+        else:
+            found.append(best)
+            at = best.end
+    return found
+
+
+def _best_at(line: np.ndarray, at: int, occurrences: list[int]) -> Repeat | None:
+    """Return the repeat at `at` that covers most lines; `occurrences` are in falling order."""
+    while occurrences and occurrences[-1] <= at:
+        occurrences.pop()
+    best: Repeat | None = None
+    for other in occurrences[: -CANDIDATES - 1 : -1]:
+        period = other - at
+        if other + period > len(line) or not np.array_equal(
+            line[at:other], line[other : other + period]
+        ):
+            continue
+        differs = np.flatnonzero(line[at:-period] != line[other:])
+        alike = int(differs[0]) if len(differs) else len(line) - other
+        found = Repeat(at, period, 1 + alike // period)
+        if best is None or found.period * found.count > best.period * best.count:
+            best = found
+    if best is None or (best.count - 1) * best.period < WORTH:
+        return None
+    return best
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a text that may be collapsed.
+
+    label: what the line belongs to (a unit); a layer may begin where it changes.
+    key: equal for lines that are alike in two identical layers.
+    volatile: numbers that differ from layer to layer (bucket, slot), shown as ranges if they do.
+    write: the line's text for given volatile values; only called for lines that are shown.
+    """
+
+    label: str
+    key: Hashable
+    write: Callable[[tuple[str, ...]], str]
+    volatile: tuple[object, ...] = ()
+
+
+def collapse(rows: Sequence[Row], indent: str = "    ", is_on: bool = True) -> list[str]:
+    """Return the rows' texts, of identical layers the first only, framed by `layer k, xN`."""
+    starts = [i == 0 or rows[i].label != rows[i - 1].label for i in range(len(rows))]
+    repeats = find_repeats([r.key for r in rows], starts) if is_on else []
+    lines: list[str] = []
+    at = 0
+    for repeat in [*repeats, Repeat(len(rows), 0, 0)]:
+        lines += [_write(rows[i : i + 1]) for i in range(at, repeat.start)]
+        if repeat.count:
+            lines += _layer(rows, repeat, indent)
+        at = repeat.end
+    return lines
+
+
+def _layer(rows: Sequence[Row], repeat: Repeat, indent: str) -> list[str]:
+    last = repeat.end - repeat.period
+    labels = [rows[i].label for i in range(repeat.start, repeat.start + repeat.period)]
+    named = next((i for i, label in enumerate(labels) if is_numbered(label)), 0)
+    first, final = rows[repeat.start + named].label, rows[last + named].label
+    where = f": {first} to {final}, the first written out" if first != final else ""
+    lines = [f"{indent}# layer k, x{repeat.count}{where}"]
+    for i in range(repeat.start, repeat.start + repeat.period):
+        lines.append(_write(rows[i : repeat.end : repeat.period]))
+    return [*lines, f"{indent}# end of layer k"]
+
+
+def is_numbered(label: str) -> bool:
+    """Say whether a label names a numbered layer."""
+    return any(c.isdigit() for c in label)
+
+
+def _write(rows: Sequence[Row]) -> str:
+    """Write one line for the same line of several layers."""
+    columns = zip(*(r.volatile for r in rows), strict=True)
+    return rows[0].write(tuple(_span(c) for c in columns))
+
+
+def _span(values: Sequence[object]) -> str:
+    """Write the values that one number takes from layer to layer: `3`, `2..97`, `0|1`, `[..]`."""
+    different = list(dict.fromkeys(map(str, values)))
+    if len(different) == 1:
+        return different[0]
+    if different[0].startswith("["):
+        return "[..]"
+    if len(different) <= 3:
+        return "|".join(different)
+    return f"{different[0]}..{different[-1]}"

@@ -1,0 +1,123 @@
+"""What a graph's communication buffers are and which values look into them: for verify only."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import is_alias
+
+
+class Kind(Enum):
+    """Where a buffer's content comes from."""
+
+    GATHERED = "gathered"  # an all-gather: alive from launch to release
+    RESIDENT = "resident"  # refreshed in place: stays between calls
+    KEPT = "kept"  # gathered in forward, saved whole for backward
+    SHARD = "shard"  # this rank's slice of a bucket
+    PARAM = "parameter"  # a full parameter, before sharding
+    STATE = "state"  # a module buffer or user input that forward updates afterwards
+    PACKED = "packed"  # a gradient buffer, until its reduction has been waited for
+    REDUCED = "reduced"  # what a reduction delivers
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One stretch of memory during one call, and what has happened to it so far.
+
+    made: the node that launches or creates it.
+    landed: its transfer has been waited for (True where there is none).
+    released: the release that gave it back; taken: the node that claimed its slot since.
+    packed, zeroed, reduced: of a gradient buffer, what was packed where, whether the rest is
+        zero, and the launch of its reduction.
+    source: of a reduction's result, the gradient buffer; stored: its store_grad.
+    """
+
+    kind: Kind
+    made: fx.Node
+    bucket: int = -1
+    slot: int = -1
+    landed: bool = True
+    released: fx.Node | None = None
+    taken: fx.Node | None = None
+    packed: dict[int, fx.Node] = field(default_factory=dict)
+    zeroed: bool = False
+    reduced: fx.Node | None = None
+    source: Buffer | None = None
+    stored: fx.Node | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a transfer writes to it or reads from it now."""
+        if self.kind is Kind.PACKED:
+            return self.reduced is not None and not self.landed
+        return not self.landed
+
+
+Roots = tuple[Buffer, ...]
+
+
+class Aliases:
+    """Which buffers each value of a graph may look into, through any chain of views."""
+
+    def __init__(self) -> None:
+        self._roots: dict[fx.Node, Roots] = {}
+
+    def __getitem__(self, node: fx.Node) -> Roots:
+        return self._roots.get(node, ())
+
+    def set(self, node: fx.Node, *buffers: Buffer) -> None:
+        self._roots[node] = buffers
+
+    def follow(self, node: fx.Node) -> None:
+        """Take over the buffers of the inputs that the node's result may alias."""
+        found: Roots = ()
+        for source in alias_inputs(node):
+            found += tuple(b for b in self._roots.get(source, ()) if b not in found)
+        if found:
+            self._roots[node] = found
+
+
+def alias_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the inputs whose storage the node's result may share."""
+    if node.target is operator.getitem:
+        yield node.args[0]  # type: ignore[misc]
+        return
+    if not is_alias(node):
+        return
+    for position, name in _alias_arguments(node.target):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        yield from _nodes(given)
+
+
+def _nodes(argument: Any) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for a in argument:
+            yield from _nodes(a)
+
+
+@functools.cache
+def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    arguments = target._schema.arguments
+    found = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None)
+    # views that hide it in their schema (_unsafe_view) look into their first argument
+    return found or tuple((0, a.name) for a in arguments[:1])
+
+
+def argument(node: fx.Node, position: int, default: Any = None) -> Any:
+    """Return a positional argument of a zerofx op, its default where it was left out."""
+    return node.args[position] if len(node.args) > position else default
+
+
+def slot_of(node: fx.Node) -> Any:
+    """Return the slot that an all_gather, grad_buffer or release names, -1 for none."""
+    return argument(node, {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}[node.target], -1)

@@ -1,0 +1,344 @@
+"""Order: what each node of a graph may read at the place where it stands, and every slot's turns.
+
+A graph is walked once, in the order in which its calls are made. A transfer occupies its memory
+from its launch to its wait, a gathered buffer its slot from its launch to its release: this is
+happens-before over the lanes, since a lane starts a transfer after the compute launched before it
+and compute continues behind a wait only once it has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.facts import Fact
+from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, argument, slot_of
+from zerofx.ir.verify_fault import fault, name_of
+from zerofx.runtime.layout import Bucket
+
+_FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)
+_PARAMETERS = (*_FULL, Kind.SHARD, Kind.PARAM)
+
+
+@dataclass
+class Crossing:
+    """What a forward graph leaves for its backward: kept buckets by position, refreshed buckets."""
+
+    kept: dict[int, int] = field(default_factory=dict)
+    refreshed: set[int] = field(default_factory=set)
+
+
+class Order:
+    """Walks one graph and raises at the first node that breaks an invariant."""
+
+    def __init__(self, program: Program, graph: str, crossing: Crossing) -> None:
+        self.program, self.name, self.crossing = program, graph, crossing
+        self.layout = program.layout
+        self.roots = Aliases()
+        self.buffers: list[Buffer] = []
+        self.slots: dict[int, Buffer] = {}
+        self._known: set[fx.Node] = set()
+        self._updated = {
+            (Role.BUFFER if s.role is Role.BUFFER_UPDATE else Role.INPUT, s.name)
+            for s in program.outputs.get(FORWARD, ())
+            if s.role in (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+        }
+
+    def fail(self, node: fx.Node, message: str) -> NoReturn:
+        raise fault(self.program, self.name, node, message)
+
+    def check(self) -> None:
+        for node in self.program.graph(self.name).nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            else:
+                self._reads(node)
+                if node.op == "output":
+                    self._results(node)
+                elif handler := HANDLERS.get(node.target):
+                    handler(self, node)
+                else:
+                    self.roots.follow(node)
+            self._known.add(node)
+        for buffer in self.buffers:
+            if buffer.kind in (Kind.GATHERED, Kind.RESIDENT) and not buffer.landed:
+                self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
+
+    # -- what a node reads ----------------------------------------------------------------------
+    def _reads(self, node: fx.Node) -> None:
+        for read in node.all_input_nodes:
+            if read not in self._known:
+                self.fail(node, f"{node.name} reads {name_of(read)} before it is computed")
+            for buffer in self.roots[read]:
+                self._read(node, read, buffer)
+
+    def _read(self, node: fx.Node, read: fx.Node, buffer: Buffer) -> None:
+        what = self.content(read, buffer)
+        if node.target is ops.wait and read is buffer.made:
+            return
+        if read.target in ops.LAUNCHES:
+            self.fail(
+                node,
+                f"{node.name} reads {what} before its wait: only what `wait` returns may be read",
+            )
+        if not buffer.landed and buffer.kind is not Kind.PACKED:
+            self.fail(node, f"{node.name} reads {what} before its wait; move the wait before it")
+        if buffer.taken is not None:
+            self.fail(
+                node,
+                f"{node.name} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
+                "puts another buffer there; give one of the two another slot, or move them apart",
+            )
+        if buffer.released is not None and node.target is not ops.release:
+            self.fail(
+                node,
+                f"{node.name} reads {what} after its release; move the release behind the last "
+                "read, or gather the bucket again",
+            )
+        allowed = _READERS.get(buffer.kind)
+        if allowed is not None and node.target not in allowed:
+            self.fail(node, f"{node.name} reads {what}: {_MEANT[buffer.kind]}")
+
+    def content(self, read: fx.Node, buffer: Buffer) -> str:
+        """Name what a read value holds: the parameter where it is a view of one."""
+        if buffer.kind in _PARAMETERS:
+            view = read
+            while view.op == "call_function" and view.target is not ops.param_view:
+                if view.target in ops.ALL or not view.all_input_nodes:
+                    break
+                view = view.all_input_nodes[0]
+            if view.target is ops.param_view:
+                return f"{name_of(view)}, a parameter of {self.label(buffer)},"
+        return self.label(buffer)
+
+    def label(self, buffer: Buffer) -> str:
+        if buffer.bucket < 0:
+            return f"{buffer.kind.value} {name_of(buffer.made)}"
+        return f"{buffer.kind.value} bucket {buffer.bucket} ({self._bucket_label(buffer.bucket)})"
+
+    def _bucket_label(self, index: int) -> str:
+        assert self.layout is not None
+        return self.layout.buckets[index].label()
+
+    # -- where buffers come from ------------------------------------------------------------------
+    def add(self, node: fx.Node, buffer: Buffer) -> None:
+        self.buffers.append(buffer)
+        self.roots.set(node, buffer)
+        if buffer.slot != -1:
+            self._claim(node, buffer)
+
+    def _claim(self, node: fx.Node, buffer: Buffer) -> None:
+        sizes = self.program.slots.get("bytes", [])
+        slot, wanted = buffer.slot, nbytes(value(node))
+        if not 0 <= slot < len(sizes):
+            self.fail(node, f"{node.name} names slot {slot}; the program has {len(sizes)}")
+        if wanted > sizes[slot]:
+            self.fail(node, f"{node.name} needs {wanted} bytes; slot {slot} holds {sizes[slot]}")
+        holder = self.slots.get(slot)
+        if holder is not None and holder.released is None:
+            if holder.in_flight:
+                self.fail(
+                    node,
+                    f"slots overlap: {node.name} puts {self.label(buffer)} into slot {slot} while "
+                    f"{self.label(holder)} is in flight there; use another slot, or wait first",
+                )
+            holder.taken = node  # wrong only if something still uses what it held
+        elif holder is not None:
+            holder.taken = node
+        self.slots[slot] = buffer
+
+    def bucket(self, node: fx.Node, position: int = 1) -> Bucket:
+        """Return the bucket that a communication node names."""
+        index = argument(node, position)
+        assert self.layout is not None, f"{node.name} without a layout"
+        if type(index) is not int or not 0 <= index < len(self.layout.buckets):
+            num = len(self.layout.buckets)
+            self.fail(node, f"{node.name} names bucket {index!r}; the layout has {num}")
+        return self.layout.buckets[index]
+
+    def numel(self, node: fx.Node, wanted: int, of: str) -> None:
+        given = argument(node, 2)
+        if given != wanted or value(node).numel() != wanted:
+            self.fail(node, f"{node.name} has {given} elements; {of} has {wanted}")
+
+    def _placeholder(self, node: fx.Node) -> None:
+        where = info(node)
+        if where.role is Role.SHARD:
+            self._shard(node, where.index)
+        elif where.role is Role.SAVED and where.index in self.crossing.kept:
+            self.add(node, Buffer(Kind.KEPT, node, self.crossing.kept[where.index]))
+        elif where.role is Role.PARAM:
+            if Fact.PARAMS_SHARDED in self.program.facts:
+                self.fail(node, f"{where.name} is read whole, but parameters are sharded")
+            self.add(node, Buffer(Kind.PARAM, node))
+        elif (where.role, where.name) in self._updated:
+            self.add(node, Buffer(Kind.STATE, node))
+
+    def _shard(self, node: fx.Node, index: int) -> None:
+        assert self.layout is not None, f"{node.name} without a layout"
+        if not 0 <= index < len(self.layout.buckets):
+            num = len(self.layout.buckets)
+            self.fail(node, f"{node.name} is a shard of bucket {index}; the layout has {num}")
+        bucket = self.layout.buckets[index]
+        wanted, given = self.layout.shard_numel(bucket), value(node).numel()
+        if given != wanted or value(node).dtype != bucket.dtype:
+            self.fail(
+                node,
+                f"{node.name} holds {given} elements of {value(node).dtype}; the shard of bucket "
+                f"{index} has {wanted} of {bucket.dtype}",
+            )
+        self.add(node, Buffer(Kind.SHARD, node, index))
+
+    # -- gathered parameters ----------------------------------------------------------------------
+    def gather(self, node: fx.Node) -> None:
+        bucket = self.bucket(node)
+        self.own_shard(node, bucket)
+        self.numel(node, bucket.numel, f"bucket {bucket.index}")
+        if node.target is ops.all_gather:
+            kind, slot = Kind.GATHERED, slot_of(node)
+        else:
+            kind, slot = Kind.RESIDENT, -1
+            self._may_stay(node, bucket)
+        if node.target is ops.resident and (
+            self.name != BACKWARD or bucket.index not in self.crossing.refreshed
+        ):
+            self.fail(
+                node,
+                f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
+                "refresh it; use rt.refresh and wait for it",
+            )
+        if node.target is ops.refresh and self.name == FORWARD:
+            self.crossing.refreshed.add(bucket.index)
+        landed = node.target is ops.resident
+        self.add(node, Buffer(kind, node, bucket.index, slot, landed=landed))
+
+    def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
+        shard = node.args[0]
+        where = info(shard)  # type: ignore[arg-type]
+        if where.role is not Role.SHARD or where.index != bucket.index:
+            self.fail(
+                node,
+                f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
+                f"{name_of(shard)}, which is not its shard",  # type: ignore[arg-type]
+            )
+
+    def _may_stay(self, node: fx.Node, bucket: Bucket) -> None:
+        stage = getattr(self.program.plan, "stage", None)
+        if stage == 3 and not bucket.persistent:
+            self.fail(
+                node,
+                f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
+                "calls; at stage 3 only the persistent bucket is: use rt.all_gather and release it",
+            )
+
+    def wait(self, node: fx.Node) -> None:
+        launch = node.args[0]
+        if launch.target not in ops.LAUNCHES:
+            self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")  # type: ignore[arg-type]
+        (buffer,) = self.roots[launch]  # type: ignore[index]
+        if buffer.released is not None or buffer.taken is not None:
+            self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
+        buffer.landed = True
+        if buffer.source is not None:
+            buffer.source.landed = True
+        self.roots.set(node, buffer)
+
+    def view(self, node: fx.Node) -> None:
+        full, offset, shape = node.args
+        self.roots.follow(node)
+        buffers = self.roots[full]  # type: ignore[index]
+        is_whole = isinstance(full, fx.Node) and full.target is not ops.param_view
+        kinds = {b.kind for b in buffers}
+        if len(buffers) != 1 or not is_whole or not kinds <= {*_FULL, Kind.SHARD}:
+            self.fail(node, f"{node.name} looks into {full}, which is no gathered bucket")
+        index = buffers[0].bucket
+        assert self.layout is not None
+        bucket = self.layout.buckets[index]
+        if value(full).numel() != bucket.numel:  # type: ignore[arg-type]
+            self.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
+        found = [p for p in bucket.params if p.offset == offset and [*p.shape] == [*shape]]  # type: ignore[misc]
+        if not found and node.users:
+            self.fail(
+                node,
+                f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "  # type: ignore[arg-type]
+                f"bucket {index} ({bucket.label()}); the layout in fingerprint.json has the places",
+            )
+
+    def release(self, node: fx.Node) -> None:
+        buffers = self.roots[node.args[0]]  # type: ignore[index]
+        if len(buffers) != 1 or buffers[0].kind is not Kind.GATHERED:
+            self.fail(node, f"{node.name} releases {node.args[0]}, which is no gathered bucket")
+        buffer = buffers[0]
+        if slot_of(node) != buffer.slot:
+            self.fail(
+                node,
+                f"{node.name} gives back slot {slot_of(node)}, but {self.label(buffer)} lies in "
+                f"slot {buffer.slot}",
+            )
+        buffer.released = buffer.released or node
+
+    # -- what leaves the graph ----------------------------------------------------------------------
+    def _results(self, output: fx.Node) -> None:
+        specs = self.program.outputs[self.name]
+        position = 0
+        for spec, result in zip(specs, output.args[0], strict=True):  # type: ignore[arg-type]
+            if isinstance(result, fx.Node):
+                if spec.role is Role.SAVED:
+                    self._saved(result, position)
+                elif any(b.kind is Kind.GATHERED and b.slot >= 0 for b in self.roots[result]):
+                    self.fail(result, f"{spec.role.value} {spec.name} lies in a slot; clone it")
+            position += spec.role is Role.SAVED
+
+    def _saved(self, result: fx.Node, position: int) -> None:
+        for buffer in self.roots[result]:
+            what = self.content(result, buffer)
+            if buffer.kind is Kind.GATHERED and result.target is ops.wait and buffer.slot == -1:
+                self.crossing.kept[position] = buffer.bucket
+            elif buffer.kind is Kind.GATHERED and buffer.slot >= 0:
+                self.fail(
+                    result,
+                    f"saves {what} for backward, but it lies in slot {buffer.slot}, which the next "
+                    "call overwrites; gather with slot=-1, or again in backward",
+                )
+            elif buffer.kind in _PARAMETERS:
+                self.fail(
+                    result,
+                    f"saves {name_of(result)} for backward, a view of {what}; gather the "
+                    "parameter again in backward",
+                )
+            elif buffer.kind is Kind.STATE:
+                self.fail(
+                    result,
+                    f"saves {name_of(buffer.made)} for backward, which is updated after forward; "
+                    "save a clone",
+                )
+
+
+_MEANT = {
+    Kind.PACKED: "a gradient buffer is for pack and reduce only",
+    Kind.REDUCED: "a reduced slice is for store_grad only",
+}
+_READERS: dict[Kind, frozenset[Any]] = {
+    Kind.PACKED: frozenset({ops.pack, *ops.REDUCES}),
+    Kind.REDUCED: frozenset({ops.store_grad}),
+}
+
+HANDLERS: dict[Any, Callable[[Order, fx.Node], None]] = {
+    ops.all_gather: Order.gather,
+    ops.refresh: Order.gather,
+    ops.resident: Order.gather,
+    ops.wait: Order.wait,
+    ops.param_view: Order.view,
+    ops.release: Order.release,
+}
+"""What each zerofx op does to the buffers; verify_gradients adds its own."""
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(value(node), Tensor)

@@ -1,0 +1,277 @@
+"""Value numbering: every value of a program gets a digest of its whole expression.
+
+Two programs compute the same exactly if their outputs have the same digests. What zerofx adds is
+erased: launch, wait and sync are identities, a view of a bucket at the layout's offset is the
+parameter, what was packed, reduced and stored are the gradients, a saved value is the forward
+value it came from. A recomputed node has the digest of the first one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.ir import ops
+from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program, Reference
+from zerofx.runtime.layout import Bucket
+
+SHORT = 6  # characters of a digest kept to tell values apart within one program
+
+
+@dataclass
+class Packed:
+    """A gradient buffer: which digest was packed where."""
+
+    bucket: int
+    contents: dict[int, tuple[str, fx.Node]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a program: its digest, and the node that makes it."""
+
+    digest: str
+    graph: str
+    node: fx.Node
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def label_of(role: Role, name: str, index: int = -1) -> str:
+    """Name an output of a program, uniquely: `output 1 (loss)`, `grad wte.weight`."""
+    return f"{role.value} {index} ({name})" if index >= 0 else f"{role.value} {name}"
+
+
+class Numbering:
+    """The digests of one program's values.
+
+    of: node -> digest; a list of digests for `sync_buffers`, a `Packed` for gradient buffers.
+    outputs: label -> Output, over all graphs, saved values left out.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.of: dict[fx.Node, Any] = {}
+        self.outputs: dict[str, Output] = {}
+        self._draws: dict[Phase, int] = {}
+        self._saved: list[Any] = []
+        for name in (JOINT, FORWARD, BACKWARD):
+            if name in program.graphs:
+                self._graph(name)
+
+    def _graph(self, name: str) -> None:
+        for node in self.program.graph(name).nodes:
+            if node.op == "placeholder":
+                self.of[node] = self._leaf(info(node))
+            elif node.op == "get_attr":
+                self.of[node] = _constant(self.program.graphs[name], node)
+            elif node.op == "call_function":
+                erase = _ERASED.get(node.target)
+                self.of[node] = erase(self, node) if erase else self._expression(node)
+                if node.target is ops.store_grad:
+                    self._gradients(name, node)
+        for spec, result in zip(
+            self.program.outputs[name], self.program.results(name), strict=True
+        ):
+            if isinstance(result, fx.Node):
+                self._result(name, spec, result)
+
+    def _leaf(self, where: Info) -> Any:
+        if where.role is Role.SAVED:
+            is_known = 0 <= where.index < len(self._saved)
+            return self._saved[where.index] if is_known else digest(f"saved {where.index}")
+        if where.role is Role.SHARD:
+            return ("bucket", where.index)
+        assert where.role is not None, f"placeholder {where.name} has no role"
+        return _leaf_digest(where.role, where.name, where.index)
+
+    def _expression(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            source = self.of[node.args[0]]
+            if isinstance(source, list):
+                return source[node.args[1]]
+            return digest(f"item {source} {node.args[1]}")
+        where = info(node)
+        text = f"{_callee(node.target)}({self._arguments(node)})"
+        if where.is_random:
+            # two draws differ though their expressions are equal: the how-manieth draw tells
+            draw = self._draws[where.phase] = self._draws.get(where.phase, 0) + 1
+            text += f" {where.phase.value} draw {draw}"
+        return digest(text)
+
+    def _arguments(self, node: fx.Node) -> str:
+        named = dict(node.kwargs)
+        formal = _formal(node.target)
+        if formal is None:
+            rest = [f"{k}={self._text(v)}" for k, v in sorted(named.items())]
+            return ",".join([*(self._text(a) for a in node.args), *rest])
+        texts = [self._text(a) for a in node.args]
+        for argument, default in formal[len(texts) :]:
+            texts.append(self._text(named[argument]) if argument in named else default)
+        return ",".join(texts)
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return str(self.of[argument])
+        if isinstance(argument, (list, tuple)):
+            return f"[{','.join(self._text(a) for a in argument)}]"
+        return _plain(argument)
+
+    def _result(self, graph: str, spec: OutputInfo, result: fx.Node) -> None:
+        made = self.of[result]
+        if spec.role is Role.SAVED:
+            source = result
+            if result.target is torch.ops.aten.clone.default:
+                source = result.args[0]  # type: ignore[assignment]
+            # a copy of what forward was given is that: it only keeps it from being overwritten
+            self._saved.append(self.of[source] if source.op == "placeholder" else made)
+        elif spec.role is not Role.SHARD_GRAD:
+            label = label_of(spec.role, spec.name, spec.index)
+            self.outputs[label] = Output(str(made), graph, result)
+
+    def _gradients(self, graph: str, node: fx.Node) -> None:
+        packed = self.of[node]
+        layout = self.program.layout
+        assert layout is not None
+        if not isinstance(packed, Packed):
+            return
+        names = _places(layout.buckets[packed.bucket])
+        for offset, (made, where) in packed.contents.items():
+            label = label_of(Role.GRAD, names.get(offset, f"bucket {packed.bucket}+{offset}"))
+            self.outputs[label] = Output(made, graph, where)
+
+    # -- the zerofx ops, erased ---------------------------------------------------------------
+    def _same(self, node: fx.Node) -> Any:
+        return self.of[node.args[0]]
+
+    def _bucket(self, node: fx.Node) -> Any:
+        return ("bucket", node.args[1])
+
+    def _nothing(self, node: fx.Node) -> Any:
+        return digest("nothing")
+
+    def _view(self, node: fx.Node) -> Any:
+        full, offset, shape = node.args
+        source = self.of[full]
+        layout = self.program.layout
+        if isinstance(source, tuple) and layout is not None:
+            for param in layout.buckets[source[1]].params:
+                if param.offset == offset and list(param.shape) == list(shape):
+                    return _leaf_digest(Role.PARAM, param.name)
+        return digest(f"view {source} {offset} {list(shape)}")
+
+    def _buffer(self, node: fx.Node) -> Any:
+        return Packed(node.args[1])  # type: ignore[arg-type]
+
+    def _pack(self, node: fx.Node) -> Any:
+        packed, (grads, offsets) = self.of[node.args[0]], node.args[1:]
+        assert isinstance(packed, Packed), f"{node} packs into what is no gradient buffer"
+        for grad, offset in zip(grads, offsets, strict=True):
+            packed.contents[offset] = (str(self.of[grad]), node)
+        return packed
+
+    def _reduce(self, node: fx.Node) -> Any:
+        packed = self.of[node.args[0]]
+        assert isinstance(packed, Packed), f"{node} reduces what is no gradient buffer"
+        return Packed(packed.bucket, dict(packed.contents))
+
+    def _sync(self, node: fx.Node) -> Any:
+        return [self.of[v] for v in node.args[0]]
+
+
+_ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
+    ops.all_gather: Numbering._bucket,
+    ops.refresh: Numbering._bucket,
+    ops.resident: Numbering._bucket,
+    ops.wait: Numbering._same,
+    ops.param_view: Numbering._view,
+    ops.release: Numbering._nothing,
+    ops.grad_buffer: Numbering._buffer,
+    ops.pack: Numbering._pack,
+    ops.reduce_scatter: Numbering._reduce,
+    ops.all_reduce: Numbering._reduce,
+    ops.store_grad: Numbering._same,
+    ops.sync_buffers: Numbering._sync,
+}
+
+
+def _leaf_digest(role: Role, name: str, index: int = -1) -> str:
+    return digest(f"{role.value} {index if index >= 0 else name}")
+
+
+def _places(bucket: Bucket) -> dict[int, str]:
+    return {p.offset: p.name for p in bucket.params}
+
+
+@functools.cache
+def _callee(target: Any) -> str:
+    if isinstance(target, compat.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+@functools.cache
+def _formal(target: Any) -> list[tuple[str, str]] | None:
+    """Return (name, default as text) of an op's arguments, None where it has no schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return [(a.name, _plain(a.default_value)) for a in schema.arguments]
+
+
+def _plain(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        return f"[{','.join(_plain(a) for a in argument)}]"
+    return repr(argument)
+
+
+def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
+    """Return the digest of a constant of the graph: its bytes, where it has any."""
+    held = functools.reduce(getattr, str(node.target).split("."), gm)
+    made = value(node)
+    text = f"constant {node.target} {getattr(made, 'dtype', '')} {list(getattr(made, 'shape', []))}"
+    if type(held) is torch.Tensor:
+        text = f"constant {held.dtype} {held.tolist()}"
+    return digest(text)
+
+
+def take_reference(program: Program) -> Reference:
+    """Return what a program computes, for later programs to be compared with."""
+    numbering = Numbering(program)
+    values = (v[:SHORT] for v in numbering.of.values() if isinstance(v, str))
+    return Reference(
+        outputs={label: made.digest for label, made in numbering.outputs.items()},
+        values=frozenset(values),
+    )
+
+
+def take_signature(program: Program) -> str:
+    """Return the digest of a call: its inputs, parameters, buffers, and what is computed of them.
+
+    Programs of one signature and layout can stand for each other, whatever their plans.
+    """
+    assert program.reference is not None
+    inputs = [
+        (info(n).role, info(n).name, info(n).index, _spec(value(n)))
+        for n in program.placeholders(JOINT if JOINT in program.graphs else FORWARD)
+        if info(n).role in (Role.INPUT, Role.BUFFER)
+    ]
+    params = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in program.params.values()]
+    return digest(
+        repr((program.is_training, inputs, params, sorted(program.reference.outputs.items())))
+    )
+
+
+def _spec(val: Any) -> tuple[Any, ...]:
+    return str(val.dtype), tuple(val.shape), tuple(val.stride()), val.device.type

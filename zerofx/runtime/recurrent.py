@@ -1,0 +1,123 @@
+"""One layer of an LSTM, GRU or RNN as a single op, with its backward.
+
+Traced step by step, a recurrent layer is some thirty nodes for each time step and direction: two
+layers over 512 steps take minutes to capture and to compile. As an op it is torch's own kernel
+(oneDNN, cuDNN), bit for bit what eager runs. Its backward runs the forward once more, so that
+nothing but the inputs is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODES: dict[str, Callable[..., Any]] = {
+    "lstm": torch.lstm,
+    "gru": torch.gru,
+    "rnn_tanh": torch.rnn_tanh,
+    "rnn_relu": torch.rnn_relu,
+}
+
+_LIB = torch.library.Library("zerofx_nn", "DEF")
+_LIB.define(
+    "recurrent(Tensor input, Tensor[] hidden, Tensor[] weights, str mode, bool has_biases, "
+    "bool is_bidirectional) -> (Tensor, Tensor, Tensor)"
+)
+_LIB.define(
+    "recurrent_backward(Tensor[] grads, Tensor input, Tensor[] hidden, Tensor[] weights, str mode, "
+    "bool has_biases, bool is_bidirectional) -> Tensor[]"
+)
+
+
+def _forward(
+    input: Tensor,
+    hidden: list[Tensor],
+    weights: list[Tensor],
+    mode: str,
+    has_biases: bool,
+    is_bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one layer over a sequence.
+
+    Shapes: input [T, B, F]; hidden (h [D, B, P], and c [D, B, H] for an LSTM); the result is
+        (output [T, B, D*P], h, c), c empty where there is none. T steps, batch B, F features,
+        D directions, H cells, P = H or the projection's size.
+    """
+    state = (hidden,) if mode == "lstm" else tuple(hidden)
+    is_training = torch.is_grad_enabled()  # cuDNN keeps what its backward needs only if so
+    output, h, *c = MODES[mode](
+        input, *state, weights, has_biases, 1, 0.0, is_training, is_bidirectional, False
+    )
+    return output, h, c[0] if c else input.new_empty(0)
+
+
+def _forward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.no_grad():
+        return _forward(*args)
+
+
+def _backward_op(
+    grads: list[Tensor], input: Tensor, hidden: list[Tensor], weights: list[Tensor], *how: Any
+) -> list[Tensor]:
+    """Return the gradients of (input, *hidden, *weights)."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (input, *hidden, *weights)]
+        split = 1 + len(hidden)
+        results = _forward(leaves[0], leaves[1:split], leaves[split:], *how)
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+        return list(torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs]))
+
+
+def _forward_shapes(
+    input: Tensor,
+    hidden: list[Tensor],
+    weights: list[Tensor],
+    mode: str,
+    has_biases: bool,
+    is_bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps, batch, _ = input.shape
+    directions, _, width = hidden[0].shape
+    output = input.new_empty(steps, batch, directions * width)
+    c = torch.empty_like(hidden[1]) if mode == "lstm" else input.new_empty(0)
+    return output, torch.empty_like(hidden[0]), c
+
+
+def _backward_shapes(
+    grads: list[Tensor], input: Tensor, hidden: list[Tensor], weights: list[Tensor], *how: Any
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (input, *hidden, *weights)]
+
+
+_LIB.impl("recurrent", _forward_op, "CompositeExplicitAutograd")
+_LIB.impl("recurrent_backward", _backward_op, "CompositeExplicitAutograd")
+torch.library.register_fake("zerofx_nn::recurrent", _forward_shapes, lib=_LIB)
+torch.library.register_fake("zerofx_nn::recurrent_backward", _backward_shapes, lib=_LIB)
+
+recurrent = torch.ops.zerofx_nn.recurrent.default
+recurrent_backward = torch.ops.zerofx_nn.recurrent_backward.default
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, hidden, weights, *ctx.how = inputs
+    ctx.num_hidden = len(hidden)
+    ctx.save_for_backward(input, *hidden, *weights)
+    ctx.likes = [(tuple(t.shape), t.dtype, t.device) for t in output]
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    input, *rest = ctx.saved_tensors
+    hidden, weights = rest[: ctx.num_hidden], rest[ctx.num_hidden :]
+    full = [
+        torch.zeros(shape, dtype=dtype, device=device) if g is None else g
+        for g, (shape, dtype, device) in zip(grads, ctx.likes, strict=True)
+    ]
+    found = recurrent_backward(full, input, hidden, weights, *ctx.how)
+    split = 1 + ctx.num_hidden
+    return found[0], found[1:split], found[split:], None, None, None
+
+
+torch.library.register_autograd("zerofx_nn::recurrent", _backward, setup_context=_setup, lib=_LIB)
