@@ -122,9 +122,9 @@ COLUMNS = [
     Column("peer_ratio", "cold / torch.compile", "{:.2f}"),
     Column("warm_s", "warm start s", "{:.1f}"),
     Column("warm_ratio", "warm / cold", "{:.2f}"),
-    Column("compiled", "regions compiled, cold", "{:d}"),
-    Column("compiled_warm", "warm", "{:d}"),
-    Column("paper_per_layer_s", "capture, passes, emission: s / layer", "{:.2f}"),
+    Column("compiled", "compiled, cold", "{:d}"),
+    Column("compiled_warm", "compiled, warm", "{:d}"),
+    Column("paper_per_layer_s", "capture to emission, s / layer", "{:.2f}"),
 ]
 
 

@@ -21,7 +21,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One model of the tests.
+    """One model of the tests, by name.
 
     build: returns the module; run under a fixed seed.
     draw: returns (args, kwargs) of one micro-batch from a seeded generator.
@@ -198,7 +198,7 @@ def _draw_stage(generator: torch.Generator) -> Batch:
     return (x, torch.randn(3, 12, generator=generator)), {}
 
 
-# -- unmodified transformers models, from small configs ---------------------------------------------
+# -- unmodified transformers models, from small configs -------------------------------------------
 _SMALL = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
 }  # fmt: skip
@@ -208,6 +208,7 @@ def _hf(model: str, config: str, **fields: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
+        transformers.logging.set_verbosity_error()
         made = getattr(transformers, config)(**fields)
         return getattr(transformers, model)(made)
 

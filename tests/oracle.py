@@ -2,8 +2,8 @@
 
 It interprets the fx graphs of a Program, at any stage of the pipeline, with real tensors and one to
 a few simulated ranks in lock step, and shares no code with the verifier or the runtime. Memory that
-holds nothing (released, or not landed yet) is NaN; slots share bytes; transfers land early or late
-(`Delivery`). A program is wrong if any rank's result differs, or if it hangs or raises.
+holds nothing (released, or not landed yet) is NaN; a slot has one tenant; transfers land early or
+late (`Delivery`). A program is wrong if any rank's result differs, or if it hangs or raises.
 
     outcomes = execute([program] * 2, state)              # one Outcome a rank
     assert not differences(expected, outcomes)
@@ -181,7 +181,7 @@ def has_garbage(outcomes: Sequence[Outcome]) -> bool:
     return any(v.is_floating_point() and bool(v.isnan().any()) for v in values)
 
 
-# -- making a state ---------------------------------------------------------------------------------
+# -- making a state -------------------------------------------------------------------------------
 def make_tangents(program: Program, seed: int) -> dict[int, Tensor]:
     """Return random incoming gradients, in the shapes and strides that backward takes."""
     generator = torch.Generator().manual_seed(seed)

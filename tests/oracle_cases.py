@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-
+import torch
 from models import CASES
 from oracle import Outcome, State, execute, make_tangents
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerofx
 from zerofx.capture import trees
@@ -39,11 +39,19 @@ def make_state(case: str, world_size: int) -> State:
         inputs.append({i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)})
     return State(
         params={name: p.detach() for name, p in model.named_parameters()},
-        buffers=dict(model.named_buffers()),
+        buffers=_buffers(model),
         inputs=inputs,
         tangents=[make_tangents(program, 100 + rank) for rank in range(world_size)],
         seeds=[200 + rank for rank in range(world_size)],
     )
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers, each counter at another value, so that none passes for another."""
+    return {
+        name: torch.full_like(b, 3 + i) if b.dtype is torch.int64 and b.dim() == 0 else b
+        for i, (name, b) in enumerate(model.named_buffers())
+    }
 
 
 @cache

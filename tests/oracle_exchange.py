@@ -24,10 +24,14 @@ class Delivery(Enum):
 
 @dataclass
 class Transfer:
-    """One rank's part in one collective."""
+    """One rank's part in one collective: what a launch returns, and only a wait can read.
+
+    dest: what the wait returns. land: writes it, given what every rank sent.
+    """
 
     number: int
     signature: tuple
+    dest: Tensor | None
     sources: list[Tensor]
     land: Callable[[list[list[Tensor]]], None]
     sent: list[Tensor] | None = None
@@ -54,6 +58,7 @@ class Exchange:
         self,
         rank: int,
         signature: tuple,
+        dest: Tensor | None,
         sources: list[Tensor],
         land: Callable[[list[list[Tensor]]], None],
     ) -> Transfer:
@@ -62,7 +67,7 @@ class Exchange:
         Raises:
             OracleError: another rank's collective of this number is a different one.
         """
-        transfer = Transfer(len(self.posted[rank]), signature, sources, land)
+        transfer = Transfer(len(self.posted[rank]), signature, dest, sources, land)
         for other, launched in enumerate(self.posted):
             if len(launched) > transfer.number:
                 theirs = launched[transfer.number].signature
@@ -99,6 +104,12 @@ class Exchange:
         for transfer in pending:
             transfer.send()
         return bool(pending)
+
+    def check_landed(self, rank: int) -> None:
+        """Refuse the end of a call while something is in flight: its memory is reused by then."""
+        for transfer in self.posted[rank]:
+            if not transfer.has_landed:
+                raise OracleError(f"{transfer.signature} is still in flight at the end of its call")
 
     def check_finished(self) -> None:
         """Refuse an end at which some rank still misses a partner for its collective."""

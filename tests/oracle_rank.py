@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_sum
-from oracle_memory import Memory, OracleError, poison
+from oracle_memory import Memory, OracleError
 from torch import Tensor, fx
 
 from zerofx.ir.meta import OutputInfo, Role, info
@@ -38,8 +38,7 @@ class Rank:
         self.full_grads: dict[str, Tensor] = {}
         self.packed: dict[int, set[str]] = {}
         self._random = torch.Generator().manual_seed(state.seeds[rank]).get_state()
-        self._flights: dict[int, tuple[Tensor, Transfer]] = {}  # id of a launched tensor
-        self._reducing: dict[int, int] = {}  # id of a reduction's tensor -> bucket, until stored
+        self._reducing: dict[int, int] = {}  # address of a reduction's result -> bucket
         self._filling: dict[int, tuple[int, set[str]]] = {}  # address of a gradient buffer
         if self.layout is not None:
             self._cut_shards()
@@ -119,7 +118,7 @@ class Rank:
     def _finish_call(self, results: list[tuple[OutputInfo, Any]]) -> None:
         """Hand out results; write updates in place; forget what does not outlive the call."""
         self.exchange.send_pending(self.rank)
-        self._flights.clear()
+        self.exchange.check_landed(self.rank)
         self._reducing.clear()
         self.saved = [v for spec, v in results if spec.role is Role.SAVED]
         for spec, value in results:
@@ -147,12 +146,11 @@ class Rank:
         return (yield from body(**given))
 
     def _launch(self, dest: Tensor, signature: tuple, sources: list[Tensor], land: Any) -> Blocking:
-        transfer = self.exchange.post(self.rank, signature, sources, land)
-        self._flights[id(dest)] = (dest, transfer)
+        transfer = self.exchange.post(self.rank, signature, dest, sources, land)
         if self.delivery is Delivery.EARLY:
             yield from self._until_ready(transfer)
             self.exchange.land(transfer)
-        return dest
+        return transfer
 
     def _until_ready(self, transfer: Transfer) -> Blocking:
         while not self.exchange.is_ready(transfer):
@@ -169,9 +167,12 @@ class Rank:
             raise OracleError(f"{kind} of bucket {bucket} is given something else than its shard")
         group = self.group
         signature = (kind, bucket, dest.numel(), dest.dtype)
-        return self._launch(
-            dest, signature, [shard], lambda parts: dest.copy_(concatenation(parts, group))
-        )
+
+        def land(parts: list[list[Tensor]]) -> None:
+            self.memory.own(dest)
+            dest.copy_(concatenation(parts, group))
+
+        return self._launch(dest, signature, [shard], land)
 
     def _all_gather(self, shard: Tensor, bucket: int, numel: int, slot: int) -> Blocking:
         b = self._bucket(bucket, numel)
@@ -188,14 +189,13 @@ class Rank:
         yield from ()
         return self.memory.resident_copy(bucket, b.numel, b.dtype)
 
-    def _wait(self, launched: Tensor) -> Blocking:
-        if id(launched) not in self._flights:
+    def _wait(self, launched: Transfer) -> Blocking:
+        if not isinstance(launched, Transfer):
             raise OracleError("a wait for something that was not launched")
-        _, transfer = self._flights[id(launched)]
-        transfer.send()
-        yield from self._until_ready(transfer)
-        self.exchange.land(transfer)
-        return launched
+        launched.send()
+        yield from self._until_ready(launched)
+        self.exchange.land(launched)
+        return launched.dest
 
     def _param_view(self, full: Tensor, offset: int, shape: list[int]) -> Blocking:
         yield from ()
@@ -206,11 +206,7 @@ class Rank:
 
     def _release(self, full: Tensor, slot: int) -> Blocking:
         yield from ()
-        if slot >= 0:
-            if slot >= len(self.memory.slots):
-                raise OracleError(f"a release of slot {slot} of {len(self.memory.slots)}")
-            poison(self.memory.slots[slot])
-        poison(full)
+        self.memory.release(full, slot)
 
     def _grad_buffer(
         self, like: Tensor, bucket: int, numel: int, zero: bool, slot: int
@@ -231,6 +227,7 @@ class Rank:
             raise OracleError("a pack into something that is no gradient buffer")
         bucket, names = self._filling[buffer.data_ptr()]
         members = {p.offset: p for p in self.layout.buckets[bucket].params}
+        self.memory.own(buffer)
         for grad, offset in zip(grads, offsets, strict=True):
             if offset not in members or members[offset].shape != tuple(grad.shape):
                 raise OracleError(f"bucket {bucket} has no such parameter at {offset}")
@@ -253,7 +250,7 @@ class Rank:
         def land(parts: list[list[Tensor]]) -> None:
             dest.copy_(scaled_sum([p[0][first : first + numel] for p in parts], scale))
 
-        self._reducing[id(dest)] = bucket
+        self._reducing[dest.data_ptr()] = bucket
         self.packed[bucket] = self._filling[packed.data_ptr()][1]
         return (yield from self._launch(dest, signature, [packed], land))
 
@@ -265,7 +262,7 @@ class Rank:
 
     def _store_grad(self, reduced: Tensor, bucket: int) -> Blocking:
         yield from ()
-        if self._reducing.pop(id(reduced), None) != bucket:
+        if self._reducing.pop(reduced.data_ptr(), None) != bucket:
             raise OracleError(f"a gradient stored as bucket {bucket}'s was not reduced as its")
         before = self.memory.grads.get(bucket)
         self.memory.grads[bucket] = reduced.clone() if before is None else before + reduced
@@ -275,7 +272,7 @@ class Rank:
         received: list[Tensor] = []
         signature = ("sync-buffers", *(tuple(v.shape) for v in values))
         transfer = self.exchange.post(
-            self.rank, signature, values, lambda parts: received.extend(parts[0])
+            self.rank, signature, None, values, lambda parts: received.extend(parts[0])
         )
         transfer.send()
         yield from self._until_ready(transfer)

@@ -150,7 +150,7 @@ def _raise_failures(
     errors = {r: a[1] for r, a in answers.items() if a[0] == "error"}
     text = "\n".join(f"rank {r} of {world_size}:\n{t}" for r, (_, t) in sorted(errors.items()))
     if errors:
-        order = sorted(errors, key=lambda r: type(errors[r][0]).__name__ == "DesyncError")
+        order = sorted(errors, key=lambda r: _is_echo(errors[r][0]))
         raise errors[order[0]][0] from RemoteTraceback(text)
     dead = {r: a[1].exitcode for r, a in answers.items() if a[0] == "died"}
     if dead:
@@ -158,6 +158,11 @@ def _raise_failures(
     absent = sorted(set(range(world_size)) - set(answers))
     if absent:
         raise TimeoutError(f"{function}: ranks {absent} of {world_size} ran over {timeout_s} s")
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Return whether `error` is what a rank sees when another one has failed."""
+    return type(error).__name__ == "DesyncError" or "gloo/transport" in str(error)
 
 
 def _serve(
@@ -189,7 +194,11 @@ def _job(function: str, args: tuple, store: str, rank: int, size: int) -> Any:
     body = getattr(importlib.import_module(module), name)
     environment = dict(os.environ)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    meeting = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
+    # A rank that ended before another has connected to it would break that one's connections.
+    meeting.set(f"ready/{rank}", "")
+    meeting.wait([f"ready/{other}" for other in range(size)])
     torch.manual_seed(0)
     try:
         return body(*args)

@@ -173,10 +173,21 @@ def test_options_are_fields_with_types():
     )
 
 
-def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--steps", "3"], "--steps 3 is too few; give at least 4"),
+        (["--heads", "5"], "width 128 is not a multiple of heads 5"),
+        (["--stage", "4"], "stage"),
+        (["--kernels", "indctor"], "inductor"),
+    ],
+)
+def test_a_mistake_shows_before_any_rank_starts(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit):
-        parse(["--steps", "3"])
-    assert "--steps 3 is too few; give at least 4" in capsys.readouterr().err
+        parse(argv)
+    assert message in capsys.readouterr().err
 
 
 # -- measuring --------------------------------------------------------------------------------

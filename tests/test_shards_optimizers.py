@@ -17,19 +17,19 @@ from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "SGD": dict(lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "Adam": dict(lr=0.1, amsgrad=True, weight_decay=0.1),
-    "AdamW": dict(lr=0.1),
-    "NAdam": dict(lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
-    "RAdam": dict(lr=0.1),
-    "Adamax": dict(lr=0.1),
-    "Adadelta": dict(lr=1.0),
-    "Adagrad": dict(lr=0.1, initial_accumulator_value=0.5),
-    "RMSprop": dict(lr=0.1, momentum=0.9, centered=True),
-    "ASGD": dict(lr=0.1, t0=1),
-    "Rprop": dict(lr=0.1),
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    "Adam": {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.1},
+    "NAdam": {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"lr": 0.1},
+    "Adamax": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.5},
+    "RMSprop": {"lr": 0.1, "momentum": 0.9, "centered": True},
+    "ASGD": {"lr": 0.1, "t0": 1},
+    "Rprop": {"lr": 0.1},
 }
-FORMS = [dict(foreach=False), dict(foreach=True), dict(fused=True)]
+FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 CASES = [(n, f) for n in OPTIONS for f in FORMS if "fused" not in f or n in FUSED]
 
@@ -132,7 +132,7 @@ def test_an_unknown_optimizer_is_refused_by_what_it_does() -> None:
         optimizer = Vectors(model.parameters(), {})
         check_optimizer(optimizer)
         deliver(store, gradients(model, 0))
-        with pytest.raises(ShardError, match="0.weight: mean needs the whole tensor.*Vectors"):
+        with pytest.raises(ShardError, match=r"0.weight: mean needs the whole tensor.*Vectors"):
             optimizer.step()
 
     on_ranks(2, body)

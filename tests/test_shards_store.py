@@ -1,4 +1,4 @@
-"""The store: rank 0's values in flat shards, gradients that the user may hold, repaired bindings."""
+"""The store: rank 0's values in flat shards, gradients that users may hold, repaired bindings."""
 
 from __future__ import annotations
 
@@ -117,128 +117,11 @@ def test_what_cannot_be_laid_out_is_named() -> None:
         build(model, world)
 
     def twice(model: nn.Module, store: ShardStore, world: World) -> None:
-        with pytest.raises(ShardError, match="0.weight belongs to a compiled model already"):
+        with pytest.raises(ShardError, match=r"0.weight belongs to a compiled model already"):
             ShardStore.build(model, store.layout, world)
 
     on_ranks(2, twice)
     on_ranks(1, twice)
-
-
-# -- gradients ---------------------------------------------------------------------------------
-
-
-def expect_grads(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
-    for name, p in model.named_parameters():
-        want = expected[name]
-        if want is None:
-            assert p.grad is None, name
-        else:
-            torch.testing.assert_close(whole(p.grad), want, rtol=0, atol=0, msg=name)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-class TestGradients:
-    def test_accumulate_until_cleared_and_reuse_memory(self, size: int) -> None:
-        def body(model: nn.Module, store: ShardStore, world: World) -> None:
-            first, second = gradients(model, 0), gradients(model, 1)
-            deliver(store, first)
-            expect_grads(model, dict(first))
-            shown = [p.grad for p in model.parameters()]
-            deliver(store, second)
-            expect_grads(model, {k: first[k] + second[k] for k in first})
-            assert all(a is p.grad for a, p in zip(shown, model.parameters(), strict=True))
-            flats = [store.grad_target(b.index)[0].data_ptr() for b in store.layout.buckets]
-            del shown
-            model.zero_grad()
-            deliver(store, second)
-            expect_grads(model, dict(second))
-            model.zero_grad(set_to_none=False)
-            deliver(store, first)
-            expect_grads(model, dict(first))
-            targets = [store.grad_target(b.index) for b in store.layout.buckets]
-            assert [t.data_ptr() for t, _ in targets] == flats and all(add for _, add in targets)
-
-        on_ranks(size, body)
-
-    @pytest.mark.parametrize("hold", ["object", "alias", "view", "storage", "local"])
-    def test_what_the_user_holds_is_not_overwritten(self, size: int, hold: str) -> None:
-        holds: dict[str, Any] = {
-            "object": lambda g: g,
-            "alias": lambda g: g.detach(),
-            "view": lambda g: (g.to_local() if hasattr(g, "to_local") else g.view(-1))[1:],
-            "storage": lambda g: local(g).untyped_storage(),
-            "local": lambda g: local(g),
-        }
-
-        def local(grad: Any) -> Tensor:
-            return grad.to_local() if hasattr(grad, "to_local") else grad
-
-        def read(held: Any) -> Tensor:
-            if not isinstance(held, Tensor):
-                held = torch.tensor([], dtype=torch.float32).set_(held)
-            return whole(held) if hasattr(held, "full_tensor") else held.clone()
-
-        def body(model: nn.Module, store: ShardStore, world: World) -> None:
-            first, second = gradients(model, 0), gradients(model, 1)
-            deliver(store, first)
-            held = holds[hold](model[0].weight.grad)
-            before = read(held)
-            model.zero_grad()
-            for _ in range(2):
-                deliver(store, second)
-                expect_grads(model, dict(second))
-                assert torch.equal(read(held), before)
-                model.zero_grad()
-
-        on_ranks(size, body)
-
-    def test_some_set_some_not(self, size: int) -> None:
-        def body(model: nn.Module, store: ShardStore, world: World) -> None:
-            first, second = gradients(model, 0), gradients(model, 1)
-            deliver(store, first)
-            kept = model[0].weight.grad  # held, cleared below: must keep its values
-            model[0].weight.grad = None
-            model[1].bias.grad = None
-            deliver(store, second)
-            cleared = ("0.weight", "1.bias")
-            expect_grads(
-                model, {k: second[k] + (0 if k in cleared else first[k]) for k in first}
-            )
-            assert torch.equal(whole(kept), first["0.weight"])
-
-        on_ranks(size, body)
-
-    def test_the_users_own_gradient_is_added_to(self, size: int) -> None:
-        def body(model: nn.Module, store: ShardStore, world: World) -> None:
-            first, second = gradients(model, 0), gradients(model, 1)
-            deliver(store, first)
-            old = model[0].bias.grad
-            model[0].bias.grad = old * 0.5
-            mine = model[0].bias.grad
-            model[1].weight.grad = torch.ones_like(model[1].weight)
-            deliver(store, second)
-            expected = {k: first[k] + second[k] for k in first}
-            expected["0.bias"] = first["0.bias"] * 0.5 + second["0.bias"]
-            expected["1.weight"] = 1 + second["1.weight"]
-            expect_grads(model, dict(expected))
-            assert torch.equal(whole(old), first["0.bias"])
-            assert torch.equal(whole(mine), first["0.bias"] * 0.5)
-
-        on_ranks(size, body)
-
-    def test_frozen_and_unused_parameters_get_none(self, size: int) -> None:
-        def body(model: nn.Module, store: ShardStore, world: World) -> None:
-            full = gradients(model, 0)
-            model[1].weight.requires_grad_(False)
-            used = [n for n in full if n not in ("0.bias", "1.weight")]
-            deliver(store, full, used)
-            expect_grads(model, {n: full[n] if n in used else None for n in full})
-            more = gradients(model, 1)
-            model[1].weight.requires_grad_(True)
-            deliver(store, more)  # another program uses them all
-            expect_grads(model, {n: more[n] + (full[n] if n in used else 0) for n in full})
-
-        on_ranks(size, body)
 
 
 # -- bindings ----------------------------------------------------------------------------------
@@ -290,7 +173,7 @@ class TestBindings:
                 return
             with torch.no_grad():
                 carrier.set_(torch.zeros(3))
-            with pytest.raises(ShardError, match="0.weight: its storage was replaced by 3 elem"):
+            with pytest.raises(ShardError, match=r"0.weight: its storage was replaced by 3 elem"):
                 store.check_bindings()
 
         on_ranks(size, body)
@@ -340,3 +223,33 @@ def test_a_copy_of_the_model_can_be_averaged_into() -> None:
     expected = {k: torch.lerp(v, v * 3, 0.25) for k, v in wholes(base).items()}
     for got in run_ranks(2, rank):
         assert all(torch.equal(got[k], v) for k, v in expected.items())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_copy_is_independent(size: int) -> None:
+    def rank(world: World) -> None:
+        model: Any = copy.deepcopy(base)
+        store = build(model, world)
+        model.scale.decay = False
+        blank = {
+            id(p): nn.Parameter(torch.empty(p.shape, device="meta")) for p in store.params.values()
+        }
+        twin = copy.deepcopy(model, blank)
+        their_store = ShardStore.copy_of(store, twin)
+        before = wholes(model)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.add_(1)
+        assert their_store.poll_writes() > 0
+        assert all(torch.equal(v, before[n]) for n, v in wholes(model).items())
+        assert all(torch.equal(v, before[n] + 1) for n, v in wholes(twin).items())
+        assert twin.head.weight is twin.embed.weight and twin.scale.decay is False
+        assert [id(w) for w in twin.rnn._flat_weights] == [id(p) for p in twin.rnn.parameters()]
+        assert their_store.requires_grad_key() == store.requires_grad_key()
+        their_store.check_bindings()
+        deliver(their_store, gradients(twin, 0))
+        assert model.scale.grad is None and twin.scale.grad is not None
+
+    torch.manual_seed(0)
+    base = Tied()
+    run_ranks(size, rank)

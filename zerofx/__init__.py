@@ -40,6 +40,7 @@ __all__ = sorted([*_HOME, "capture"])
 
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
+        importlib.import_module("zerofx.reports")  # gives the captured Program its methods
         return importlib.import_module("zerofx.capture")
     home = _HOME.get(name)
     if home is None:

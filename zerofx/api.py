@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.ir.program import Program

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (  # noqa: E402
     DynamicOutputShapeException as DynamicShapeError,  # noqa: F401
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402, F401
+from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402, F401
 from torch.utils._pytree import TreeSpec  # noqa: E402, F401
 from torch.nn.utils.spectral_norm import SpectralNorm  # noqa: E402
@@ -56,6 +57,20 @@ def op_argument(node: torch.fx.Node, name: str) -> Any:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
             return argument.default_value if given is None else given
     return None
+
+
+def is_outside_trace(tensor: object) -> bool:
+    """Tell whether a tensor met while tracing is no part of the trace: a constant, or its view.
+
+    Tracing would write to it for real, and record no update.
+    """
+    mode = torch.utils._python_dispatch._detect_infra_mode(
+        torch._C._TorchDispatchModeKey.FUNCTIONAL
+    )
+    if mode is None or not isinstance(tensor, torch.Tensor):
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped and not isinstance(tensor, FunctionalTensor)
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -222,6 +237,8 @@ new_dtensor = torch.Tensor._dtensor__new__
 
 # What the wrapper keeps: the local tensor (a slot, so reading it costs no __torch_function__).
 local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
+local_dtype: Callable[[Any], torch.dtype] = operator.attrgetter("_local_tensor.dtype")
+local_device: Callable[[Any], torch.device] = operator.attrgetter("_local_tensor.device")
 
 # Skips __torch_function__ of subclasses inside the block.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

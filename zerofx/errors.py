@@ -39,5 +39,9 @@ class NonFiniteError(ZerofxError):
     """Plan(debug=True) found the op that made the first NaN."""
 
 
+class TargetError(ZerofxError):
+    """A command line names a model that is not there, or something that is no model."""
+
+
 class DoctorError(ZerofxError):
     """The installation lacks something that the command needs."""

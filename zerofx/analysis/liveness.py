@@ -1,73 +1,256 @@
-"""When each storage of a graph comes to life and dies."""
+"""When each storage of a training step comes to life and dies, from forward through backward.
+
+Time is a number over the nodes of forward, then backward, in the order in which they run. Views
+count at the storage they look into, once. A storage lives from the node that makes it to the last
+node that reads it or a view of it: emitted code drops every variable at its last use, also inside
+regions, whose callers keep nothing of what they hand over.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graphs import alias_source
-from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.graphs import is_alias
+from zerofx.ir.meta import Info, OutputInfo, Role, info, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+
+
+class Category(str, Enum):
+    """What bytes are held for."""
+
+    PARAMETERS = "parameters"  # shards; full parameters before they are sharded
+    GATHERED = "gathered"  # resident and kept copies of full parameters
+    GRADIENTS = "gradients"  # what p.grad shows, and full gradients on their way into a bucket
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"  # what backward reads of forward
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"  # slots, and what reductions receive into
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    BUFFERS = "buffers"
+
+
+@dataclass(eq=False)
+class Storage:
+    """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
+
+    slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
+    """
+
+    category: Category
+    nbytes: int
+    name: str
+    birth: int
+    death: int
+    where: Info
+    slot: int = -1
 
 
 @dataclass(frozen=True)
-class Range:
-    """One storage: made at step `birth`, last read at step `death` (node positions)."""
+class Lifetimes:
+    """All storages of a step, and the node that runs at each time."""
 
-    node: fx.Node
-    nbytes: int
-    birth: int
-    death: int
-    category: str
+    storages: tuple[Storage, ...]
+    nodes: tuple[tuple[str, fx.Node], ...]
 
-
-def live_ranges(graph: fx.Graph) -> list[Range]:
-    """Return the live range of every storage; views count at their source, once."""
-    nodes = list(graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
-    death: dict[fx.Node, int] = {}
-    for node in nodes:
-        for read in node.all_input_nodes:
-            source = alias_source(read)
-            death[source] = max(death.get(source, 0), position[node])
-    found = []
-    for node in nodes:
-        if node.op == "output" or alias_source(node) is not node:
-            continue
-        for tensor in _tensors(node):
-            size = nbytes(tensor)
-            if size:
-                end = death.get(node, position[node])
-                found.append(Range(node, size, position[node], end, category(node)))
-    return found
+    @property
+    def end(self) -> int:
+        return max(len(self.nodes) - 1, 0)
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    val = value(node)
-    if isinstance(val, torch.Tensor):
-        yield val
-    elif isinstance(val, (tuple, list)) and node.target not in ops.ALL:
-        yield from (v for v in val if isinstance(v, torch.Tensor))
+def lifetimes(program: Program) -> Lifetimes:
+    """Return the live range of every storage that the program's graphs make or are given."""
+    walk = _Walk(program)
+    for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
+        walk.run(name)
+    return Lifetimes(tuple(walk.storages), tuple(walk.nodes))
 
 
-def category(node: fx.Node) -> str:
-    """Name what a storage is for: parameters, gathered, gradients, saved, inputs, temporaries."""
-    role = info(node).role
-    if role is Role.SHARD or role is Role.PARAM:
-        return "parameters"
-    if role is Role.BUFFER:
-        return "buffers"
-    if role is Role.SAVED:
-        return "activations"
-    if role in (Role.INPUT, Role.TANGENT):
-        return "inputs"
-    if node.target in ops.GATHERS or node.target is ops.resident:
-        return "gathered"
-    if node.target is ops.grad_buffer or node.target in ops.REDUCES:
-        return "gradients"
-    if any(u.op == "output" for u in node.users):
-        return "activations"
-    return "temporaries"
+class _Walk:
+    """Runs through the graphs once, holding which storages each node's value lies in."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.storages: list[Storage] = []
+        self.nodes: list[tuple[str, fx.Node]] = []
+        self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
+        self.saved: dict[int, tuple[Storage, ...]] = {}
+        self.forever: list[Storage] = []
+
+    def run(self, graph: str) -> None:
+        self.graph = graph
+        self.held: dict[fx.Node, tuple[Storage, ...]] = {}
+        self.start = len(self.nodes)
+        nodes = list(self.program.graph(graph).nodes)
+        self.nodes += [(graph, n) for n in nodes]
+        for time, node in enumerate(nodes, self.start):
+            for read in node.all_input_nodes:
+                for storage in self.held[read]:
+                    if storage.death < time:
+                        storage.death = time
+            if node.op == "output":
+                self._leave(time)
+            else:
+                self.held[node] = self._hold(node, time)
+        for storage in self.forever:
+            storage.death = len(self.nodes) - 1
+
+    # -- what a node's value lies in ------------------------------------------------------------
+    def _hold(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        if node.op == "placeholder":
+            return self._placeholder(node)
+        if node.op == "get_attr":
+            return self._own(node, Category.BUFFERS, value(node), time, forever=True)
+        target = node.target
+        if target is operator.getitem:
+            source, index = node.args[0], node.args[1]
+            parts = self.held[source]  # type: ignore[index]
+            is_taken_apart = not is_view(source) and len(parts) > 1
+            return (parts[index],) if is_taken_apart else parts  # type: ignore[index]
+        if target in ops.ALL and target not in _MAKES:
+            return self._communication(node, time)
+        if is_view(node):
+            return self.held[next(a for a in node.args if isinstance(a, fx.Node))]
+        val = value(node)
+        if isinstance(val, (tuple, list)):
+            made = [self._own(node, self._category(node), v, time) for v in val]
+            return tuple(m[0] if m else self._nothing(node, time) for m in made)
+        return self._own(node, self._category(node), val, time)
+
+    def _own(
+        self, node: fx.Node, category: Category, val: Any, time: int,
+        slot: int = -1, forever: bool = False, name: str = "",
+    ) -> tuple[Storage, ...]:  # fmt: skip
+        if not isinstance(val, torch.Tensor):
+            return ()
+        where = info(node)
+        made = Storage(category, span_bytes(val), name or where.name or node.name, time, time, where, slot)
+        self.storages.append(made)
+        if forever:
+            made.birth = 0
+            self.forever.append(made)
+        return (made,)
+
+    def _nothing(self, node: fx.Node, time: int) -> Storage:
+        return Storage(Category.TEMPORARIES, 0, node.name, time, time, info(node))
+
+    def _placeholder(self, node: fx.Node) -> tuple[Storage, ...]:
+        where = info(node)
+        if where.role is Role.SAVED and where.index in self.saved:
+            return self.saved[where.index]
+        is_early = where.role is Role.TANGENT or self.graph == FORWARD
+        key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
+        if key not in self.given:
+            category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
+            birth = self.start if is_early else 0
+            is_forever = where.role is not Role.TANGENT
+            self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
+        return self.given[key]
+
+    def _communication(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what a zerofx op's result lies in: a slot, memory of its own, or its argument."""
+        target = node.target
+        if target is ops.all_gather or target is ops.grad_buffer:
+            category = Category.GATHERED if target is ops.all_gather else Category.GRADIENTS
+            slot = slot_of(node)
+            name = where.unit if (where := info(node)).unit else node.name
+            return self._own(node, category, value(node), time, slot, name=name)
+        if target is ops.refresh or target is ops.resident or target in ops.REDUCES:
+            return ()  # a resident copy, or the gradient's shard: held all the time
+        if target is ops.release:
+            return ()
+        return self.held[next(iter(node.all_input_nodes))]
+
+    def _category(self, node: fx.Node) -> Category:
+        if any(user.target is ops.pack for user in node.users):
+            return Category.GRADIENTS
+        return Category.TEMPORARIES
+
+    # -- what leaves the graph ------------------------------------------------------------------
+    def _leave(self, time: int) -> None:
+        specs = self.program.outputs[self.graph]
+        for spec, node in zip(specs, self.program.results(self.graph), strict=True):
+            if not isinstance(node, fx.Node):
+                continue
+            held = self.held[node]
+            if spec.role is Role.SAVED:
+                self.saved[spec.index] = held
+            for storage in held:
+                self._hand_out(storage, spec)
+
+    def _hand_out(self, storage: Storage, spec: OutputInfo) -> None:
+        """Settle what a result's storage is, and that the user holds it to the end."""
+        if storage.category in (Category.TEMPORARIES, Category.ACTIVATIONS):
+            category = _LEAVES.get(spec.role)
+            if category is not None and storage.category is Category.TEMPORARIES:
+                storage.category = category
+                storage.name = spec.name or storage.name
+        if spec.role in (Role.OUTPUT, Role.GRAD, Role.INPUT_GRAD):
+            self.forever.append(storage)
+
+
+_MAKES = frozenset({ops.sync_buffers})
+_GIVEN = {
+    Role.PARAM: Category.PARAMETERS,
+    Role.SHARD: Category.PARAMETERS,
+    Role.BUFFER: Category.BUFFERS,
+    Role.INPUT: Category.INPUTS,
+    Role.TANGENT: Category.OUTPUTS,
+    Role.SAVED: Category.ACTIVATIONS,
+}
+_LEAVES = {
+    Role.SAVED: Category.ACTIVATIONS,
+    Role.OUTPUT: Category.OUTPUTS,
+    Role.GRAD: Category.GRADIENTS,
+    Role.INPUT_GRAD: Category.GRADIENTS,
+}
+
+
+def slot_of(node: fx.Node) -> int:
+    """Return the slot of a gather or gradient buffer, -1 where it has memory of its own."""
+    place = 3 if node.target is ops.all_gather else 4
+    return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Say whether a node's value lies in the storage of its argument."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    return node.op == "call_function" and _is_view_op(node)
+
+
+_VIEW_OPS: dict[Any, bool] = {}
+
+
+def _is_view_op(node: fx.Node) -> bool:
+    known = _VIEW_OPS.get(node.target)
+    if known is None:
+        known = _VIEW_OPS[node.target] = is_alias(node)
+    return known
+
+
+def span_bytes(val: torch.Tensor) -> int:
+    """Return the bytes of a fresh tensor's storage, from its shape and strides."""
+    return _span_bytes(val.shape, val.stride(), val.dtype)
+
+
+@lru_cache(maxsize=8192)
+def _span_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize
+
+
+def live_at(storages: Iterator[Storage] | tuple[Storage, ...], time: int) -> list[Storage]:
+    """Return the storages that are held at a time."""
+    return [s for s in storages if s.birth <= time <= s.death]

@@ -74,12 +74,6 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
             f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "
             "torch.where, or a size that is fixed in advance"
         )
-    if isinstance(error, AssertionError) and lines.constant_write:
-        return CaptureError(
-            f"capture: forward changes a tensor in place at {lines.constant_write} that is neither "
-            "a buffer nor made by forward, which a program would not repeat; register it with "
-            "register_buffer"
-        )
     if place.is_own:
         return None
     first = (str(error).strip().splitlines() or [""])[0]

@@ -14,12 +14,6 @@ from zerofx.ir.meta import info
 
 _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-_EMBEDDINGS = (
-    torch.ops.aten.embedding.default,
-    torch.ops.aten._embedding_bag.default,
-    torch.ops.aten.embedding_dense_backward.default,
-)
-
 
 def check_arguments(names: list[str], leaves: list[Any]) -> None:
     """Refuse tensors that are not plain, and constants that cannot be part of a key.
@@ -105,25 +99,17 @@ def check_graph(gm: fx.GraphModule) -> None:
     """Refuse what only shows in the traced graph; its nodes are labelled already.
 
     Raises:
-        CaptureError: a tensor that requires grad but is no registered parameter, or a sparse
-            gradient; the message gives the line.
+        CaptureError: a tensor that requires grad but is no registered parameter, which
+            would silently not be trained; the message gives the line.
     """
     for node in gm.graph.nodes:
         line = info(node).line
         at = f" at {line}" if line else ""
         if node.op == "get_attr":
-            value = getattr(gm, node.target)
-            if isinstance(value, Tensor) and value.requires_grad:
+            held = getattr(gm, node.target)
+            if isinstance(held, Tensor) and held.requires_grad:
                 raise CaptureError(
-                    f"capture: forward uses a tensor of shape {list(value.shape)}{at} that "
+                    f"capture: forward uses a tensor of shape {list(held.shape)}{at} that "
                     "requires grad but is no parameter of the model, so it would not be trained; "
                     "register it (nn.Parameter, nn.ModuleList), pass it in, or detach it"
                 )
-        if node.op != "call_function":
-            continue
-        is_op = isinstance(node.target, compat.OpOverload)
-        if is_op and node.target in _EMBEDDINGS and compat.op_argument(node, "sparse"):
-            raise CaptureError(
-                f"capture: an embedding asks for sparse gradients{at}, which have no fixed size; "
-                "call it with sparse=False"
-            )

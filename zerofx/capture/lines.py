@@ -12,7 +12,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
@@ -85,29 +84,41 @@ def forward_line(forward: Callable[..., Any]) -> str:
     return "" if code is None else line_text(code.co_filename, code.co_firstlineno)
 
 
+def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
+    """Refuse a call that tracing would get silently wrong.
+
+    Raises:
+        CaptureError: it draws from a generator of the model's own, or writes to a tensor
+            that is neither an argument, nor registered, nor made by forward.
+    """
+    if kwargs.get("generator") is not None:
+        raise CaptureError(
+            f"capture: {name} draws from a generator of the model's own at {line}; use torch's "
+            "default generator, whose state a program saves and offsets by rank"
+        )
+    is_write = name.startswith(("__i", "__setitem__")) or (name[-1:] == "_" != name[-2:-1])
+    target = args[0] if is_write and args else kwargs.get("out")
+    if target is not None and compat.is_outside_trace(target):
+        raise CaptureError(
+            f"capture: forward changes a tensor in place at {line} that is neither a buffer nor "
+            "made by forward, which a program would not repeat; register it with register_buffer"
+        )
+
+
 class LineMode(TorchFunctionMode):
     """Mark the nodes of every torch call with the user's line that made it.
 
     last_call: the name of the function called last, for errors.
-    constant_write: the line of an in-place change of a tensor from outside the graph.
     """
 
     last_call = ""
-    constant_write = ""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = self.last_call = getattr(func, "__name__", "")
         line = user_line(sys._getframe(1))
-        if kwargs and kwargs.get("generator") is not None:  # tracing would drop it silently
-            raise CaptureError(
-                f"capture: {name} draws from a generator of the model's own at {line}; use torch's "
-                "default generator, whose state a program saves and offsets by rank"
-            )
-        is_write = name.startswith(("__i", "__setitem__")) or (name[-1:] == "_" != name[-2:-1])
-        if is_write and args and type(args[0]) in (Tensor, nn.Parameter):
-            self.constant_write = line
+        check_call(name, args, kwargs or {}, line)
         with fx_traceback.annotate({LINE: line}):
             if is_recurrent(func, args):
                 return run_recurrent(name, args)

@@ -13,7 +13,7 @@ from zerofx import compat
 from zerofx.capture.harness import Results
 from zerofx.capture.lines import LINE, MODULE
 from zerofx.errors import CaptureError
-from zerofx.ir.meta import KEY, Info, OutputInfo, Phase, Role, info
+from zerofx.ir.meta import KEY, Info, OutputInfo, Phase, Role, info, value
 
 _PREFIX = "model."
 
@@ -156,6 +156,11 @@ def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
         if role is None:
             raise CaptureError(f"capture: the traced graph returns what has no known role: {what}")
         infos.append(OutputInfo(role, *names.place(role, what)))
+        if role is Role.GRAD and value(node).layout is not torch.strided:
+            raise CaptureError(
+                f"capture: the gradient of {infos[-1].name} is sparse and has no fixed size (from "
+                f"{info(node).line}); use the embedding with sparse=False"
+            )
         kept.append(node)
     output.args = (tuple(kept),)
     output.meta.pop("desc", None)

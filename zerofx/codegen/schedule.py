@@ -147,7 +147,7 @@ class Function:
         while self.nodes[index].target is ops.param_view and self.nodes[index].args[0] is full:
             run.append(self.nodes[index])
             index += 1
-        bucket = self.program.layout.buckets[info(full).index]  # type: ignore[arg-type]
+        bucket, _ = self.program.layout.where[info(run[0]).name]
         places = {p.offset: i for i, p in enumerate(bucket.params)}
         positions = tuple(places[n.args[1]] for n in run)  # type: ignore[index]
         gives = wrap_tuple([self.names.bind(n) for n in run], 0)

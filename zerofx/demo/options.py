@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofx.demo.gpt import GPTConfig
+from zerofx.plan import Plan
 
 FEWEST_STEPS = 4  # one that compiles, two that are measured, one to show
 
@@ -22,7 +23,7 @@ class Options:
 
     ranks: int = option(2, "processes to start")
     stage: int = option(3, "ZeRO stage, 0 to 3")
-    steps: int = option(400, f"training steps, at least {FEWEST_STEPS}")
+    steps: int = option(600, f"training steps, at least {FEWEST_STEPS}")
     layers: int = option(4, "transformer blocks")
     width: int = option(128, "width of the residual stream")
     heads: int = option(4, "attention heads")
@@ -38,6 +39,10 @@ class Options:
     def model(self) -> GPTConfig:
         sizes = self.layers, self.width, self.heads, self.seq
         return GPTConfig(*sizes, dropout=self.dropout)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(stage=self.stage, kernels=self.kernels)
 
 
 def parse(argv: list[str]) -> Options:
@@ -55,4 +60,8 @@ def parse(argv: list[str]) -> Options:
     options = Options(**vars(parser.parse_args(argv)))
     if options.steps < FEWEST_STEPS:
         parser.error(f"--steps {options.steps} is too few; give at least {FEWEST_STEPS}")
+    try:  # here, so that a mistake shows before any rank is started
+        _ = options.model, options.plan
+    except ValueError as mistake:
+        parser.error(str(mistake))
     return options

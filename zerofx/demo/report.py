@@ -36,10 +36,14 @@ class Result:
 
 
 class Reporter:
-    """Show the run on rank 0; the other ranks only keep count."""
+    """Show the run on rank 0; the other ranks only keep count.
+
+    tokens_per_s: tokens of all ranks a second, over the steps since `start`.
+    """
 
     def __init__(self, rank: int, steps: int, tokens_per_step: int) -> None:
         self.losses: list[float] = []
+        self.tokens_per_s = 0.0
         self._console = Console(quiet=rank != 0)
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._smooth = self._began = 0.0
@@ -66,12 +70,6 @@ class Reporter:
     ) -> None:
         self._bar.stop()
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all ranks a second, since `start`."""
-        steps = len(self.losses) - self._first
-        return steps * self._tokens_per_step / max(time.perf_counter() - self._began, 1e-9)
-
     def built(self, options: Options, world_size: int, device: torch.device) -> None:
         """Say what is about to be compiled."""
         m = options.model
@@ -95,7 +93,8 @@ class Reporter:
         """Count a step and move the bar, or now and then print a line."""
         self.losses.append(loss)
         self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
-        done, speed = len(self.losses), self.tokens_per_s
+        done, seconds = len(self.losses), time.perf_counter() - self._began
+        self.tokens_per_s = speed = (done - self._first) * self._tokens_per_step / seconds
         self._bar.update(self._task, completed=done, loss=self._smooth, speed=speed)
         if self._bar.disable and done % max(1, self._steps // LINES) == 0:
             self._say(

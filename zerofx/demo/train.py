@@ -100,8 +100,7 @@ def build(
 ) -> tuple[zerofx.CompiledModule, torch.optim.Optimizer, int]:
     """Make the model and its optimizer; return them with the step to start at."""
     torch.manual_seed(SEED)
-    plan = zerofx.Plan(stage=options.stage, kernels=options.kernels)
-    model = zerofx.compile(GPT(options.model), plan, device=device)
+    model = zerofx.compile(GPT(options.model), options.plan, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
     if not options.resume:
         return model, optimizer, 0

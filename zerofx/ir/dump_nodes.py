@@ -14,7 +14,7 @@ from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info, Role, info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
-from zerofx.ir.repeats import Row, is_numbered
+from zerofx.ir.repeats import Row
 from zerofx.ir.text import describe, without_numbers
 from zerofx.sizes import format_bytes
 
@@ -102,9 +102,8 @@ class Writer:
             if argument.target is ops.param_view:
                 where = info(argument)
                 return where.name.removeprefix(where.unit), without_numbers(where.unit)
-            if is_numbered(info(argument).unit):
-                return here - self.position[argument]
-            return argument.name
+            is_shared = len({info(u).unit for u in argument.users}) > 3
+            return argument.name if is_shared else here - self.position[argument]
         if isinstance(argument, (list, tuple)):
             return tuple(self._token(a, here) for a in argument)
         return argument if isinstance(argument, (int, float, str, bool)) else str(argument)

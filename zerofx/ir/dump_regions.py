@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.dump_nodes import callee
-from zerofx.ir.graphs import is_alias, is_glue
+from zerofx.ir.graphs import alias_source, is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
@@ -30,15 +30,12 @@ class Group:
     nodes: list[fx.Node] = field(default_factory=list)
 
     def made_bytes(self) -> int:
-        """Return the bytes of new storages that outlive the group."""
+        """Return the bytes of new storages that outlive the group, views counted at their own."""
         inside = set(self.nodes)
-        return sum(
-            nbytes(value(n))
-            for n in self.nodes
-            if isinstance(value(n), torch.Tensor)
-            and not is_alias(n)
-            and any(u not in inside for u in n.users)
-        )
+        leaving = (n for n in self.nodes if any(u not in inside for u in n.users))
+        sources = dict.fromkeys(alias_source(n) for n in leaving)
+        tensors = (value(n) for n in sources if n in inside)
+        return sum(nbytes(v) for v in tensors if isinstance(v, torch.Tensor))
 
 
 def region_lines(program: Program, graph: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,7 @@ class Program:
     is_training: bool = True
     world_size: int = 1
     plan: Any = None
+    machine: Any = None
     layout: Layout | None = None
     facts: frozenset = frozenset()
     history: list[Entry] = field(default_factory=list)
@@ -126,6 +129,23 @@ class Program:
         """Return the elements of a graph's output tuple (nodes, or None)."""
         return list(self.graph(graph).output_node().args[0])  # type: ignore[arg-type]
 
+    # -- what it can say of itself; the bodies are in rooms above this one (zerofx/reports.py) -----
+    def dump(self, level: str = "nodes") -> str:
+        """Return the program as text: level summary, units, regions, nodes or full."""
+        return _report("dump")(self, level=level)
+
+    def schedule(self) -> Any:
+        """Return what runs when in each lane: print it, or take its `to_dict()`."""
+        return _report("schedule")(self)
+
+    def memory(self, **options: Any) -> Any:
+        """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`."""
+        return _report("memory")(self, **options)
+
+    def emit(self, directory: str | os.PathLike[str]) -> Path:
+        """Write the module that runs into a directory."""
+        return _report("emit")(self, directory)
+
     def clone(self) -> Program:
         """Copy the graphs; fake values and infos are shared, nodes are not."""
         graphs = {k: fx.GraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
@@ -136,6 +156,19 @@ class Program:
             history=list(self.history),
             slots=dict(self.slots),
         )
+
+
+_REPORTS: dict[str, Callable[..., Any]] = {}
+
+
+def register_reports(**functions: Callable[..., Any]) -> None:
+    """Give Program's methods their bodies, by name."""
+    _REPORTS.update(functions)
+
+
+def _report(name: str) -> Callable[..., Any]:
+    assert name in _REPORTS, f"Program.{name} has its body in zerofx.reports; import it first"
+    return _REPORTS[name]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -59,6 +60,14 @@ class Buffer:
         if self.kind is Kind.PACKED:
             return self.reduced is not None and not self.landed
         return not self.landed
+
+    def is_open_to(self, target: Any) -> bool:
+        """Say whether a node of this kind may read it now."""
+        if self.taken is not None or self.released is not None:
+            return False
+        if self.kind is Kind.PACKED:
+            return target is ops.pack or target in ops.REDUCES
+        return self.landed and (self.kind is not Kind.REDUCED or target is ops.store_grad)
 
 
 Roots = tuple[Buffer, ...]
@@ -111,6 +120,22 @@ def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     found = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None)
     # views that hide it in their schema (_unsafe_view) look into their first argument
     return found or tuple((0, a.name) for a in arguments[:1])
+
+
+_aten = torch.ops.aten
+
+
+def unread(node: fx.Node) -> frozenset[int]:
+    """Return the positions of arguments whose values the op does not read.
+
+    A backward op takes them to know whether a gradient is wanted, and of what shape.
+    """
+    if node.target is _aten.native_layer_norm_backward.default:
+        return frozenset({6})  # bias
+    if node.target is _aten.convolution_backward.default:
+        wants_input, wants_weight, _ = node.args[10]  # type: ignore[misc]
+        return frozenset({1} if not wants_weight else ()) | ({2} if not wants_input else set())
+    return frozenset()
 
 
 def argument(node: fx.Node, position: int, default: Any = None) -> Any:

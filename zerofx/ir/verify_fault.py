@@ -1,4 +1,4 @@
-"""How a broken program is reported: what, where, and ten lines around the node."""
+"""How a broken program is reported: what, where, and the ten lines around the node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import linecache
 from torch import fx
 
 from zerofx.errors import ProgramError
+from zerofx.ir import dump
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import Program
 
@@ -16,7 +17,7 @@ AROUND = 10
 def fault(program: Program, graph: str, node: fx.Node, message: str) -> ProgramError:
     """Return the error for a broken invariant: the message, the user's line, and the surroundings.
 
-    The surroundings are lines of schedule.py where the program was loaded from an emitted
+    The surroundings are the lines of schedule.py where the program was loaded from an emitted
     directory, else lines of the graph.
     """
     where = user_line(node)
@@ -39,13 +40,6 @@ def name_of(node: fx.Node) -> str:
     return where.name or node.name
 
 
-def numbered(lines: list[str], first: int, marked: int) -> list[str]:
-    """Return lines with their numbers, from `first` on, and an arrow at number `marked`."""
-    return [
-        f"{'-->' if i == marked else '   '} {i:4d}  {line}" for i, line in enumerate(lines, first)
-    ]
-
-
 def _file_lines(program: Program, where: Info) -> list[str]:
     if program.directory is None or not where.place:
         return []
@@ -54,23 +48,16 @@ def _file_lines(program: Program, where: Info) -> list[str]:
 
 
 def file_lines(path: str, marked: int) -> list[str]:
-    """Return the ten lines of a file around one, headed by its path."""
+    """Return the ten lines on either side of a line of a file, headed by its path."""
     linecache.checkcache(path)
     lines = [line.rstrip("\n") for line in linecache.getlines(path)]
-    first = max(1, marked - AROUND // 2)
-    return [f"{path}:{marked}", *numbered(lines[first - 1 : first + AROUND - 1], first, marked)]
+    first = max(1, marked - AROUND)
+    shown = lines[first - 1 : marked + AROUND]
+    rows = [f"{'>' if i == marked else ' '} {i:4d}  {row}" for i, row in enumerate(shown, first)]
+    return [f"{path}:{marked}:", *rows]
 
 
 def _graph_lines(program: Program, graph: str, node: fx.Node) -> list[str]:
-    nodes = list(program.graph(graph).nodes)
-    at = nodes.index(node)
-    first = max(0, at - AROUND // 2)
-    rows = [one_line(n) for n in nodes[first : first + AROUND]]
-    return numbered(rows, first, at)
-
-
-def one_line(node: fx.Node) -> str:
-    """Write a node as one short line."""
-    text = node.format_node() or str(node)
-    where = info(node)
-    return "  # ".join(t for t in (text[:160], where.name or where.unit, where.line) if t)
+    # the result tuple is no line of its own: what stands last is shown instead
+    shown = node.prev if node.op == "output" else node
+    return dump.fault(program, graph, shown, AROUND).split("\n")

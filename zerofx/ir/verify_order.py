@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch import Tensor, fx
+from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, argument, slot_of
+from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, argument, slot_of, unread
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.runtime.layout import Bucket
 
@@ -35,7 +35,10 @@ class Crossing:
 
 
 class Order:
-    """Walks one graph and raises at the first node that breaks an invariant."""
+    """Walks one graph and raises at the first node that breaks an invariant.
+
+    What each zerofx op does to the buffers is a method, looked up in `handlers()`.
+    """
 
     def __init__(self, program: Program, graph: str, crossing: Crossing) -> None:
         self.program, self.name, self.crossing = program, graph, crossing
@@ -54,6 +57,7 @@ class Order:
         raise fault(self.program, self.name, node, message)
 
     def check(self) -> None:
+        handlers = self.handlers()
         for node in self.program.graph(self.name).nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -61,11 +65,33 @@ class Order:
                 self._reads(node)
                 if node.op == "output":
                     self._results(node)
-                elif handler := HANDLERS.get(node.target):
-                    handler(self, node)
+                elif node.target in ops.ALL:
+                    handlers.get(node.target, self._misplaced)(node)
                 else:
                     self.roots.follow(node)
             self._known.add(node)
+        self.finish()
+
+    def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
+        return {
+            ops.all_gather: self.gather,
+            ops.refresh: self.gather,
+            ops.resident: self.gather,
+            ops.wait: self.wait,
+            ops.param_view: self.view,
+            ops.release: self.release,
+            ops.sync_buffers: self.sync,
+        }
+
+    def _misplaced(self, node: fx.Node) -> None:
+        self.fail(node, f"{node.name} is a gradient op: those belong into backward only")
+
+    def sync(self, node: fx.Node) -> None:
+        if self.name == BACKWARD or not all(value(v).is_floating_point() for v in node.args[0]):  # type: ignore[union-attr]
+            self.fail(node, f"{node.name}: sync_buffers takes forward's floating-point buffers")
+
+    def finish(self) -> None:
+        """Check what must have happened by the end of the graph."""
         for buffer in self.buffers:
             if buffer.kind in (Kind.GATHERED, Kind.RESIDENT) and not buffer.landed:
                 self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
@@ -76,12 +102,14 @@ class Order:
             if read not in self._known:
                 self.fail(node, f"{node.name} reads {name_of(read)} before it is computed")
             for buffer in self.roots[read]:
-                self._read(node, read, buffer)
+                is_open = buffer.is_open_to(node.target) and read.target not in ops.LAUNCHES
+                if not is_open and not is_unread(node, read):
+                    self._read(node, read, buffer)
 
     def _read(self, node: fx.Node, read: fx.Node, buffer: Buffer) -> None:
-        what = self.content(read, buffer)
         if node.target is ops.wait and read is buffer.made:
             return
+        what = self.content(read, buffer)
         if read.target in ops.LAUNCHES:
             self.fail(
                 node,
@@ -89,20 +117,19 @@ class Order:
             )
         if not buffer.landed and buffer.kind is not Kind.PACKED:
             self.fail(node, f"{node.name} reads {what} before its wait; move the wait before it")
-        if buffer.taken is not None:
-            self.fail(
-                node,
-                f"{node.name} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
-                "puts another buffer there; give one of the two another slot, or move them apart",
-            )
         if buffer.released is not None and node.target is not ops.release:
             self.fail(
                 node,
                 f"{node.name} reads {what} after its release; move the release behind the last "
                 "read, or gather the bucket again",
             )
-        allowed = _READERS.get(buffer.kind)
-        if allowed is not None and node.target not in allowed:
+        if buffer.taken is not None:
+            self.fail(
+                node,
+                f"{node.name} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
+                "puts another buffer there; give one of the two another slot, or move them apart",
+            )
+        if buffer.kind in _MEANT:
             self.fail(node, f"{node.name} reads {what}: {_MEANT[buffer.kind]}")
 
     def content(self, read: fx.Node, buffer: Buffer) -> str:
@@ -130,10 +157,11 @@ class Order:
     def add(self, node: fx.Node, buffer: Buffer) -> None:
         self.buffers.append(buffer)
         self.roots.set(node, buffer)
-        if buffer.slot != -1:
-            self._claim(node, buffer)
 
-    def _claim(self, node: fx.Node, buffer: Buffer) -> None:
+    def claim(self, node: fx.Node, buffer: Buffer) -> None:
+        """Give a buffer the slot that it names, and note whose content is gone with that."""
+        if buffer.slot == -1:
+            return
         sizes = self.program.slots.get("bytes", [])
         slot, wanted = buffer.slot, nbytes(value(node))
         if not 0 <= slot < len(sizes):
@@ -216,7 +244,9 @@ class Order:
         if node.target is ops.refresh and self.name == FORWARD:
             self.crossing.refreshed.add(bucket.index)
         landed = node.target is ops.resident
-        self.add(node, Buffer(kind, node, bucket.index, slot, landed=landed))
+        buffer = Buffer(kind, node, bucket.index, slot, landed=landed)
+        self.add(node, buffer)
+        self.claim(node, buffer)
 
     def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
         shard = node.args[0]
@@ -262,8 +292,8 @@ class Order:
         bucket = self.layout.buckets[index]
         if value(full).numel() != bucket.numel:  # type: ignore[arg-type]
             self.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
-        found = [p for p in bucket.params if p.offset == offset and [*p.shape] == [*shape]]  # type: ignore[misc]
-        if not found and node.users:
+        param = bucket.at.get(offset)  # type: ignore[arg-type]
+        if (param is None or [*param.shape] != [*shape]) and node.users:  # type: ignore[misc]
             self.fail(
                 node,
                 f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "  # type: ignore[arg-type]
@@ -291,9 +321,15 @@ class Order:
             if isinstance(result, fx.Node):
                 if spec.role is Role.SAVED:
                     self._saved(result, position)
-                elif any(b.kind is Kind.GATHERED and b.slot >= 0 for b in self.roots[result]):
-                    self.fail(result, f"{spec.role.value} {spec.name} lies in a slot; clone it")
+                elif spec.role in (Role.OUTPUT, Role.INPUT_GRAD):
+                    self._handed_out(result, f"{spec.role.value} {spec.name}")
             position += spec.role is Role.SAVED
+
+    def _handed_out(self, result: fx.Node, what: str) -> None:
+        for buffer in self.roots[result]:
+            if buffer.kind in _PARAMETERS:
+                held = self.content(result, buffer)
+                self.fail(result, f"{what} looks into {held}, which changes later; clone it")
 
     def _saved(self, result: fx.Node, position: int) -> None:
         for buffer in self.roots[result]:
@@ -324,21 +360,12 @@ _MEANT = {
     Kind.PACKED: "a gradient buffer is for pack and reduce only",
     Kind.REDUCED: "a reduced slice is for store_grad only",
 }
-_READERS: dict[Kind, frozenset[Any]] = {
-    Kind.PACKED: frozenset({ops.pack, *ops.REDUCES}),
-    Kind.REDUCED: frozenset({ops.store_grad}),
-}
-
-HANDLERS: dict[Any, Callable[[Order, fx.Node], None]] = {
-    ops.all_gather: Order.gather,
-    ops.refresh: Order.gather,
-    ops.resident: Order.gather,
-    ops.wait: Order.wait,
-    ops.param_view: Order.view,
-    ops.release: Order.release,
-}
-"""What each zerofx op does to the buffers; verify_gradients adds its own."""
 
 
-def is_tensor(node: fx.Node) -> bool:
-    return isinstance(value(node), Tensor)
+def is_unread(node: fx.Node, read: fx.Node) -> bool:
+    """Say whether a node takes a value only in places where it does not look at it."""
+    skipped = unread(node)
+    if not skipped:
+        return False
+    read_by = [a for i, a in enumerate(node.args) if i not in skipped]
+    return not any(a is read or (isinstance(a, (list, tuple)) and read in a) for a in read_by)

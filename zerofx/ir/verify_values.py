@@ -3,7 +3,8 @@
 Two programs compute the same exactly if their outputs have the same digests. What zerofx adds is
 erased: launch, wait and sync are identities, a view of a bucket at the layout's offset is the
 parameter, what was packed, reduced and stored are the gradients, a saved value is the forward
-value it came from. A recomputed node has the digest of the first one.
+value it came from. A recomputed node has the digest of the first one; so has a view or copy that
+changes neither shape nor strides.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program, Reference
-from zerofx.runtime.layout import Bucket
+from zerofx.ir.verify_buffers import unread
+
+_aten = torch.ops.aten
+# Views and copies: where shape and strides stay as they were, the result is the argument.
+_SAME_VALUES = frozenset({
+    _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.view.default,
+    _aten.expand.default, _aten.slice.Tensor, _aten.permute.default,
+})  # fmt: skip
+_OWN_INVERSE = frozenset({_aten.t.default, _aten.transpose.int})
 
 SHORT = 6  # characters of a digest kept to tell values apart within one program
 
@@ -65,6 +74,7 @@ class Numbering:
         self.of: dict[fx.Node, Any] = {}
         self.outputs: dict[str, Output] = {}
         self._draws: dict[Phase, int] = {}
+        self._inverse: dict[str, tuple[str, Any]] = {}  # of a transposition: (dims, its argument)
         self._saved: list[Any] = []
         for name in (JOINT, FORWARD, BACKWARD):
             if name in program.graphs:
@@ -102,13 +112,25 @@ class Numbering:
             if isinstance(source, list):
                 return source[node.args[1]]
             return digest(f"item {source} {node.args[1]}")
+        if node.target in _SAME_VALUES and _form(value(node)) == _form(value(node.args[0])):  # type: ignore[arg-type]
+            return self.of[node.args[0]]
         where = info(node)
         text = f"{_callee(node.target)}({self._arguments(node)})"
+        if node.target in _OWN_INVERSE:
+            return self._transposed(node, text)
         if where.is_random:
             # two draws differ though their expressions are equal: the how-manieth draw tells
             draw = self._draws[where.phase] = self._draws.get(where.phase, 0) + 1
             text += f" {where.phase.value} draw {draw}"
         return digest(text)
+
+    def _transposed(self, node: fx.Node, text: str) -> Any:
+        dims, source = repr(node.args[1:]), self.of[node.args[0]]
+        if (before := self._inverse.get(source)) is not None and before[0] == dims:
+            return before[1]
+        made = digest(text)
+        self._inverse[made] = dims, source
+        return made
 
     def _arguments(self, node: fx.Node) -> str:
         named = dict(node.kwargs)
@@ -119,6 +141,8 @@ class Numbering:
         texts = [self._text(a) for a in node.args]
         for argument, default in formal[len(texts) :]:
             texts.append(self._text(named[argument]) if argument in named else default)
+        for position in unread(node):
+            texts[position] = "unread"
         return ",".join(texts)
 
     def _text(self, argument: Any) -> str:
@@ -132,7 +156,7 @@ class Numbering:
         made = self.of[result]
         if spec.role is Role.SAVED:
             source = result
-            if result.target is torch.ops.aten.clone.default:
+            if result.target is _aten.clone.default:
                 source = result.args[0]  # type: ignore[assignment]
             # a copy of what forward was given is that: it only keeps it from being overwritten
             self._saved.append(self.of[source] if source.op == "placeholder" else made)
@@ -146,9 +170,9 @@ class Numbering:
         assert layout is not None
         if not isinstance(packed, Packed):
             return
-        names = _places(layout.buckets[packed.bucket])
+        bucket = layout.buckets[packed.bucket]
         for offset, (made, where) in packed.contents.items():
-            label = label_of(Role.GRAD, names.get(offset, f"bucket {packed.bucket}+{offset}"))
+            label = label_of(Role.GRAD, bucket.at[offset].name)
             self.outputs[label] = Output(made, graph, where)
 
     # -- the zerofx ops, erased ---------------------------------------------------------------
@@ -166,9 +190,9 @@ class Numbering:
         source = self.of[full]
         layout = self.program.layout
         if isinstance(source, tuple) and layout is not None:
-            for param in layout.buckets[source[1]].params:
-                if param.offset == offset and list(param.shape) == list(shape):
-                    return _leaf_digest(Role.PARAM, param.name)
+            param = layout.buckets[source[1]].at.get(offset)
+            if param is not None and list(param.shape) == list(shape):
+                return _leaf_digest(Role.PARAM, param.name)
         return digest(f"view {source} {offset} {list(shape)}")
 
     def _buffer(self, node: fx.Node) -> Any:
@@ -208,10 +232,6 @@ _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
 
 def _leaf_digest(role: Role, name: str, index: int = -1) -> str:
     return digest(f"{role.value} {index if index >= 0 else name}")
-
-
-def _places(bucket: Bucket) -> dict[int, str]:
-    return {p.offset: p.name for p in bucket.params}
 
 
 @functools.cache
@@ -271,6 +291,10 @@ def take_signature(program: Program) -> str:
     return digest(
         repr((program.is_training, inputs, params, sorted(program.reference.outputs.items())))
     )
+
+
+def _form(val: Any) -> tuple[Any, ...]:
+    return tuple(val.shape), tuple(val.stride())
 
 
 def _spec(val: Any) -> tuple[Any, ...]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.analysis.traffic import traffic
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, ProgramError
+from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.verify import verify
+from zerofx.ir.verify_values import take_reference, take_signature
 from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
@@ -116,7 +118,13 @@ def run_pass(program: Program, p: Pass) -> Program:
     if not report.changed:
         assert _shape(after) == _shape(program), f"{p.name} says it changed nothing, but it did"
     after.facts = program.facts | p.provides
-    verify(after)
+    if after.reference is None and Fact.TIED_MERGED in after.facts:
+        after.reference = take_reference(after)
+        after.signature = take_signature(after)
+    try:
+        verify(after)
+    except ProgramError as error:
+        raise ProgramError(f"{p.name}: {error}") from None
     after.history.append(_entry(after, p.spec(), report.summary))
     return after
 
@@ -134,13 +142,21 @@ def _entry(program: Program, spec: str, summary: str) -> Entry:
     return replace(entry, header=header(program, entry), body=dump_body(program))
 
 
-def run(program: Program, setting: Setting) -> Program:
-    """Run the whole pipeline on a captured program and return the result."""
+def run(program: Program, setting: Setting, until: str | None = None) -> Program:
+    """Run the whole pipeline on a captured program, or up to the pass named `until`.
+
+    Raises:
+        PlanError: no pass has that name.
+    """
     passes = build(setting)
+    names = ["capture", *(p.name for p in passes)]
+    if until is not None and until not in names:
+        raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
     program = program.clone()
-    program.plan = setting.plan
+    program.plan, program.machine = setting.plan, setting.machine
     if not program.history:
         program.history.append(_entry(program, "capture", program.model_name))
-    for p in passes:
+    last = names.index(until) if until is not None else len(passes)
+    for p in passes[:last]:
         program = run_pass(program, p)
     return program

@@ -18,11 +18,12 @@ from zerofx.analysis.activations import (
     must_keep,
 )
 from zerofx.ir.graphs import call, root_producer
-from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
+from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.passes.base import Fact, Pass, Report
 
 FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Split(Pass):
         kept = kept_values(graph, parts, self.activations)
         builder = _Backward(program.graphs[JOINT], parts, kept)
         backward = builder.build([results[i] for i in second])
-        updated = {s.name for s in specs if s.role is Role.BUFFER_UPDATE}
+        updated = {_place(s) for s in specs if s.role in UPDATES}
         joint = program.graphs[JOINT]
         forward = _forward(joint, parts, forward_results, builder.saved, updated)
         program.outputs[FORWARD] = tuple(specs[i] for i in first) + tuple(
@@ -67,7 +68,7 @@ def _forward(
     parts: JointParts,
     results: list[fx.Node | None],
     saved: list[fx.Node],
-    updated: set[str],
+    updated: set[tuple[Role | None, str | int]],
 ) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -78,8 +79,8 @@ def _forward(
             env[node] = _copy(graph, node, env)
     outs: list[fx.Node | None] = [env[r] if isinstance(r, fx.Node) else r for r in results]
     for node in saved:
-        if info(node).role is Role.BUFFER and info(node).name in updated:
-            # the live buffer is written after forward; backward must see what forward read
+        if node.op == "placeholder" and _place(info(node)) in updated:
+            # the live tensor is written after forward; backward must see what forward read
             outs.append(call(graph, torch.ops.aten.clone.default, (env[node],), like=env[node]))
         else:
             outs.append(env[node])
@@ -88,6 +89,12 @@ def _forward(
         if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
             graph.erase_node(node)
     return fx.GraphModule(joint, graph)
+
+
+def _place(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
+    """Identify a buffer by its name or an input by its leaf, from its placeholder or its update."""
+    role = UPDATES.get(what.role, what.role) if what.role else None
+    return role, what.name if role is Role.BUFFER else what.index
 
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:

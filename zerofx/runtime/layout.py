@@ -61,6 +61,11 @@ class Bucket:
     def used_numel(self) -> int:
         return sum(p.numel for p in self.params)
 
+    @cached_property
+    def at(self) -> dict[int, ParamSlice]:
+        """Map an offset in the bucket to the parameter that begins there."""
+        return {p.offset: p for p in self.params}
+
     def label(self) -> str:
         """Name the bucket for dumps and errors: its first unit, and how many more."""
         head = self.units[0] if self.units else "params"
@@ -132,7 +137,8 @@ def make_bucket(
         assert p.dtype == dtype, f"bucket {index} mixes {dtype} and {p.dtype} ({p.name})"
         slices.append(ParamSlice(p.name, p.shape, offset))
         units.setdefault(p.unit)
-        offset += _aligned(math.prod(p.shape), dtype)
+        # an empty parameter takes room too: offsets tell the parameters of a bucket apart
+        offset += _aligned(max(math.prod(p.shape), 1), dtype)
     per_rank = _aligned(-(-max(offset, 1) // shard_size), dtype)
     return Bucket(
         index=index,

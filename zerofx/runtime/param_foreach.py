@@ -26,7 +26,7 @@ FUSED = ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]
 
 # Read over whole lists: mapping these costs a third of a comprehension.
 _piece = attrgetter("_piece")
-_ledger = attrgetter("_piece.ledger")
+ledger_of = attrgetter("_piece.ledger")
 _aliases = attrgetter("_aliases")
 _ndim = attrgetter("ndim")
 _PLAIN = {torch.Tensor}
@@ -64,7 +64,7 @@ def _plain(value: Any, func: Any) -> Any:
 
 def _note_writes(targets: Sequence[Any]) -> None:
     try:
-        written = set(map(_ledger, compress(targets, map(_aliases, targets))))
+        written = set(map(ledger_of, compress(targets, map(_aliases, targets))))
     except AttributeError:  # plain tensors among them
         written = {t._piece.ledger for t in targets if isinstance(t, ShardedTensor) and t._aliases}
     for ledger in written:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import DisableTorchFunctionSubclass, local_tensor, raw_version
+from zerofx.compat import DisableTorchFunctionSubclass, local_dtype, local_tensor, raw_version
 from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse
 
 METHODS = """
@@ -44,7 +44,7 @@ for _name in PROPERTIES:
 @handles(torch.is_complex, torch.Tensor.is_complex)
 def is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Answer what optimizers ask of every parameter in every step."""
-    return local_tensor(args[0] if args else kwargs["input"]).dtype.is_complex
+    return local_dtype(args[0]).is_complex
 
 
 @handles(torch.Tensor.detach, torch.detach)

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import foreach_norm, local_tensor, unscale_and_check
+from zerofx.compat import foreach_norm, local_dtype, local_tensor, unscale_and_check
 from zerofx.runtime.param_elementwise import with_refusing_backward
+from zerofx.runtime.param_foreach import ledger_of
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
 
+_SHARDED = {ShardedTensor}
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -71,14 +73,10 @@ def global_norms(
 
 def _groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
     """Return positions by store and dtype; plain tensors are the group None."""
-    first = tensors[0]
-    if isinstance(first, ShardedTensor) and not any(
-        t.__class__ is not ShardedTensor or t._piece.ledger is not first._piece.ledger
-        for t in tensors
-    ):
-        dtypes = {t.dtype for t in map(local_tensor, tensors)}
-        if len(dtypes) == 1:
-            return {(first._piece.ledger, first.dtype): list(range(len(tensors)))}
+    if set(map(type, tensors)) == _SHARDED:
+        kinds = set(zip(map(ledger_of, tensors), map(local_dtype, tensors), strict=True))
+        if len(kinds) == 1:
+            return {kinds.pop(): list(range(len(tensors)))}
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         is_sharded = isinstance(t, ShardedTensor)

@@ -30,7 +30,7 @@ INITS = (
 
 def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Draw a tensor of the global shape and write this rank's range of it."""
-    target = args[0] if args else kwargs.pop("tensor")
+    target = args[0]
     local = local_tensor(target)
     full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     func(full, *args[1:], **kwargs)

@@ -49,7 +49,8 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
     """Send rank 0's values of one bucket, flat, and keep this rank's slice."""
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]
-    with torch.inference_mode(False):
+    full = store.shards[index]
+    if store.is_sharded:
         full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=world.device)
     if world.rank == 0:
         for name in names:
@@ -57,7 +58,8 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
             full[param.offset : param.end].view(param.shape).copy_(tree.params[name].detach())
     world.broadcast(full, 0).wait()
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
-    store.shards[index].copy_(full[lo:hi])
+    if store.is_sharded:
+        store.shards[index].copy_(full[lo:hi])
 
 
 @torch.no_grad()

@@ -31,7 +31,9 @@ def initialise_from_meta(
         ShardError: a module has no way to initialise what it owns, or left some of it unset.
     """
     unset: dict[str, nn.Module] = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.inference_mode(False):
+    # inference_mode(False) enables gradients, so no_grad comes behind it.
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        kept = _values_to_keep(store, model, on_meta)
         torch.default_generator.manual_seed(_agreed_seed(store, seed))
         for path, module, hook in _children_first(model, "", None):
             params = _materialise_params(module, tree, on_meta)
@@ -49,7 +51,18 @@ def initialise_from_meta(
             for name in buffers:
                 if _is_unset(module._buffers[name.rpartition(".")[2]]):
                     unset[name] = module
+        for tensor, value in kept:
+            tensor.copy_(value)
         _check_set(store, model, unset)
+
+
+def _values_to_keep(
+    store: ShardStore, model: nn.Module, on_meta: set[str]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (tensor, copy) of what came with values: hooks initialise all they are shown."""
+    mine = [store.local_view(name) for name in store.params]
+    mine += [b for name, b in model.named_buffers() if name not in on_meta]
+    return [(tensor, tensor.to("cpu", copy=True)) for tensor in mine]
 
 
 def _agreed_seed(store: ShardStore, seed: int | None) -> int:

@@ -77,4 +77,5 @@ def put(module: nn.Module, key: str, param: nn.Parameter) -> None:
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
     """Return what users and libraries hung on a parameter (`p.no_weight_decay = True`)."""
-    return dict(vars(param))
+    ours = ("_piece", "_ledger", "_zfx_name", "_grad")
+    return {k: v for k, v in vars(param).items() if k not in ours}

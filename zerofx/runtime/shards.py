@@ -66,10 +66,7 @@ class ShardStore:
         _check_layout(tree, layout)
         store = cls(layout, world)
         fill_shards(store, model, tree, seed)
-        store._bound = list(tree.bindings())
-        store._watch()
-        if not store.is_sharded:
-            watch_steps()
+        store._watch(tree)
         return store
 
     @classmethod
@@ -80,10 +77,9 @@ class ShardStore:
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
-        for name, param in tree.params.items():
-            store.adopt(tree, name, param)
-        store._bound = list(tree.bindings())
-        store._watch()
+        for name, param in other.params.items():
+            tree.place(name, store._parameter(name, param))
+        store._watch(tree)
         return store
 
     @property
@@ -111,19 +107,22 @@ class ShardStore:
 
         `original` is what the user had, which `tree` may hold a materialised copy of.
         """
-        old = tree.params[name]
+        new = self._parameter(name, tree.params[name])
+        self.replaced[id(original)] = new
+        tree.place(name, new)
+
+    def _parameter(self, name: str, like: nn.Parameter) -> nn.Parameter:
+        """Make parameter `name` over the shard's values, with the flag and attributes of `like`."""
         piece = self.pieces[name]
         with torch.inference_mode(False), torch.no_grad():
             view = self.local_view(name)
             if self.is_sharded:
-                new: Any = sharded_parameter(view, piece, old.requires_grad)
+                new: Any = sharded_parameter(view, piece, like.requires_grad)
             else:
-                new = replicated_parameter(view.view(piece.shape), piece, old.requires_grad)
-        for key, value in attributes_of(old).items():
-            setattr(new, key, value)
+                new = replicated_parameter(view.view(piece.shape), piece, like.requires_grad)
+        vars(new).update(attributes_of(like))
         self.params[name] = new
-        self.replaced[id(original)] = new
-        tree.place(name, new)
+        return new
 
     # -- gradients --------------------------------------------------------------------------
     def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
@@ -188,7 +187,10 @@ class ShardStore:
             self._return_storages()
         self.poll_writes()
 
-    def _watch(self) -> None:
+    def _watch(self, tree: ParameterTree) -> None:
+        self._bound = list(tree.bindings())
+        if not self.is_sharded:
+            watch_steps()
         self._storages = [local_tensor(p) if self.is_sharded else p for p in self.params.values()]
         self._pointers = [t.data_ptr() for t in self._storages]
         self._versions = sum(s._version for s in self.shards)

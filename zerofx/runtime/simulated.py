@@ -133,9 +133,11 @@ class SimulatedAxis(Axis):
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         self._lane.count("broadcast", buf.nbytes * (self.size - 1) if self.rank == src else 0)
-        return self._launch(
-            ("broadcast", src), buf, lambda parts: void(buf.copy_(parts[src])), label
-        )
+
+        def land(parts: list[Tensor]) -> None:
+            buf.copy_(parts[src])
+
+        return self._launch(("broadcast", src), buf, land, label)
 
     def _launch(
         self, kind: tuple, sent: Tensor, land: Callable[[list[Tensor]], None], label: str
@@ -146,10 +148,6 @@ class SimulatedAxis(Axis):
         self._hub.post(key, self.rank, signature, sent.detach().clone())
         arrival = Arrival(self._hub, key, self.rank, self.size)
         return Flight(self._lane, label, [arrival], lambda: land(arrival.parts))
-
-
-def void(result: object) -> None:
-    """Discard a value where a function of none is wanted."""
 
 
 class SimulatedWorld(World):

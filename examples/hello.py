@@ -1,0 +1,48 @@
+"""Compile a model, train it, and read what was decided: one process, CPU.
+
+$ python examples/hello.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zerofx
+from zerofx import Plan
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc0 = nn.Linear(16, 64)
+        self.fc1 = nn.Linear(64, 1)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.fc1(torch.relu(self.fc0(x))), y)
+
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    x = torch.randn(32, 16)
+    y = x.sum(1, keepdim=True)
+
+    # The compiler as a library: what would 4 ranks do? No process group, no compute.
+    program = zerofx.rewrite(zerofx.capture(net, (x, y)), Plan(stage=3), world_size=4)
+    for entry in program.history:
+        print(f"{entry.pass_spec.split('{')[0]:18} {entry.summary}")
+
+    # The same model, trained here: the loop does not change.
+    model = zerofx.compile(net, Plan(stage=3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(101):
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step:3d}  loss {loss.item():.1f}")
+
+
+if __name__ == "__main__":
+    main()

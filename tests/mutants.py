@@ -1,0 +1,208 @@
+"""Random mutants of correct programs: one small change each, as passes and hands make mistakes.
+
+    for mutant in generate(60, seed=0): ...               # the same list every time
+
+A kind of change is a function in `mutants_kinds`; here is what they share, and the draw.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from oracle_cases import Choice, final
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import info, value
+from zerofx.ir.program import Program
+
+Statement = list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A correct program: a model of models.py under a plan."""
+
+    case: str
+    choice: Choice
+
+    @property
+    def program(self) -> Program:
+        return final(self.case, self.choice)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed program. rank: the only rank that runs it, None for all.
+
+    kind, what: the sort of change, and what it did where.
+    """
+
+    number: int
+    kind: str
+    what: str
+    base: Base
+    program: Program
+    rank: int | None = None
+
+    def programs(self) -> list[Program]:
+        """Return what each rank runs."""
+        world = range(self.base.choice.world_size)
+        if self.rank is None:
+            return [self.program for _ in world]
+        return [self.program if r == self.rank else self.base.program for r in world]
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank} only"
+        base = f"{self.base.case} {self.base.choice}"
+        return f"#{self.number} {self.kind}{where}: {self.what} ({base})"
+
+
+BASES = [
+    Base("gpt", Choice(3)),
+    Base("gpt", Choice(3, prefetch=2, activations="recompute")),
+    Base("convnet", Choice(3)),
+    Base("gpt", Choice(3, budget=1 << 20)),
+    Base("gpt", Choice(2)),
+    Base("branches", Choice(3, prefetch=0)),
+    Base("gpt-dropout", Choice(1, activations=0.5)),
+    Base("adapters", Choice(3)),
+    Base("gpt", Choice(0)),
+    Base("stage", Choice(2)),
+    Base("gpt", Choice(3, 4, shard_axis_size=2)),
+    Base("binary", Choice(3, activations="recompute")),
+    Base("lstm", Choice(3)),
+    Base("gpt", Choice(3, 1)),
+]
+
+
+class Editor:
+    """One graph of a program under change, with random choices of what is legal in fx.
+
+    A change keeps the graph runnable: values are defined before they are read, and what is
+    replaced has the shape and dtype of what replaces it. A statement is what the emitted schedule
+    has a line for: one zerofx op, or a whole region.
+    """
+
+    def __init__(self, program: Program, rng: random.Random) -> None:
+        self.program, self.rng = program, rng
+        self.name = rng.choice(sorted(program.graphs))
+        self.graph = program.graph(self.name)
+
+    # -- looking ----------------------------------------------------------------------------
+    def positions(self) -> dict[fx.Node, int]:
+        return {n: i for i, n in enumerate(self.graph.nodes)}
+
+    def find(self, *targets: object) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
+
+    def compute(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if info(n).region is not None]
+
+    def any_of(self, nodes: Sequence[fx.Node]) -> fx.Node | None:
+        return self.rng.choice(list(nodes)) if nodes else None
+
+    def statements(self) -> list[Statement]:
+        """Return the body as statements, in order."""
+        found: list[Statement] = []
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr"):
+                continue
+            region = info(node).region
+            if region is not None and found and info(found[-1][0]).region == region:
+                found[-1].append(node)
+            else:
+                found.append([node])
+        return found
+
+    def alike(self, node: fx.Node, before: fx.Node) -> list[fx.Node]:
+        """Return the other values defined above `before` that have the node's shape and dtype."""
+        found = []
+        for other in self.graph.nodes:
+            if other is before:
+                break
+            if other is not node and is_same_kind(value(other), value(node)):
+                found.append(other)
+        return found
+
+    # -- moving -----------------------------------------------------------------------------
+    def gaps(self, moved: Statement) -> list[fx.Node]:
+        """Return the statements (or the output) before which `moved` may legally stand."""
+        position = self.positions()
+        inside = set(moved)
+        inputs = [a for n in moved for a in n.all_input_nodes if a not in inside]
+        users = [u for n in moved for u in n.users if u not in inside]
+        low = max((position[a] for a in inputs), default=-1)
+        high = min((position[u] for u in users), default=len(position))
+        heads = [s[0] for s in self.statements()] + [self.graph.output_node()]
+        behind = moved[-1].next
+        return [
+            h for h in heads if low < position[h] <= high and h not in inside and h is not behind
+        ]
+
+    def move(self, moved: Statement, before: fx.Node) -> None:
+        for node in moved:
+            before.prepend(node)
+
+    def erase(self, node: fx.Node, instead: fx.Node | None = None) -> None:
+        """Take a node out; its readers read `instead`."""
+        if instead is not None:
+            node.replace_all_uses_with(instead)
+        self.graph.erase_node(node)
+
+
+def is_same_kind(a: object, b: object) -> bool:
+    """Say whether two fake values could stand for each other."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def set_argument(node: fx.Node, index: int, new: object) -> None:
+    """Replace one positional argument."""
+    node.args = (*node.args[:index], new, *node.args[index + 1 :])  # type: ignore[assignment]
+
+
+def label(node: fx.Node) -> str:
+    """Name a node for a report."""
+    where = info(node)
+    return f"{node.name}[b{where.index}]" if node.target in ops.ALL else node.name
+
+
+Kind = Callable[[Editor], str | None]
+
+
+def generate(count: int, seed: int = 0) -> Iterator[Mutant]:
+    """Yield `count` mutants, every kind in turn, on every base in turn; the same for one seed."""
+    from mutants_kinds import KINDS, ON_ONE_RANK
+
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}")
+        kind = KINDS[number % len(KINDS)]
+        first = number // len(KINDS) + number
+        yield next(
+            found
+            for attempt in range(10 * len(BASES))
+            if (found := _mutate(number, kind, BASES[(first + attempt) % len(BASES)], rng))
+            and (kind not in ON_ONE_RANK or found.rank is not None)
+        )
+
+
+def _mutate(number: int, kind: Kind, base: Base, rng: random.Random) -> Mutant | None:
+    """Apply a change to a copy; None where this base or the choices made have no place for it."""
+    from mutants_kinds import ON_ONE_RANK
+
+    program = base.program.clone()
+    what = kind(Editor(program, rng))
+    if what is None:
+        return None
+    for gm in program.graphs.values():
+        gm.graph.lint()
+    rank = None
+    if kind in ON_ONE_RANK:
+        if base.choice.world_size == 1:
+            return None
+        rank = rng.randrange(base.choice.world_size)
+    return Mutant(number, kind.__name__.replace("_", "-"), what, base, program, rank)

@@ -1,0 +1,86 @@
+"""Is a mutant harmful, and does anything refuse it? The oracle and the verifier, asked apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+
+from mutants import Base, Mutant
+from oracle import Outcome, differences, execute
+from oracle_cases import make_state
+from oracle_exchange import Delivery
+
+from zerofx.codegen.emit import fingerprint, render
+from zerofx.errors import ProgramError
+from zerofx.ir.verify import verify
+
+
+@cache
+def right_outcome(base: Base) -> list[Outcome]:
+    """Return what the unmutated program gives."""
+    world = base.choice.world_size
+    return execute([base.program] * world, make_state(base.case, world))
+
+
+def harm_of(mutant: Mutant) -> str | None:
+    """Return what goes wrong when it runs, None if every rank's bits are as they should be.
+
+    Early and late delivery together see all there is: each of source and destination is touched
+    as soon, and as late, as a transfer may.
+    """
+    base = mutant.base
+    state = make_state(base.case, base.choice.world_size)
+    for delivery in (Delivery.LATE, Delivery.EARLY):
+        try:
+            got = execute(mutant.programs(), state, delivery)
+        except Exception as error:  # an operator may raise anything on what a mutant feeds it
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if found := differences(right_outcome(base), got, with_shards=True):
+            return f"{delivery.value}: {found[0]}"
+    return None
+
+
+def refusal_of(mutant: Mutant) -> str | None:
+    """Return why it would not run (the verifier's reason, or ranks that disagree), else None."""
+    try:
+        verify(mutant.program)
+    except ProgramError as error:
+        return f"verify: {str(error).splitlines()[0]}"
+    if mutant.rank is None:
+        return None
+    mine, theirs = (fingerprint(render(p)) for p in (mutant.program, mutant.base.program))
+    return None if mine == theirs else "agreement: the ranks' programs differ"
+
+
+@dataclass
+class Tally:
+    """Counts of (harmful?, refused?) by kind, and the mutants on which the two disagree."""
+
+    counts: dict[str, Counter] = field(default_factory=dict)
+    accepted_harmful: list[str] = field(default_factory=list)
+    refused_harmless: list[str] = field(default_factory=list)
+
+    def add(self, mutant: Mutant) -> None:
+        harm, refusal = harm_of(mutant), refusal_of(mutant)
+        cell = ("harmful" if harm else "harmless") + (" refused" if refusal else " accepted")
+        self.counts.setdefault(mutant.kind, Counter())[cell] += 1
+        if harm and not refusal:
+            self.accepted_harmful.append(f"{mutant}\n    harm: {harm}")
+        if refusal and not harm:
+            self.refused_harmless.append(f"{mutant}\n    {refusal}")
+
+    def total(self, cell: str, kinds: Iterable[str] | None = None) -> int:
+        return sum(c[cell] for k, c in self.counts.items() if kinds is None or k in kinds)
+
+    def table(self) -> str:
+        """Return the counts as text, one kind a line."""
+        cells = ["harmful refused", "harmful accepted", "harmless accepted", "harmless refused"]
+        rows = [f"{'kind':20s}" + "".join(f"{c:>20s}" for c in cells)]
+        rows += [
+            f"{kind:20s}" + "".join(f"{count[c]:20d}" for c in cells)
+            for kind, count in self.counts.items()
+        ]
+        rows.append(f"{'all':20s}" + "".join(f"{self.total(c):20d}" for c in cells))
+        return "\n".join(rows)

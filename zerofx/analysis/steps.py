@@ -1,0 +1,146 @@
+"""The schedule's steps: one a region, launch, wait or release, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+
+from zerofx.analysis.memory import Memory, memory
+from zerofx.ir import ops
+from zerofx.ir.graphs import is_glue
+from zerofx.ir.meta import info
+from zerofx.ir.program import BACKWARD, Program
+
+
+class Lane(str, Enum):
+    """Where a step takes its time."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a schedule.
+
+    kind: "region", "pack", "launch", "wait", "release" or "sync".
+    verb: what a launch is called: "AG", "RS", "AR" or "BC".
+    heaviest: the costliest op of a region, empty where there is none to name.
+    resident_bytes: the most that the rank holds during the step.
+    """
+
+    index: int
+    graph: str
+    lane: Lane
+    kind: str
+    unit: str
+    bucket: int = -1
+    verb: str = ""
+    heaviest: str = ""
+    num_nodes: int = 0
+    region: int = -1
+    resident_bytes: int = 0
+
+    @property
+    def is_backward(self) -> bool:
+        return self.graph == BACKWARD
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of forward and backward, and the memory they were measured against."""
+
+    steps: tuple[Step, ...]
+    memory: Memory
+
+    @property
+    def peak_step(self) -> int:
+        peak = max((s.resident_bytes for s in self.steps), default=0)
+        return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
+
+
+_VERBS = {ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR"}
+_HEAVY = ("attention", "convolution", "addmm", "bmm", "mm", "embedding", "layer_norm", "softmax")
+
+
+def schedule(program: Program) -> Schedule:
+    """Return the program's steps with the bytes resident at each."""
+    report = memory(program)
+    found: list[Step] = []
+    for graph, nodes, first in _groups(program, report):
+        last = first + len(nodes)
+        resident = max(report.curve[first:last], default=0)
+        found.append(_step(len(found), graph, nodes, resident))
+    return Schedule(tuple(found), report)
+
+
+def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
+    """Yield (graph, nodes, time of the first) of each step; what is no step joins the one before."""
+    nodes: list[fx.Node] = []
+    graph, first, key = "", 0, None
+    for time, (where, node) in enumerate(report.life.nodes):
+        here = _key(where, node)
+        if here is None or here == key:
+            if nodes:
+                nodes.append(node)
+            continue
+        if nodes:
+            yield graph, nodes, first
+        graph, nodes, first, key = where, [node], time, here
+    if nodes:
+        yield graph, nodes, first
+
+
+def _key(graph: str, node: fx.Node) -> tuple | None:
+    """Return what tells a step from the next; None for nodes that take no step of their own."""
+    if node.op != "call_function" or node.target is ops.param_view or is_glue(node):
+        return None
+    if node.target in (ops.grad_buffer, ops.store_grad, ops.resident):
+        return None
+    if node.target in ops.ALL:
+        return graph, node
+    return graph, "region", info(node).region
+
+
+def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
+    node, where = nodes[0], info(nodes[0])
+    target = node.target
+    if target in ops.LAUNCHES or target is ops.wait:
+        launch = node if target in ops.LAUNCHES else node.args[0]
+        lane = Lane.GATHER if launch.target in ops.GATHERS else Lane.REDUCE
+        kind = "launch" if node is launch else "wait"
+        return Step(
+            index, graph, lane, kind, where.unit, where.index, _VERBS[launch.target],
+            resident_bytes=resident,
+        )  # fmt: skip
+    if target is ops.release:
+        return Step(
+            index, graph, Lane.GATHER, "release", where.unit, where.index, resident_bytes=resident
+        )
+    if target is ops.pack:
+        return Step(
+            index, graph, Lane.COMPUTE, "pack", where.unit, where.index, resident_bytes=resident
+        )
+    if target is ops.sync_buffers:
+        return Step(index, graph, Lane.REDUCE, "sync", "", verb="BC", resident_bytes=resident)
+    compute = [n for n in nodes if n.op == "call_function" and n.target not in ops.ALL]
+    return Step(
+        index, graph, Lane.COMPUTE, "region", _unit(compute), heaviest=_heaviest(compute),
+        num_nodes=len(compute), region=-1 if where.region is None else where.region,
+        resident_bytes=resident,
+    )  # fmt: skip
+
+
+def _unit(nodes: list[fx.Node]) -> str:
+    return next((info(n).unit for n in nodes if info(n).unit), "")
+
+
+def _heaviest(nodes: list[fx.Node]) -> str:
+    """Name the costliest kind of op among `nodes`: `mm`, `attention`, `convolution`."""
+    names = {str(getattr(n.target, "__name__", n.target)) for n in nodes}
+    return next((word for word in _HEAVY if any(word in name for name in names)), "")

@@ -1,0 +1,204 @@
+"""The command line: what a plan does to a model, for any world size, without any ranks.
+
+A MODEL is `package.module:function` or `file.py:function`, which returns (module, args, kwargs), or
+`hf:path/config.json` for a transformers config (random weights on meta; --batch, --seq).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zerofx.errors import PlanError, ZerofxError
+
+if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
+    from zerofx.ir.program import Program
+    from zerofx.plan import Plan
+
+app = typer.Typer(
+    help="ZeRO as a compiler: see what runs, and what it needs, before it runs.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="package.module:function, file.py:function or hf:path")]
+World = Annotated[int, typer.Option("--world", min=1, help="ranks to plan for")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="YAML or JSON file of plan fields")]
+Stage = Annotated[int | None, typer.Option("--stage", help="ZeRO stage, over the plan's")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="plan field, as key=value; repeatable")]
+MachineName = Annotated[str | None, typer.Option("--machine", help="preset or file: cuda-nccl, ...")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="batch size of an hf: model's call")]
+Seq = Annotated[int, typer.Option("--seq", min=1, help="sequence length of an hf: model's call")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+
+
+def main() -> None:
+    """Run the command line; a ZerofxError ends it with its text and status 1."""
+    try:
+        app()
+    except ZerofxError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(1)
+
+
+@app.command()
+def passes(
+    model: Annotated[str | None, typer.Argument(help="a model, to show what each does")] = None,
+    world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
+) -> None:  # fmt: skip
+    """List the passes in order, or what each of them does to a model."""
+    from zerofx.passes.pipeline import Setting, build
+    from zerofx.views import passes as view
+
+    chosen = _plan(plan, stage, set_)
+    built = build(Setting(chosen, world, _machine(machine)))
+    program = _program(model, world, chosen, machine, batch, seq) if model else None
+    _show(view.PassesView.of(built, program), as_json)
+
+
+@app.command()
+def dump(
+    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    after: Annotated[str | None, typer.Option("--pass", help="show it after this pass")] = None,
+    level: Annotated[str, typer.Option(help="summary, units, regions, nodes or full")] = "nodes",
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Print the program: after the last pass, or after the one named."""
+    from zerofx.ir.dump import check_level
+
+    check_level(level)
+    chosen = _plan(plan, stage, set_)
+    program = _program(model, world, chosen, machine, batch, seq, after)
+    text = program.dump(level=level)
+    if as_json:
+        entry = program.history[-1]
+        sizes = {"nodes": entry.num_nodes, "peak_bytes": entry.peak_bytes}
+        text = json.dumps({"pass": entry.pass_spec, **sizes, "lines": text.splitlines()}, indent=1)
+    typer.echo(text)
+
+
+@app.command()
+def schedule(
+    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Print what runs when: compute, gathers, reduces, and what is resident meanwhile."""
+    _show(_program(model, world, _plan(plan, stage, set_), machine, batch, seq).schedule(), as_json)
+
+
+@app.command()
+def memory(
+    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    optimizer_bytes: Annotated[
+        int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
+    ] = 8,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Print what a rank holds: by category, and the names at the peak."""
+    program = _program(model, world, _plan(plan, stage, set_), machine, batch, seq)
+    _show(program.memory(optimizer_bytes=optimizer_bytes), as_json)
+
+
+@app.command()
+def diff(
+    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    to: Annotated[list[str] | None, typer.Option(help="field of the second plan: key=value")] = None,
+    to_plan: Annotated[Path | None, typer.Option(help="file of the second plan")] = None,
+    to_world: Annotated[int | None, typer.Option(min=1, help="ranks of the second")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compare a model under two plans: memory, bytes sent, and the lines that differ."""
+    from zerofx.views.diff import DiffView
+
+    if not (to or to_plan or to_world):
+        raise PlanError("diff: say what is different: --to stage=2, --to-plan FILE or --to-world N")
+    left = _plan(plan, stage, set_)
+    right = _plan(to_plan, None, to) if to_plan else _plan(plan, stage, [*(set_ or []), *(to or [])])
+    captured = _capture(model, left, batch, seq)
+    pair = [_rewrite(captured, p, w, machine) for p, w in ((left, world), (right, to_world or world))]
+    _show(DiffView(*pair), as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check that this installation can compile and train; the status is 1 where it cannot."""
+    from zerofx.doctor import Diagnosis, checks
+
+    diagnosis = Diagnosis(checks())
+    _show(diagnosis, as_json)
+    if not diagnosis.is_well:
+        raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True,
+                      "help_option_names": []}
+)  # fmt: skip
+def demo(context: typer.Context) -> None:
+    """Train a byte-level GPT on this Python's own sources; `zerofx demo --help` lists options."""
+    from zerofx.demo.train import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+# -- shared -----------------------------------------------------------------------------------
+def _plan(file: Path | None, stage: int | None, fields: list[str] | None) -> Plan:
+    import yaml
+
+    from zerofx.plan import Plan
+
+    given = Plan.load(file).to_dict() if file else {}
+    for text in fields or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise PlanError(f"--set {text}: write key=value, for example stage=2")
+        given[key.strip()] = yaml.safe_load(value)
+    if stage is not None:
+        given["stage"] = stage
+    return Plan.from_dict(given)
+
+
+def _machine(name: str | None) -> Any:
+    from zerofx.machine import machine_for
+
+    return machine_for("cpu", name)
+
+
+def _capture(model: str, plan: Plan, batch: int, seq: int) -> Program:
+    import zerofx
+    from zerofx.targets import resolve
+
+    target = resolve(model, batch, seq)
+    return zerofx.capture(
+        target.module, target.args, target.kwargs,
+        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+    )  # fmt: skip
+
+
+def _rewrite(
+    program: Program, plan: Plan, world: int, machine: str | None, until: str | None = None
+) -> Program:
+    from zerofx.passes.pipeline import Setting, run
+
+    plan.require_supported()
+    return run(program, Setting(plan, world, _machine(machine)), until)
+
+
+def _program(
+    model: str, world: int, plan: Plan, machine: str | None, batch: int, seq: int,
+    until: str | None = None,
+) -> Program:  # fmt: skip
+    return _rewrite(_capture(model, plan, batch, seq), plan, world, machine, until)
+
+
+def _show(view: Any, as_json: bool) -> None:
+    typer.echo(json.dumps(view.to_dict(), indent=1) if as_json else str(view))

@@ -1,0 +1,28 @@
+"""Models for the command line: `zerofx memory zerofx.demo.targets:gpt_175b --world 512`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofx.demo.gpt import GPT, GPTConfig
+
+Call = tuple[GPT, tuple[Any, ...], dict[str, Any]]
+
+
+def byte_gpt() -> Call:
+    """Return the demo's model at its default size, and one training call of a rank."""
+    return _call(GPTConfig(), batch=4)
+
+
+def gpt_175b() -> Call:
+    """Return GPT-3's shape, 175 B parameters, and one sequence a rank; nothing is allocated."""
+    return _call(GPTConfig(layers=96, width=12288, heads=96, seq=2048, vocab=50257), batch=1)
+
+
+def _call(config: GPTConfig, batch: int) -> Call:
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(batch, config.seq, dtype=torch.long)
+    return model, (tokens, tokens), {}

@@ -1,0 +1,162 @@
+"""Tensors to files and back through torch.distributed.checkpoint's planners and storage.
+
+Its `save` and `load` are not called: they talk through a process group of their own and unpickle
+freely. The same steps are taken here one by one, with the ranks' world between them, so that what
+lies on disk is an ordinary distributed checkpoint which `torch.distributed.checkpoint` reads too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from zerofx.errors import SnapshotError
+
+INDEX = ".metadata"
+
+# All that torch's index of a checkpoint is made of; anything else in it is not unpickled.
+_CLASSES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+}
+
+
+class _Writer(FileSystemWriter):
+    """Writes one synced file a rank; leaves out of the index where it was written."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+class SaveSteps:
+    """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`."""
+
+    def __init__(self, folder: Path, rank: int, tensors: dict[str, Any]) -> None:
+        self._rank = rank
+        self._writer = _Writer(folder)
+        self._planner = DefaultSavePlanner()
+        self._tensors = tensors
+        self._metadata = Metadata({})
+
+    def local(self) -> SavePlan:
+        """Return what this rank could write."""
+        is_first = self._rank == 0
+        self._planner.set_up_planner(self._tensors, is_coordinator=is_first)
+        self._writer.set_up_storage_writer(is_first)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def combine(self, plans: list[SavePlan]) -> None:
+        """Settle who writes what: every rank finds the same from the same plans."""
+        combined, self._metadata = self._planner.create_global_plan(plans)
+        mine = self._writer.prepare_global_plan(combined)[self._rank]
+        self._plan = self._planner.finish_plan(mine)
+
+    def write(self) -> list[WriteResult]:
+        """Write and sync this rank's file."""
+        try:
+            written = self._writer.write_data(self._plan, self._planner)
+            written.wait()
+            return written.value()
+        except RuntimeError as error:  # torch.save, where the file system refused a write
+            raise SnapshotError(f"{self._writer.path}: {error}") from error
+
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write the index."""
+        self._writer.finish(self._metadata, results)
+
+
+def written_files(results: list[WriteResult]) -> set[str]:
+    """Return the names of the files that these results lie in."""
+    return {result.storage_data.relative_path for result in results}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index without running what a stranger may have put in it."""
+        path = Path(self.path) / INDEX
+        try:
+            found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
+        if not isinstance(found, Metadata):
+            raise SnapshotError(f"{path}: not the index of a snapshot")
+        return found
+
+
+class LoadSteps:
+    """The steps of a load: everything is checked when it is made, `read` fills the tensors.
+
+    file_bytes: the size of every file that belongs to the snapshot.
+
+    Raises:
+        SnapshotError: the index is not one, or what it points at is not there whole.
+    """
+
+    def __init__(self, folder: Path, file_bytes: Mapping[str, int]) -> None:
+        self._folder = folder
+        self._reader = _Reader(folder)
+        self.index = self._reader.read_metadata()
+        self._check_pointers(file_bytes)
+
+    def _check_pointers(self, file_bytes: Mapping[str, int]) -> None:
+        """Raise unless every chunk lies in a file of the snapshot and the chunks fill the tensor."""
+        where = self._folder / INDEX
+        for index, info in (self.index.storage_data or {}).items():
+            end = info.offset + info.length
+            if not 0 <= info.offset <= end <= file_bytes.get(info.relative_path, -1):
+                raise SnapshotError(
+                    f"{where}: {index.fqn} should lie at {info.offset}:{end} of "
+                    f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
+                )
+        for key, entry in self.index.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), key
+            held, total = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
+            if held != total:
+                raise SnapshotError(f"{where}: {key} has {held} of its {total} elements")
+
+    def plan(self, tensors: dict[str, Any]) -> None:
+        """Find what fills `tensors`, which may be a part of what was saved."""
+        self._planner = DefaultLoadPlanner()
+        try:
+            self._planner.set_up_planner(tensors, self.index, is_coordinator=True)
+            self._reader.set_up_storage_reader(self.index, is_coordinator=True)
+            local = self._reader.prepare_local_plan(self._planner.create_local_plan())
+        except (RuntimeError, ValueError) as error:  # a key that is missing, another size
+            raise SnapshotError(f"{self._folder / INDEX}: {error}") from error
+        plans = self._planner.create_global_plan([local])
+        self._plan: LoadPlan = self._planner.finish_plan(plans[0])
+
+    def read(self) -> None:
+        """Fill the planned tensors in place."""
+        self._reader.read_data(self._plan, self._planner).wait()

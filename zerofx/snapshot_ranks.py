@@ -1,0 +1,72 @@
+"""What the ranks of one save or load tell each other: their plans, and whether a step failed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from zerofx.errors import DesyncError, SnapshotError, ZerofxError
+from zerofx.runtime.world import World
+
+T = TypeVar("T")
+
+
+def exchange(world: World, value: T) -> list[T]:
+    """Return every rank's value, in rank order.
+
+    Through the world's own broadcasts, so that a mesh that is part of a larger job works, and a
+    stuck rank is named. Pickled: what comes over these wires comes from this very job.
+    """
+    if world.size == 1:
+        return [value]
+    found: list[T] = []
+    data = bytearray(pickle.dumps(value))
+    mine = torch.frombuffer(data, dtype=torch.uint8).to(world.device)
+    for source in range(world.size):
+        num_bytes = torch.tensor([mine.numel()], device=world.device)
+        world.broadcast(num_bytes, source, "snapshot").wait()
+        sent = mine
+        if source != world.rank:
+            sent = torch.empty(int(num_bytes), dtype=torch.uint8, device=world.device)
+        world.broadcast(sent, source, "snapshot").wait()
+        found.append(pickle.loads(sent.cpu().numpy().tobytes()))
+    return found
+
+
+def together(world: World, what: str, step: Callable[[], T]) -> list[T]:
+    """Run `step` on every rank and return all results, in rank order; no rank goes on alone.
+
+    Raises: on a rank where `step` failed, that error (an OSError as a SnapshotError); on the
+        others a SnapshotError that names the rank and the error.
+    """
+    problem: Exception | None = None
+    value: T | None = None
+    try:
+        value = step()
+    except DesyncError:  # the ranks have lost each other: there is nobody to tell
+        raise
+    except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
+        problem = error
+    world.agree(what, "")
+    mine = None if problem is None else _describe(problem)
+    answers = exchange(world, (mine, value))
+    if isinstance(problem, OSError):
+        raise SnapshotError(f"{what}: {mine}") from problem
+    if problem is not None:
+        raise problem
+    for rank, (told, _) in enumerate(answers):
+        if told is not None:
+            raise SnapshotError(f"{what}: rank {rank}: {told}")
+    return [value for _, value in answers]  # type: ignore[misc]
+
+
+def _describe(problem: Exception) -> str:
+    if isinstance(problem, ZerofxError):
+        return str(problem)
+    if isinstance(problem, OSError):
+        where = f"{problem.filename}: " if problem.filename else ""
+        return f"{where}{problem.strerror or problem}"
+    return f"{type(problem).__name__}: {problem}"

@@ -1,0 +1,254 @@
+"""What is saved of a model and its optimizer, by name, and what is filled when loading.
+
+Parameters, and optimizer states of a parameter's shape, are flat tensors of which each rank has one
+piece: how they were cut is not part of what is saved, so any world size and stage loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from zerofx.compat import local_tensor
+from zerofx.errors import SnapshotError
+from zerofx.module import CompiledModule
+from zerofx.runtime.param_tensor import ShardedTensor, wrap
+from zerofx.runtime.shard_state import FlatPiece, flat_piece, flat_state
+
+# 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
+STEP_STATES = ("step", "mu_product", "eta", "mu")
+_SHOWN = 6  # names in one error
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the model's state, shared ones under their first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), (f"{path}.{key}" if path else key, buffer))
+    return dict(found.values())
+
+
+def extra_states_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that keep state of their own kind (`get_extra_state`)."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield path, module
+
+
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return {name: [dtype, shape]} in values of JSON."""
+    return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+
+
+def check_same_model(kind: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise unless both descriptions have the same names, shapes and dtypes.
+
+    Raises:
+        SnapshotError: lists what differs.
+    """
+    differences = [
+        *(f"{name} is only in the save" for name in saved.keys() - here.keys()),
+        *(f"{name} is only in the model" for name in here.keys() - saved.keys()),
+        *(
+            f"{name} is {_shown(saved[name])} in the save and {_shown(here[name])} in the model"
+            for name in saved.keys() & here.keys()
+            if list(saved[name]) != list(here[name])
+        ),
+    ]
+    if differences:
+        raise SnapshotError(f"the save is of another model: {kind} {_few(sorted(differences))}")
+
+
+def _shown(entry: list[Any]) -> str:
+    return f"{entry[0]} {entry[1]}"
+
+
+def _few(texts: list[str]) -> str:
+    rest = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + rest
+
+
+def sort_tensors(
+    model: dict[str, Any], optimizer: dict[str, Any], random: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the tree that is saved; its keys on disk are "model.fc.weight" and so on."""
+    parts = {"model": model, "optimizer": optimizer, "random": random}
+    return {key: part for key, part in parts.items() if part}
+
+
+# -- the model and the generators -----------------------------------------------------------------
+def model_tensors(model: CompiledModule) -> dict[str, Any]:
+    """Return this rank's pieces of the parameters, and on rank 0 the buffers."""
+    store = model._engine.store
+    found: dict[str, Any] = dict(flat_state(store))
+    if store.world.rank == 0:
+        found.update({n: b.detach() for n, b in buffers_of(model).items()})
+    return found
+
+
+def one_row(states: Mapping[str, Tensor], row: int, rows: int) -> dict[str, FlatPiece]:
+    """Return each 1-D state as row `row` of a table with one row a rank."""
+    return {
+        key: FlatPiece.of(state, row * state.numel(), rows * state.numel())
+        for key, state in states.items()
+    }
+
+
+# -- the optimizer --------------------------------------------------------------------------------
+def group_names(model: CompiledModule, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group.
+
+    Raises:
+        SnapshotError: the optimizer has a parameter that is not the model's.
+    """
+    names = {id(p): name for name, p in model._engine.store.params.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise SnapshotError(
+                    f"group {number} of {type(optimizer).__name__} has a parameter of shape "
+                    f"{list(param.shape)} that is not the model's; make the optimizer over "
+                    "model.parameters() after zerofx.compile, or keep others in one of their own"
+                )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_tensors(model: CompiledModule, optimizer: Optimizer) -> dict[str, Any]:
+    """Return {parameter: {state: this rank's piece}} of all states of a parameter's shape."""
+    return {
+        name: pieces
+        for name, param in _stepped(model, optimizer)
+        if (
+            pieces := {
+                key: flat_piece(value)
+                for key, value in optimizer.state[param].items()
+                if _is_elementwise(param, key, value)
+            }
+        )
+    }
+
+
+def optimizer_values(model: CompiledModule, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the rest: the groups by parameter name with their options, step counts, what else.
+
+    Raises:
+        SnapshotError: a state is a tensor that is neither of its parameter's shape nor one number.
+    """
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+        for group, names in zip(
+            optimizer.param_groups, group_names(model, optimizer), strict=True
+        )
+    ]
+    pieces: dict[str, list[str]] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for name, param in _stepped(model, optimizer):
+        for key, value in optimizer.state[param].items():
+            if _is_elementwise(param, key, value):
+                pieces.setdefault(name, []).append(key)
+                continue
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise SnapshotError(
+                    f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
+                    f"{list(value.shape)}, the parameter {list(param.shape)}; only states of the "
+                    "parameter's shape and single numbers can be cut again for other ranks"
+                )
+            others.setdefault(name, {})[key] = value
+    return {"type": type(optimizer).__name__, "groups": groups, "pieces": pieces, "others": others}
+
+
+def _stepped(model: CompiledModule, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that the optimizer has state of."""
+    names = {id(p): name for name, p in model._engine.store.params.items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                yield names[id(param)], param
+
+
+def _is_elementwise(param: Tensor, key: str, value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return False
+    return value.ndim > 0 or key not in STEP_STATES
+
+
+def check_same_groups(
+    optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]
+) -> None:
+    """Raise unless the saved optimizer is of this type, with the same parameters in each group.
+
+    Raises:
+        SnapshotError: names both types, or the parameters that differ.
+    """
+    kind = type(optimizer).__name__
+    if saved["type"] != kind:
+        raise SnapshotError(f"the save has the state of {saved['type']}, but was given {kind}")
+    groups = saved["groups"]
+    if len(groups) != len(names):
+        raise SnapshotError(f"{kind} has {len(names)} groups, the save {len(groups)}")
+    for number, (mine, group) in enumerate(zip(names, groups, strict=True)):
+        only = sorted(set(mine) ^ set(group["params"]))
+        if only:
+            raise SnapshotError(
+                f"group {number} of {kind} has other parameters than in the save: {_few(only)}"
+            )
+
+
+def optimizer_targets(
+    model: CompiledModule, optimizer: Optimizer, pieces: Mapping[str, Iterable[str]]
+) -> dict[str, dict[str, Tensor]]:
+    """Return a tensor to load each saved state into: the one in use, or a new one."""
+    params = model._engine.store.params
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, keys in pieces.items():
+        param = params[name]
+        states = optimizer.state.get(param) or {}
+        found[name] = {
+            key: states[key] if _fits(states.get(key), param) else _like(param) for key in keys
+        }
+    return found
+
+
+def _fits(state: Any, param: nn.Parameter) -> bool:
+    """Whether a state in use can be filled in place: it is cut like the parameter and dense."""
+    if not isinstance(state, Tensor) or isinstance(state, ShardedTensor) != isinstance(
+        param, ShardedTensor
+    ):
+        return False
+    if isinstance(state, ShardedTensor):
+        return state.dtype == param.dtype
+    same = (state.shape, state.dtype, state.device) == (param.shape, param.dtype, param.device)
+    return same and state.is_contiguous()
+
+
+def _like(param: nn.Parameter) -> Tensor:
+    if isinstance(param, ShardedTensor):
+        return wrap(torch.zeros_like(local_tensor(param)), param._piece)
+    return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    names: list[list[str]],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Give the optimizer its loaded states and options, as its own `load_state_dict` does."""
+    order = [name for group in names for name in group]
+    state = {
+        position: {**tensors.get(name, {}), **saved["others"].get(name, {})}
+        for position, name in enumerate(order)
+        if name in tensors or name in saved["others"]
+    }
+    groups, start = [], 0
+    for group, members in zip(saved["groups"], names, strict=True):
+        positions = list(range(start, start + len(members)))
+        groups.append({**group, "params": positions})
+        start += len(members)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,157 @@
+"""The model that a command line names: `package.module:function`, `file.py:function`, `hf:config`.
+
+A function returns `(module, args, kwargs)`: a model, best on the meta device, and one example call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.errors import TargetError
+
+FORMS = "package.module:function, file.py:function, or hf:path/config.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and the call that is to be compiled."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def resolve(spec: str, batch: int = 1, seq: int = 128) -> Target:
+    """Return what `spec` names; `batch` and `seq` shape the inputs of an `hf:` model.
+
+    Raises:
+        TargetError: nothing is there, or it is not a model with an example call.
+    """
+    if spec.startswith("hf:"):
+        return _from_config(Path(spec[3:]), batch, seq)
+    place, colon, name = spec.rpartition(":")
+    if not colon or not name:
+        raise TargetError(f"model {spec!r}: give {FORMS}")
+    return _call(_function(spec, place, name), spec)
+
+
+def _function(spec: str, place: str, name: str) -> Callable[[], Any]:
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(spec, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise TargetError(
+            f"model {spec!r}: {place} has no function {name!r}; it has {', '.join(found) or 'none'}"
+        )
+    return function
+
+
+def _module(spec: str, place: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # as `python -m` does; the installed script does not
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as e:
+        if e.name is not None and place.split(".")[0] == e.name.split(".")[0]:
+            raise TargetError(f"model {spec!r}: no module {e.name!r}; give {FORMS}") from e
+        raise TargetError(f"model {spec!r}: {place} needs {e.name!r}, which is missing") from e
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"model file {path} does not exist")
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours, as when it is run
+    name = f"zerofx_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(function: Callable[[], Any], spec: str) -> Target:
+    found = function()
+    fits = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
+    if not fits or not isinstance(found[1], (tuple, list)) or not isinstance(found[2], dict):
+        shown = type(found).__name__
+        if isinstance(found, tuple):
+            shown = f"({', '.join(type(v).__name__ for v in found)})"
+        raise TargetError(f"model {spec!r} returned {shown}; return (module, args, kwargs)")
+    return Target(spec, found[0], tuple(found[1]), found[2])
+
+
+# -- transformers -----------------------------------------------------------------------------
+_AUTO = (
+    ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
+    ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
+    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
+    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"),
+)
+
+
+def _from_config(path: Path, batch: int, seq: int) -> Target:
+    """Build a transformers model with random weights on meta, and a training call of it."""
+    try:
+        import transformers
+    except ModuleNotFoundError as e:
+        raise TargetError("hf: models need transformers; pip install transformers") from e
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise TargetError(f"hf:{path}: no such file; give the path of a model's config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file))
+    except ValueError as e:
+        raise TargetError(f"hf:{path}: {e}") from e
+    config.use_cache = False  # a cache is no result of a training step
+    with torch.device("meta"):
+        model = _architecture(transformers, config, path)
+    model.train()
+    return Target(f"hf:{path}", model, (), _example(model, config, batch, seq))
+
+
+def _architecture(transformers: Any, config: Any, path: Path) -> nn.Module:
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)(config)
+    for mapping, auto in _AUTO:
+        if type(config) in getattr(transformers, mapping):
+            return getattr(transformers, auto).from_config(config)
+    raise TargetError(
+        f"hf:{path}: no trainable architecture for {type(config).__name__}; name a class of "
+        'transformers in "architectures"'
+    )
+
+
+def _example(model: Any, config: Any, batch: int, seq: int) -> dict[str, Any]:
+    """Return the keyword arguments of one training call, on meta."""
+    kind = type(model).__name__
+    with torch.device("meta"):
+        labels = torch.zeros(batch, seq, dtype=torch.long)
+        if model.main_input_name == "pixel_values":
+            sides = getattr(config, "image_size", 224)
+            sides = (sides, sides) if isinstance(sides, int) else tuple(sides)
+            pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
+            return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+        if model.main_input_name == "input_features":
+            frames = 2 * config.max_source_positions
+            return {
+                "input_features": torch.zeros(batch, config.num_mel_bins, frames), "labels": labels
+            }  # fmt: skip
+        call = {"input_ids": torch.zeros(batch, seq, dtype=torch.long)}
+        if "Classification" in kind and "Token" not in kind:
+            labels = torch.zeros(batch, dtype=torch.long)
+        return call | {"labels": labels}

@@ -1,0 +1,81 @@
+"""Two programs side by side: memory by category, bytes sent, and the lines that differ."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.analysis.liveness import Category
+from zerofx.analysis.memory import memory
+from zerofx.analysis.traffic import traffic
+from zerofx.ir.dump import dump_body
+from zerofx.ir.program import Program
+from zerofx.sizes import format_bytes
+from zerofx.views.schedule import title
+
+
+@dataclass(frozen=True)
+class DiffView:
+    """The difference of two programs of one model: print it, or take `to_dict()` for JSON."""
+
+    left: Program
+    right: Program
+
+    def __str__(self) -> str:
+        lines = [f"- {title(self.left)}", f"+ {title(self.right)}", ""]
+        lines += [f"{name:<28} {a} -> {b}" for name, a, b in self._plan()]
+        lines += ["", f"{'':<28}{'-':>14}{'+':>14}{'change':>12}"]
+        for name, a, b in self.numbers():
+            lines.append(f"{name:<28}{_shown(name, a):>14}{_shown(name, b):>14}{_change(a, b):>12}")
+        return "\n".join([*lines, "", *self.changed_lines()])
+
+    def _plan(self) -> list[tuple[str, Any, Any]]:
+        left, right = self.left.plan.to_dict(), self.right.plan.to_dict()
+        found = [(f"plan.{k}", v, right[k]) for k, v in left.items() if v != right[k]]
+        if self.left.world_size != self.right.world_size:
+            found.append(("world", self.left.world_size, self.right.world_size))
+        return found
+
+    def numbers(self) -> list[tuple[str, int, int]]:
+        """Return (name, left, right) of what can be counted, where either has any."""
+        columns = [_numbers(p) for p in (self.left, self.right)]
+        rows = ((name, columns[0][name], columns[1][name]) for name in columns[0])
+        return [row for row in rows if row[1] or row[2]]
+
+    def changed_lines(self) -> list[str]:
+        """Return the lines that differ between the two at level `regions`, with some around."""
+        texts = [dump_body(p, "regions").splitlines() for p in (self.left, self.right)]
+        lines = list(difflib.unified_diff(*texts, lineterm="", n=2))[2:]
+        return lines or ["(the same steps in the same order)"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        return {
+            "left": title(self.left),
+            "right": title(self.right),
+            "plan": [{"field": k, "left": a, "right": b} for k, a, b in self._plan()],
+            "numbers": [{"name": k, "left": a, "right": b} for k, a, b in self.numbers()],
+            "lines": self.changed_lines(),
+        }
+
+
+def _numbers(program: Program) -> dict[str, int]:
+    report, sent = memory(program), traffic(program)
+    held = report.by_category(report.peak_time)
+    found = {"peak bytes": report.peak_bytes}
+    found |= {f"{c.value} bytes at the peak": held[c] for c in Category}
+    found |= {f"{kind} bytes sent": s.sent_bytes for kind, s in sent.kinds.items()}
+    found |= {f"{kind} calls": s.calls for kind, s in sent.kinds.items()}
+    found["nodes"] = sum(len(gm.graph.nodes) for gm in program.graphs.values())
+    return found
+
+
+def _shown(name: str, value: int) -> str:
+    return format_bytes(value) if "bytes" in name else str(value)
+
+
+def _change(left: int, right: int) -> str:
+    if left == right:
+        return "="
+    return f"{right / left - 1:+.1%}" if left else "new"

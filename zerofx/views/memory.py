@@ -1,0 +1,134 @@
+"""Memory as text: bytes by category at the peak, and the names of what is held there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.analysis.liveness import Category
+from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
+from zerofx.analysis.traffic import Traffic, traffic
+from zerofx.ir.meta import info
+from zerofx.ir.program import Program
+from zerofx.sizes import format_bytes
+from zerofx.views.schedule import title
+
+NAMES = 16  # of the largest things held at the peak
+
+
+@dataclass(frozen=True)
+class MemoryView:
+    """One rank's memory: print it, or take `to_dict()` for JSON."""
+
+    title: str
+    memory: Memory
+    traffic: Traffic
+    optimizer_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the table by category, the names at the peak, and what is sent."""
+        report = self.memory
+        held = report.by_category(report.peak_time)
+        start = report.by_category(0)
+        lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} a rank"]
+        lines += [f"at {self._place()}", ""]
+        lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
+        for category, nbytes in held.items():
+            if nbytes or start[category]:
+                share = nbytes / max(self.peak_bytes, 1)
+                lines.append(
+                    f"{category.value:<16}{format_bytes(self._lasting(category)):>16}"
+                    f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
+                )
+        lines += [f"{'total':<16}{format_bytes(report.static_bytes + self._given()):>16}"
+                  f"{format_bytes(self.peak_bytes):>16}", ""]  # fmt: skip
+        return lines + self._names() + self._sent()
+
+    def _lasting(self, category: Category) -> int:
+        """Return what a category holds between two steps."""
+        end = self.memory.life.end
+        always = sum(h.nbytes for h in self.memory.static if h.category is category)
+        given = [s for s in self.memory.life.storages if s.birth == 0 and s.death == end]
+        return always + sum(s.nbytes for s in given if s.category is category and s.slot < 0)
+
+    def _given(self) -> int:
+        end = self.memory.life.end
+        given = [s for s in self.memory.life.storages if s.birth == 0 and s.death == end]
+        return sum(s.nbytes for s in given if s.slot < 0)
+
+    def _place(self) -> str:
+        if not self.memory.life.nodes:
+            return "no step"
+        graph, node = self.memory.life.nodes[self.memory.peak_time]
+        where = info(node)
+        parts = [graph, where.module or where.unit, str(node.name), where.line]
+        return "  ".join(p for p in parts if p)
+
+    def _names(self) -> list[str]:
+        lines = ["largest at the peak"]
+        for (category, name, unit, line), (nbytes, count) in self._merged():
+            times = f" x{count}" if count > 1 else ""
+            lines.append(
+                f"  {format_bytes(nbytes):>10}  {category:<14} {name + times:<44} {unit:<20} {line}"
+            )
+        return [text.rstrip() for text in [*lines, ""]]
+
+    def _merged(self) -> list[tuple[tuple[str, str, str, str], tuple[int, int]]]:
+        """Return the largest things held at the peak; those of one unit and line are one."""
+        sums: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        for held in self.memory.held_at(self.memory.peak_time):
+            key = _label(held)
+            nbytes, count = sums.get(key, (0, 0))
+            sums[key] = nbytes + held.nbytes, count + 1
+        return sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:NAMES]
+
+    def _sent(self) -> list[str]:
+        lines = ["sent by a rank in a step"]
+        for kind, sent in self.traffic.kinds.items():
+            if sent.calls:
+                lines.append(
+                    f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} {sent.calls} calls, "
+                    f"{sent.sent_numel} elements"
+                )
+        return lines if len(lines) > 1 else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values, with the curve over time."""
+        report = self.memory
+        held = report.held_at(report.peak_time)
+        return {
+            "title": self.title,
+            "peak_bytes": self.peak_bytes,
+            "static_bytes": report.static_bytes,
+            "peak_at": self._place(),
+            "optimizer_bytes_per_element": self.optimizer_bytes,
+            "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
+            "between_steps": {c.value: self._lasting(c) for c in Category},
+            "held_at_peak": [
+                {"category": h.category.value, "name": h.name, "bytes": h.nbytes,
+                 "unit": h.unit, "line": h.line}
+                for h in held
+            ],
+            "curve_bytes": list(report.curve),
+            "traffic": {
+                kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes}
+                for kind, s in self.traffic.kinds.items()
+            },
+        }  # fmt: skip
+
+
+def _label(held: Held) -> tuple[str, str, str, str]:
+    return held.category.value, held.name, held.unit if held.unit != held.name else "", held.line
+
+
+def view(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> MemoryView:
+    """Return the memory of one rank over a step of a program."""
+    report = memory(program, optimizer_bytes)
+    return MemoryView(title(program), report, traffic(program), optimizer_bytes)

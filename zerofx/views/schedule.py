@@ -1,0 +1,129 @@
+"""The schedule as text: what runs when in each lane, and what is resident meanwhile.
+
+    step  compute      gather       reduce       host         resident  (23 steps; peak 3.5 KiB at step 3)
+       0  .            AG b0 >      .            .            2.0 KiB   ######
+       3  mm fc0       |  b1        .            .            3.5 KiB   ##########  <- peak
+
+`>` launches a transfer, `|` is under way, `<` waits for it, `x` releases; a quote marks backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerofx.analysis.steps import Lane, Schedule, Step, schedule
+from zerofx.ir.program import Program
+from zerofx.ir.repeats import Row, collapse
+from zerofx.ir.text import without_numbers
+from zerofx.sizes import format_bytes
+
+LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
+WIDTH = 24  # of the bar
+COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6}
+
+
+@dataclass(frozen=True)
+class ScheduleView:
+    """A program's schedule: print it, or take `to_dict()` for JSON."""
+
+    title: str
+    schedule: Schedule
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.schedule.memory.peak_bytes
+
+    def lines(self) -> list[str]:
+        """Return the timeline's lines, identical layers once."""
+        steps = self.schedule.steps
+        head = "  ".join(f"{lane.value:<{COLUMN[lane]}}" for lane in LANES)
+        peak = f"peak {format_bytes(self.peak_bytes)} at step {self.schedule.peak_step}"
+        top = [f"# {self.title}", f"step  {head}  {'resident':<10} ({len(steps)} steps; {peak})"]
+        return top + collapse(self._rows(), indent="      ")
+
+    def _rows(self) -> list[Row]:
+        found = []
+        flying: dict[Lane, list[Step]] = {lane: [] for lane in LANES}
+        for step in self.schedule.steps:
+            cells = {lane: _under_way(flying[lane]) for lane in LANES}
+            cells[step.lane] = _cell(step)
+            _fly(flying[step.lane], step)
+            found.append(self._row(step, cells))
+        return found
+
+    def _row(self, step: Step, cells: dict[Lane, str]) -> Row:
+        """Return a step's line; in a repeated layer the numbers become ranges."""
+        resident = step.resident_bytes
+        is_peak = step.index == self.schedule.peak_step
+        unit = step.unit
+        key = (step.kind, step.lane, step.graph, without_numbers(unit), step.num_nodes, step.verb)
+        shapes = tuple(without_numbers(cells[lane]) for lane in LANES)
+        bar = "#" * max(1, round(WIDTH * resident / max(self.peak_bytes, 1)))
+        mark = "  <- peak" if is_peak else ""
+
+        def write(volatile: tuple[str, ...]) -> str:
+            first = volatile[0].split("..")[0].split("|")[0]
+            shown = "  ".join(
+                f"{cells[lane]:<{COLUMN[lane]}}"[: max(COLUMN[lane], len(cells[lane]))]
+                for lane in LANES
+            )
+            return f"{first:>4}  {shown}  {format_bytes(resident):<10} {bar}{mark}"
+
+        return Row(unit, (key, shapes, is_peak), write, (step.index,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schedule as plain values: every step, nothing collapsed."""
+        return {
+            "title": self.title,
+            "peak_bytes": self.peak_bytes,
+            "peak_step": self.schedule.peak_step,
+            "steps": [_plain(asdict(step)) for step in self.schedule.steps],
+        }
+
+
+def view(program: Program) -> ScheduleView:
+    """Return the schedule of a program."""
+    return ScheduleView(title(program), schedule(program))
+
+
+def title(program: Program) -> str:
+    """Name a program for the first line of a view."""
+    kind = "training" if program.is_training else "inference"
+    if program.plan is None:
+        return f"{program.model_name}: {kind}"
+    return f"{program.model_name}: {kind}   stage={program.plan.stage} world={program.world_size}"
+
+
+def _cell(step: Step) -> str:
+    prime = "'" if step.is_backward else ""
+    if step.kind == "region":
+        return f"{step.heaviest} {step.unit or '(root)'}{prime}".strip()
+    if step.kind == "pack":
+        return f"pack b{step.bucket}{prime}"
+    if step.kind == "release":
+        return f"x  b{step.bucket}"
+    if step.kind == "sync":
+        return "BC buffers"
+    return f"{step.verb} b{step.bucket} {'>' if step.kind == 'launch' else '<'}"
+
+
+def _under_way(flying: Sequence[Step]) -> str:
+    if not flying:
+        return "."
+    return "|  " + " ".join(f"b{s.bucket}" for s in flying)
+
+
+def _fly(flying: list[Step], step: Step) -> None:
+    if step.kind == "launch":
+        flying.append(step)
+    elif step.kind == "wait":
+        flying[:] = [s for s in flying if s.bucket != step.bucket]
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.value if isinstance(v, Lane) else v for k, v in values.items()}
