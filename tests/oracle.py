@@ -123,13 +123,11 @@ def _assemble(ranks: list[Rank], outcomes: list[Outcome]) -> None:
                 outcome.gradients[name] = mean
         return
     for rank, outcome in zip(ranks, outcomes, strict=True):
-        for bucket, names in rank.packed.items():
+        for bucket, names in rank.ops.packed.items():
             if bucket not in rank.memory.grads:
                 continue
-            layout = rank.layout
-            group = [ranks[r].memory.grads[bucket] for r in rank.group]
-            flat = torch.cat(group)
-            for param in layout.buckets[bucket].params:
+            flat = torch.cat([ranks[r].memory.grads[bucket] for r in rank.ops.group])
+            for param in rank.ops.layout.buckets[bucket].params:
                 if param.name in names:
                     piece = flat[param.offset : param.offset + param.numel]
                     outcome.gradients[param.name] = piece.view(param.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -10,10 +10,10 @@ from models import CASES
 from oracle import Outcome, State, execute, make_tangents
 from torch import Tensor, nn
 
-import zerofx
-from zerofx.capture import trees
+from zerofx.capture import capture, trees
 from zerofx.ir.program import Program
 from zerofx.machine import machine_for
+from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import Setting, build, run_pass
 from zerofx.plan import Plan
 
@@ -22,10 +22,17 @@ SMALL = {"bucket_bytes": 6000, "persist_below": 100}
 
 
 @cache
-def captured(case: str) -> Program:
+def captured(case: str, units: tuple[str, ...] = ()) -> Program:
     """Return the captured training call of a case. Do not change it: tests share it."""
     args, kwargs = CASES[case].batch(0)
-    return zerofx.capture(CASES[case].make(), args, kwargs)
+    return capture(CASES[case].make(), args, kwargs, units=units or "auto")
+
+
+def captured_inference(case: str) -> Program:
+    """Return the captured call of a case in eval mode under no_grad."""
+    args, kwargs = CASES[case].batch(0)
+    with torch.no_grad():
+        return capture(CASES[case].make().eval(), args, kwargs)
 
 
 @cache
@@ -60,6 +67,16 @@ def expected(case: str, world_size: int) -> list[Outcome]:
     return execute([captured(case)] * world_size, make_state(case, world_size))
 
 
+def following_rank_0(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the same with rank 0's running statistics on every rank: what sync-buffers is for."""
+    first = {
+        key: value
+        for key, value in outcomes[0].results.items()
+        if key[0] == "buffer" and value.is_floating_point()
+    }
+    return [replace(o, results={**o.results, **first}) for o in outcomes]
+
+
 @dataclass(frozen=True)
 class Choice:
     """A plan and a world size, with a label for test ids."""
@@ -70,12 +87,14 @@ class Choice:
     budget: int | None = None
     shard_axis_size: int | None = None
     prefetch: str | int = "auto"
+    units: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"world{self.world_size}", str(self.activations)]
         parts += ["budget"] if self.budget else []
         parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
         parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
+        parts += ["units"] if self.units else []
         return "-".join(parts)
 
     def plan(self) -> Plan:
@@ -85,6 +104,7 @@ class Choice:
             memory_budget=self.budget,
             shard_axis_size=self.shard_axis_size,
             prefetch=self.prefetch,
+            units=self.units or "auto",
             **SMALL,
         )
 
@@ -92,12 +112,13 @@ class Choice:
         return Setting(self.plan(), self.world_size, machine_for("cpu"))
 
 
-def stages(program: Program, choice: Choice) -> list[tuple[object, Program]]:
+def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
     """Run the pipeline pass by pass; return each pass with the program behind it."""
-    done: list[tuple[object, Program]] = []
+    done: list[tuple[Pass, Program]] = []
     program = program.clone()
-    program.plan = choice.plan()
-    for made in build(choice.setting()):
+    setting = choice.setting()
+    program.plan, program.machine = setting.plan, setting.machine
+    for made in build(setting):
         program = run_pass(program, made)
         done.append((made, program))
     return done
@@ -106,6 +127,6 @@ def stages(program: Program, choice: Choice) -> list[tuple[object, Program]]:
 @cache
 def final(case: str, choice: Choice) -> Program:
     """Return the program behind the whole pipeline. Do not change it: tests share it."""
-    return stages(captured(case), choice)[-1][1]
+    return stages(captured(case, choice.units), choice)[-1][1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,18 @@ from zerofx.runtime.world import World
 T = TypeVar("T")
 
 
-def small_model() -> nn.Sequential:
-    """Return three layers whose parameters are cut unevenly, some of them empty on some ranks."""
+@cache
+def _small_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(13, 33), nn.Linear(33, 7), nn.Linear(7, 1, bias=False))
+
+
+def small_model() -> nn.Sequential:
+    """Return three layers whose parameters are cut unevenly, some of them empty on some ranks.
+
+    Made once: simulated ranks are threads and share one generator.
+    """
+    return copy.deepcopy(_small_model())
 
 
 def layout_of(model: nn.Module, world: World, persist_below: int = 0) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,12 +220,22 @@ def test_wrong_arguments_are_a_type_error() -> None:
     [
         ((np.zeros(4),), "argument x is a ndarray"),
         (({"a": [{1, 2}]},), r"argument x\.a\[0\] is a set"),
+        ((SimpleNamespace(ids=[torch.ones(2)]),), "x is a SimpleNamespace that holds tensors .ids"),
+        ((nn.Linear(2, 2),), "x is a Linear that holds tensors"),
         ((torch.eye(4).to_sparse(),), "argument x is a tensor of kind sparse_coo"),
     ],
 )
 def test_argument_that_is_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         zerofx.capture(Culprit(count), args)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_absent_device_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="device cuda is not there; to plan for GPUs"):
+        zerofx.capture(model, (torch.randn(1, 2),), device="cuda")
 
 
 def test_packed_sequence_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The oracle itself: it agrees with plain PyTorch, and it sees each way for a schedule to go wrong."""
+"""The oracle itself: it agrees with plain PyTorch, and sees each way for a schedule to go wrong."""
 
 from __future__ import annotations
 
@@ -81,18 +81,6 @@ def release_early(program: Program) -> None:
     view.append(release)
 
 
-def share_a_slot(program: Program) -> None:
-    """Put the first two gathered buckets into the largest slot, while both are in use."""
-    sizes = program.slots["bytes"]
-    largest = max(range(len(sizes)), key=sizes.__getitem__)
-    for i in (0, 1):
-        launch = find(program, FORWARD, ops.all_gather, i)
-        wait = next(iter(launch.users))
-        release = next(u for u in wait.users if u.target is ops.release)
-        launch.args = (*launch.args[:3], largest)
-        release.args = (wait, largest)
-
-
 def pack_behind_the_launch(program: Program) -> None:
     launch = find(program, BACKWARD, ops.reduce_scatter)
     pack = launch.args[0]
@@ -126,7 +114,6 @@ def drop_a_reduction(program: Program) -> None:
 
 HARM: list[tuple[Callable[[Program], None], set[Delivery]]] = [
     (release_early, set(Delivery)),
-    (share_a_slot, set(Delivery)),
     (pack_behind_the_launch, {Delivery.EARLY, Delivery.AT_WAIT}),
     (overwrite_while_sending, {Delivery.LATE}),
     (change_the_scale, set(Delivery)),
@@ -176,6 +163,31 @@ def test_waits_in_another_order_on_one_rank_are_no_deadlock() -> None:
     for delivery in Delivery:
         got = execute([right, program], make_state("gpt", 2), delivery)
         assert not differences(want, got)
+
+
+def test_a_slot_belongs_to_its_last_tenant() -> None:
+    """Put the first two gathered buckets into the largest slot, while both are in use."""
+    program = final("gpt", STAGE3).clone()
+    sizes = program.slots["bytes"]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    for i in (0, 1):
+        launch = find(program, FORWARD, ops.all_gather, i)
+        wait = next(iter(launch.users))
+        release = next(u for u in wait.users if u.target is ops.release)
+        launch.args = (*launch.args[:3], largest)
+        release.args = (wait, largest)
+    with pytest.raises(OracleError, match="belongs to another buffer by now"):
+        execute([program] * 2, make_state("gpt", 2))
+
+
+def test_nothing_is_in_flight_when_a_call_ends() -> None:
+    program = final("gpt", STAGE3).clone()
+    launch = find(program, FORWARD, ops.refresh)
+    with program.graph(FORWARD).inserting_after(launch):
+        program.graph(FORWARD).node_copy(launch)
+    for delivery in (Delivery.AT_WAIT, Delivery.LATE):
+        with pytest.raises(OracleError, match="in flight at the end of its call"):
+            execute([program] * 2, make_state("gpt", 2), delivery)
 
 
 def test_what_was_launched_is_read_through_its_wait() -> None:

@@ -202,6 +202,18 @@ def describe_results(output: torch.fx.Node) -> list[tuple[str, Any]]:
     return [one(desc) for desc in output.meta["desc"]]
 
 
+@contextlib.contextmanager
+def recording_autograd() -> Iterator[None]:
+    """Record gradients inside an op's own body, which compiled code calls below autograd."""
+    key = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for kind in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor):
+        excluded = excluded.remove(kind)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
 # --- end of capture ------------------------------------------------------------------------------
 
 # --- shards --------------------------------------------------------------------------------------
@@ -379,3 +391,26 @@ def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
 def keeps_graph() -> bool:
     """Return whether the backward now running was called with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+# --- many small tensors --------------------------------------------------------------------------
+# One call over a list of tensors has no public name.
+
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_zero_: Callable[..., None] = torch._foreach_zero_
+
+# --- graphs --------------------------------------------------------------------------------------
+# The class of operator namespaces, and the parts of an operator's name, are not public.
+
+OpNamespace: type = type(torch.ops.aten)
+
+
+def op_name(op: OpOverload) -> tuple[str, str, str]:
+    """Return (namespace, name, overload) of an operator: ("aten", "mm", "default")."""
+    space, name = op._schema.name.split("::")
+    return space, name, op._overloadname
+
+
+# A GraphModule writes and compiles its Python at every assignment of its graph, a second for a deep
+# model, though only a graph that is run needs it; torch's lazy form is not public.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: E402, F401

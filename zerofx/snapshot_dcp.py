@@ -68,8 +68,15 @@ class SaveSteps:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def combine(self, plans: list[SavePlan]) -> None:
-        """Settle who writes what: every rank finds the same from the same plans."""
-        combined, self._metadata = self._planner.create_global_plan(plans)
+        """Settle who writes what: every rank finds the same from the same plans.
+
+        Raises:
+            SnapshotError: the ranks' pieces do not make up whole tensors.
+        """
+        try:
+            combined, self._metadata = self._planner.create_global_plan(plans)
+        except ValueError as error:
+            raise SnapshotError(f"the ranks hold different parts of a state: {error}") from error
         mine = self._writer.prepare_global_plan(combined)[self._rank]
         self._plan = self._planner.finish_plan(mine)
 
@@ -130,7 +137,7 @@ class LoadSteps:
         self._check_pointers(file_bytes)
 
     def _check_pointers(self, file_bytes: Mapping[str, int]) -> None:
-        """Raise unless every chunk lies in a file of the snapshot and the chunks fill the tensor."""
+        """Raise unless every chunk lies in a file of the save and the chunks fill the tensor."""
         where = self._folder / INDEX
         for index, info in (self.index.storage_data or {}).items():
             end = info.offset + info.length
@@ -140,10 +147,16 @@ class LoadSteps:
                     f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
                 )
         for key, entry in self.index.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), key
+            if not isinstance(entry, TensorStorageMetadata):
+                raise SnapshotError(f"{where}: {key} is no tensor")
             held, total = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
             if held != total:
                 raise SnapshotError(f"{where}: {key} has {held} of its {total} elements")
+
+    def keys(self, part: str) -> set[str]:
+        """Return the names that were saved under `part`."""
+        names = self.index.state_dict_metadata
+        return {n.removeprefix(f"{part}.") for n in names if n.startswith(f"{part}.")}
 
     def plan(self, tensors: dict[str, Any]) -> None:
         """Find what fills `tensors`, which may be a part of what was saved."""

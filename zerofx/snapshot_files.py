@@ -8,9 +8,9 @@
     .run.new/                   complete, about to be published
     .run.old/                   the one before, until the new one is published
 
-Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under its
-own name is always whole; where an interrupted save left none, `locate` reads .new, else .old, and
-the next save puts it back first.
+Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under
+its own name is always whole; where an interrupted save left none, `locate` reads .new, else .old,
+and the next save puts it back first.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def check_place(folder: Path) -> None:
         if (folder / MANIFEST).exists() or not any(folder.iterdir()):
             return
         raise SnapshotError(
-            f"{folder} holds other files and no {MANIFEST}; a save replaces the whole directory, so "
-            "give it one of its own"
+            f"{folder} holds other files and no {MANIFEST}; a save replaces the whole directory, "
+            "so give it one of its own"
         )
     if os.path.lexists(folder):
         raise SnapshotError(f"{folder} is a file; give a directory")
@@ -116,9 +116,9 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """See a directory's own entries on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """See a file that is written on disk, or of a directory its entries."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -127,7 +127,7 @@ def sync_folder(folder: Path) -> None:
 
 def publish(written: Path, folder: Path) -> None:
     """Put a complete directory in the place of `folder`."""
-    sync_folder(written)
+    sync_file(written)
     new, old = _beside(folder, "new"), _beside(folder, "old")
     os.rename(written, new)
     if os.path.lexists(folder):
@@ -138,7 +138,7 @@ def publish(written: Path, folder: Path) -> None:
         if os.path.lexists(old):
             os.rename(old, folder)
         raise
-    sync_folder(folder.parent)
+    sync_file(folder.parent)
     discard(old)
 
 
@@ -158,6 +158,11 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     body = {"format": FORMAT, "version": VERSION, **facts}
     text = json.dumps({**body, "checksum": _digest(body)}, indent=1, sort_keys=True)
     write_file(folder / MANIFEST, text.encode())
+
+
+def identity(manifest: Mapping[str, Any]) -> str:
+    """Return what tells one save from any other."""
+    return _digest(manifest)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

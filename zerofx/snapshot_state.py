@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compat import local_tensor
 from zerofx.errors import SnapshotError
-from zerofx.module import CompiledModule
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
-from zerofx.runtime.shard_state import FlatPiece, flat_piece, flat_state
+from zerofx.runtime.shard_state import FlatPiece, flat_piece
+from zerofx.runtime.shards import ShardStore
 
 # 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
 STEP_STATES = ("step", "mu_product", "eta", "mu")
@@ -41,12 +41,15 @@ def extra_states_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return {name: [dtype, shape]} in values of JSON."""
-    return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what a save and a model must share, as text: {"fc.weight": "float32 [64, 16]"}."""
+    return {
+        name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        for name, t in tensors.items()
+    }
 
 
-def check_same_model(kind: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_same_model(kind: str, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raise unless both descriptions have the same names, shapes and dtypes.
 
     Raises:
@@ -56,17 +59,13 @@ def check_same_model(kind: str, saved: Mapping[str, Any], here: Mapping[str, Any
         *(f"{name} is only in the save" for name in saved.keys() - here.keys()),
         *(f"{name} is only in the model" for name in here.keys() - saved.keys()),
         *(
-            f"{name} is {_shown(saved[name])} in the save and {_shown(here[name])} in the model"
+            f"{name} is {saved[name]} in the save and {here[name]} in the model"
             for name in saved.keys() & here.keys()
-            if list(saved[name]) != list(here[name])
+            if saved[name] != here[name]
         ),
     ]
     if differences:
         raise SnapshotError(f"the save is of another model: {kind} {_few(sorted(differences))}")
-
-
-def _shown(entry: list[Any]) -> str:
-    return f"{entry[0]} {entry[1]}"
 
 
 def _few(texts: list[str]) -> str:
@@ -74,24 +73,7 @@ def _few(texts: list[str]) -> str:
     return "; ".join(texts[:_SHOWN]) + rest
 
 
-def sort_tensors(
-    model: dict[str, Any], optimizer: dict[str, Any], random: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the tree that is saved; its keys on disk are "model.fc.weight" and so on."""
-    parts = {"model": model, "optimizer": optimizer, "random": random}
-    return {key: part for key, part in parts.items() if part}
-
-
-# -- the model and the generators -----------------------------------------------------------------
-def model_tensors(model: CompiledModule) -> dict[str, Any]:
-    """Return this rank's pieces of the parameters, and on rank 0 the buffers."""
-    store = model._engine.store
-    found: dict[str, Any] = dict(flat_state(store))
-    if store.world.rank == 0:
-        found.update({n: b.detach() for n, b in buffers_of(model).items()})
-    return found
-
-
+# -- the generators -------------------------------------------------------------------------------
 def one_row(states: Mapping[str, Tensor], row: int, rows: int) -> dict[str, FlatPiece]:
     """Return each 1-D state as row `row` of a table with one row a rank."""
     return {
@@ -101,13 +83,13 @@ def one_row(states: Mapping[str, Tensor], row: int, rows: int) -> dict[str, Flat
 
 
 # -- the optimizer --------------------------------------------------------------------------------
-def group_names(model: CompiledModule, optimizer: Optimizer) -> list[list[str]]:
+def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
     """Return the names of the parameters of each group.
 
     Raises:
         SnapshotError: the optimizer has a parameter that is not the model's.
     """
-    names = {id(p): name for name, p in model._engine.store.params.items()}
+    names = {id(p): name for name, p in store.params.items()}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -119,11 +101,11 @@ def group_names(model: CompiledModule, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def optimizer_tensors(model: CompiledModule, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_tensors(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
     """Return {parameter: {state: this rank's piece}} of all states of a parameter's shape."""
     return {
         name: pieces
-        for name, param in _stepped(model, optimizer)
+        for name, param in _stepped(optimizer, group_names(store, optimizer))
         if (
             pieces := {
                 key: flat_piece(value)
@@ -134,21 +116,19 @@ def optimizer_tensors(model: CompiledModule, optimizer: Optimizer) -> dict[str, 
     }
 
 
-def optimizer_values(model: CompiledModule, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
     """Return the rest: the groups by parameter name with their options, step counts, what else.
 
     Raises:
         SnapshotError: a state is a tensor that is neither of its parameter's shape nor one number.
     """
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": names}
-        for group, names in zip(
-            optimizer.param_groups, group_names(model, optimizer), strict=True
-        )
+        {**{k: v for k, v in group.items() if k != "params"}, "params": members}
+        for group, members in zip(optimizer.param_groups, names, strict=True)
     ]
     pieces: dict[str, list[str]] = {}
     others: dict[str, dict[str, Any]] = {}
-    for name, param in _stepped(model, optimizer):
+    for name, param in _stepped(optimizer, names):
         for key, value in optimizer.state[param].items():
             if _is_elementwise(param, key, value):
                 pieces.setdefault(name, []).append(key)
@@ -163,13 +143,12 @@ def optimizer_values(model: CompiledModule, optimizer: Optimizer) -> dict[str, A
     return {"type": type(optimizer).__name__, "groups": groups, "pieces": pieces, "others": others}
 
 
-def _stepped(model: CompiledModule, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+def _stepped(optimizer: Optimizer, names: list[list[str]]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that the optimizer has state of."""
-    names = {id(p): name for name, p in model._engine.store.params.items()}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
-                yield names[id(param)], param
+                yield name, param
 
 
 def _is_elementwise(param: Tensor, key: str, value: Any) -> bool:
@@ -201,10 +180,10 @@ def check_same_groups(
 
 
 def optimizer_targets(
-    model: CompiledModule, optimizer: Optimizer, pieces: Mapping[str, Iterable[str]]
+    store: ShardStore, optimizer: Optimizer, pieces: Mapping[str, Iterable[str]]
 ) -> dict[str, dict[str, Tensor]]:
     """Return a tensor to load each saved state into: the one in use, or a new one."""
-    params = model._engine.store.params
+    params = store.params
     found: dict[str, dict[str, Tensor]] = {}
     for name, keys in pieces.items():
         param = params[name]
@@ -213,6 +192,14 @@ def optimizer_targets(
             key: states[key] if _fits(states.get(key), param) else _like(param) for key in keys
         }
     return found
+
+
+def pieces_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, FlatPiece]]:
+    """Return {parameter: {state: this rank's piece}}, sharing memory with the states."""
+    return {
+        name: {key: flat_piece(value) for key, value in held.items()}
+        for name, held in states.items()
+    }
 
 
 def _fits(state: Any, param: nn.Parameter) -> bool:

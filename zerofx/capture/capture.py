@@ -14,7 +14,13 @@ from zerofx.capture import trees
 from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
 from zerofx.capture.explain import explained
-from zerofx.capture.guard import check_arguments, check_graph, check_modules, check_packed
+from zerofx.capture.guard import (
+    check_arguments,
+    check_device,
+    check_graph,
+    check_modules,
+    check_packed,
+)
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated, fake_input
@@ -56,6 +62,7 @@ def capture(
 
     mode = compat.new_fake_mode()
     place = torch.device(device) if device is not None else None
+    check_device(place)
     fakes = tuple(fake_input(mode, leaves[i], place) for i in tensor_leaves)
     constants = [None if isinstance(v, Tensor) else v for v in leaves]
     swap = StateSwap(model, mode, place, param_meta)

@@ -24,6 +24,7 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             check_constant(name, leaf)
+            check_hidden_tensors(name, leaf)
             continue
         is_plain = type(leaf) in (Tensor, nn.Parameter) or isinstance(leaf, compat.FakeTensor)
         if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
@@ -47,6 +48,38 @@ def check_constant(name: str, leaf: Any) -> None:
             "a hashable constant, so no program can be kept for it; pass a tensor "
             "(torch.as_tensor), a number, a string or a tuple of them"
         ) from None
+
+
+def check_hidden_tensors(name: str, leaf: Any) -> None:
+    """Refuse an object with tensors inside that no tree opens: they would become constants.
+
+    Raises:
+        CaptureError: naming the argument and the attribute.
+    """
+    if isinstance(leaf, type):
+        return
+    for attribute, held in getattr(leaf, "__dict__", {}).items():
+        inside = [held, *(held.values() if isinstance(held, dict) else ())]
+        inside += held if isinstance(held, (list, tuple)) else ()
+        if any(isinstance(v, (Tensor, nn.Module)) for v in inside) or isinstance(leaf, nn.Module):
+            raise CaptureError(
+                f"capture: argument {name} is a {type(leaf).__name__} that holds tensors "
+                f"({attribute}), which would be baked into the program; pass them as tensors, in "
+                "a dict or in a dataclass"
+            )
+
+
+def check_device(device: torch.device | None) -> None:
+    """Refuse to trace for a GPU where torch sees none: its fakes have no kernels to ask.
+
+    Raises:
+        CaptureError: the device is a GPU and there is none.
+    """
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise CaptureError(
+            f"capture: device {device} is not there; to plan for GPUs without one, capture for "
+            "the CPU (device=None): the graph differs in a few operators only"
+        )
 
 
 def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from zerofx import compat
 from zerofx.capture.harness import Results
 from zerofx.capture.lines import LINE, MODULE
 from zerofx.errors import CaptureError
+from zerofx.ir.graphs import is_random
 from zerofx.ir.meta import KEY, Info, OutputInfo, Phase, Role, info, value
 
 _PREFIX = "model."
@@ -70,16 +71,6 @@ def _inherit(
         if source.line:
             return module if module is not None else source.module, line or source.line
     return module, line
-
-
-def is_random(node: fx.Node) -> bool:
-    """Tell whether a node draws from a generator itself; attention without dropout does not."""
-    target = node.target
-    if not isinstance(target, compat.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return compat.op_argument(node, "dropout_p") != 0.0
 
 
 @dataclass(frozen=True)

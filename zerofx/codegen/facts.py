@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Calling, Program, Reference
+from zerofx.ir.verify_values import SHORT
 from zerofx.runtime.layout import Layout
 
 FORMAT = 1
@@ -36,7 +37,38 @@ def program_facts(program: Program) -> dict[str, Any]:
             for p in program.params.values()
         },
         "buffers": list(program.buffers),
+        "calling": _calling(program.calling),
+        "signature": program.signature,
+        "reference": _reference(program.reference),
     }
+
+
+def _calling(calling: Calling) -> dict[str, Any]:
+    return {
+        "in_leaves": calling.in_spec.num_leaves,
+        "out_leaves": calling.out_spec.num_leaves,
+        "tensor_leaves": list(calling.tensor_leaves),
+        "output_names": list(calling.output_names),
+        "loss": calling.loss,
+        "differentiable": list(calling.differentiable),
+        "dropped": list(calling.dropped),
+    }
+
+
+def _reference(reference: Reference | None) -> dict[str, Any] | None:
+    """Return the digests by which a reload proves that it computes what was captured."""
+    if reference is None:
+        return None
+    return {"outputs": reference.outputs, "values": "".join(sorted(reference.values))}
+
+
+def read_reference(said: dict[str, Any] | None) -> Reference | None:
+    """Return the reference that `_reference` wrote."""
+    if said is None:
+        return None
+    values = said["values"]
+    short = [values[i : i + SHORT] for i in range(0, len(values), SHORT)]
+    return Reference(said["outputs"], frozenset(short))
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.errors import CaptureError
 
 _SHORT = {
@@ -66,9 +67,8 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
 
 def callee(target: Any) -> str:
     """Write an op as source: `aten.mm.default`, `operator.getitem`, `math.sqrt`."""
-    if isinstance(target, torch._ops.OpOverload):
-        space, name = target._schema.name.split("::")
-        return f"{space}.{name}.{target._overloadname}"
+    if isinstance(target, compat.OpOverload):
+        return ".".join(compat.op_name(target))
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
     return f"{module}.{target.__name__}"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program
@@ -53,6 +54,16 @@ def is_glue(node: fx.Node) -> bool:
     return node.target is operator.getitem and root_producer(node).target in ops.ALL
 
 
+def is_random(node: fx.Node) -> bool:
+    """Tell whether a node draws from a generator itself; attention without dropout does not."""
+    target = node.target
+    if not isinstance(target, compat.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return compat.op_argument(node, "dropout_p") != 0.0
+
+
 def regions(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     """Return the compute nodes of each region, in graph order."""
     found: dict[int, list[fx.Node]] = {}
@@ -94,7 +105,7 @@ def add_placeholder(
 def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = None) -> fx.Node:
     """Create a call at the graph's insertion point with its fake value computed."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
-    values = torch.utils._pytree.tree_map(
+    values = compat.pytree.tree_map(
         lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args
     )
     node.meta["val"] = target(*values)  # type: ignore[operator]

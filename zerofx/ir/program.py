@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import TreeSpec
 
+from zerofx.compat import LazyGraphModule, TreeSpec
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.runtime.layout import Layout
 
@@ -148,7 +148,7 @@ class Program:
 
     def clone(self) -> Program:
         """Copy the graphs; fake values and infos are shared, nodes are not."""
-        graphs = {k: fx.GraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
+        graphs = {k: LazyGraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
         return replace(
             self,
             graphs=graphs,

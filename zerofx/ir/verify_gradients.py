@@ -63,8 +63,7 @@ class BackwardOrder(Order):
         buffer.zeroed = bool(argument(node, 3))
         self._filling[bucket.index] = buffer
         self.add(node, buffer)
-        if buffer.zeroed or bucket.used_numel < bucket.numel:
-            self.claim(node, buffer)  # it is written to at once; otherwise by the first pack
+        self.claim(node, buffer)
 
     def pack(self, node: fx.Node) -> None:
         buffer = self._packed_buffer(node)
@@ -79,8 +78,6 @@ class BackwardOrder(Order):
                 f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
                 f"{buffer.reduced.name} has reduced it; move the reduction behind the last pack",
             )
-        if self.slots.get(buffer.slot) is not buffer and not buffer.packed:
-            self.claim(node, buffer)
         for grad, offset in zip(grads, offsets, strict=True):  # type: ignore[arg-type]
             self._packed(node, buffer, bucket, grad, offset)
         self.roots.set(node, buffer)

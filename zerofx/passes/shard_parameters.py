@@ -39,11 +39,13 @@ class ShardParameters(Pass):
         assert layout is not None
         gathers = 0
         for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
+            where = spans(program.graph(graph))
             for index, params in sorted(bucket_uses(program, graph).items()):
                 bucket = layout.buckets[index]
                 shard = _shard_placeholder(program, graph, bucket)
                 for stretch in self._stretches(params, bucket):
-                    self._insert(program, graph, bucket, shard, params, stretch)
+                    first = where[min(stretch)].first if stretch else None
+                    self._insert(program, graph, bucket, shard, params, stretch, first)
                     gathers += 1
             for node in program.placeholders(graph, Role.PARAM):
                 program.graph(graph).erase_node(node)
@@ -72,11 +74,11 @@ class ShardParameters(Pass):
         shard: fx.Node,
         params: list[fx.Node],
         stretch: set[int],
+        first: fx.Node | None,
     ) -> None:
         graph = program.graph(name)
         assert program.layout is not None
-        where = spans(graph)
-        anchor = where[min(stretch)].first if stretch else graph.output_node()
+        anchor = first or graph.output_node()
         phase = info(anchor).phase
         with graph.inserting_before(anchor):
             full = self._full(graph, name, bucket, shard, program.layout.shard_size)

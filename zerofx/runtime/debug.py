@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerofx import compat
 from zerofx.errors import NonFiniteError
 
 
@@ -45,9 +46,8 @@ def _has_nan(value: Any) -> bool:
 def checked(module: ModuleType, name: str) -> FunctionType:
     """Return the module's region with every op watched; the source and its lines stay the same."""
     function = getattr(module, name)
-    namespace = type(torch.ops.aten)
     watched = {
-        key: _Checked(value, name) if isinstance(value, namespace) else value
+        key: _Checked(value, name) if isinstance(value, compat.OpNamespace) else value
         for key, value in function.__globals__.items()
     }
     return FunctionType(function.__code__, watched, name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zerofx import compat
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.slots import SlotPool
 
@@ -24,6 +25,12 @@ def current_engine() -> Engine:
     engine = getattr(_CURRENT, "engine", None)
     assert engine is not None, "a zerofx op ran outside `with engine.active()`"
     return engine
+
+
+def _label(verb: str, bucket: Bucket) -> str:
+    """Name a collective for the watchdog: its bucket's units and its first parameters."""
+    names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
+    return f"{verb} of bucket {bucket.index} ({bucket.label()}: {names})"
 
 
 class Flight:
@@ -59,6 +66,8 @@ class Engine:
         self._names: dict[tuple, frozenset[str]] = {}
         self._targets: dict[int, tuple[Tensor, bool]] = {}  # bucket -> (gradient shard, add?)
         self._scratch: dict[int, Tensor] = {}
+        self._gather_labels = [_label("all-gather", b) for b in self.layout.buckets]
+        self._reduce_labels = [_label("reduction", b) for b in self.layout.buckets]
         self._filling: dict[int, int] = {}  # graph mode: data_ptr of a gradient buffer -> bucket
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -82,7 +91,8 @@ class Engine:
         """Launch the all-gather of a bucket into `slot` (or memory of its own)."""
         b = self.layout.buckets[bucket]
         out = self.slots.take(slot, b.numel, b.dtype)
-        return Flight(out, self.world.all_gather(out, shard), bucket)
+        work = self.world.all_gather(out, shard, self._gather_labels[bucket])
+        return Flight(out, work, bucket)
 
     def refresh(self, shard: Tensor, bucket: int) -> Flight:
         """Launch the all-gather of a resident bucket if its parameters changed since the last."""
@@ -95,7 +105,8 @@ class Engine:
         elif self._fresh[bucket] == self.store.epoch:
             return Flight(full, None, bucket)
         self._fresh[bucket] = self.store.epoch
-        return Flight(full, self.world.all_gather(full, shard), bucket)
+        work = self.world.all_gather(full, shard, self._gather_labels[bucket])
+        return Flight(full, work, bucket)
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
         """Return the resident copy that this call's forward refreshed."""
@@ -142,7 +153,7 @@ class Engine:
         else:
             gaps = self._gaps(buffer, b)
             if gaps:
-                torch._foreach_zero_(gaps)
+                compat.foreach_zero_(gaps)
         self._packed[bucket] = ()
         return buffer
 
@@ -161,7 +172,7 @@ class Engine:
         self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
-        torch._foreach_copy_(self.unpack(buffer, bucket, params), grads)
+        compat.foreach_copy_(self.unpack(buffer, bucket, params), grads)
         self._packed[bucket] += (params,)
 
     def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
@@ -178,7 +189,8 @@ class Engine:
             buffer.add_(waiting)
         target, accumulate = self._targets[bucket] = self.store.grad_target(bucket)
         out = self._scratch_like(bucket, target) if accumulate else target
-        return Flight(out, self.world.reduce_scatter(out, buffer, scale), bucket)
+        work = self.world.reduce_scatter(out, buffer, scale, self._reduce_labels[bucket])
+        return Flight(out, work, bucket)
 
     def _scratch_like(self, bucket: int, target: Tensor) -> Tensor:
         scratch = self._scratch.get(bucket)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx import compat
+
 MODES: dict[str, Callable[..., Any]] = {
     "lstm": torch.lstm,
     "gru": torch.gru,
@@ -27,7 +29,7 @@ _LIB.define(
     "bool is_bidirectional) -> (Tensor, Tensor, Tensor)"
 )
 _LIB.define(
-    "recurrent_backward(Tensor[] grads, Tensor input, Tensor[] hidden, Tensor[] weights, str mode, "
+    "recurrent_grads(Tensor[] grads, Tensor input, Tensor[] hidden, Tensor[] weights, str mode, "
     "bool has_biases, bool is_bidirectional) -> Tensor[]"
 )
 
@@ -56,19 +58,21 @@ def _forward(
 
 def _forward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        return _forward(*args)
+        output, h, c = _forward(*args)
+    return output.contiguous(), h.contiguous(), c.contiguous()
 
 
 def _backward_op(
     grads: list[Tensor], input: Tensor, hidden: list[Tensor], weights: list[Tensor], *how: Any
 ) -> list[Tensor]:
     """Return the gradients of (input, *hidden, *weights)."""
-    with torch.enable_grad():
+    with compat.recording_autograd():
         leaves = [t.detach().requires_grad_() for t in (input, *hidden, *weights)]
         split = 1 + len(hidden)
         results = _forward(leaves[0], leaves[1:split], leaves[split:], *how)
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
-        return list(torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs]))
+        found = torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs])
+    return [g.contiguous() for g in found]
 
 
 def _forward_shapes(
@@ -82,23 +86,23 @@ def _forward_shapes(
     steps, batch, _ = input.shape
     directions, _, width = hidden[0].shape
     output = input.new_empty(steps, batch, directions * width)
-    c = torch.empty_like(hidden[1]) if mode == "lstm" else input.new_empty(0)
-    return output, torch.empty_like(hidden[0]), c
+    c = hidden[1].new_empty(hidden[1].shape) if mode == "lstm" else input.new_empty(0)
+    return output, hidden[0].new_empty(hidden[0].shape), c
 
 
 def _backward_shapes(
     grads: list[Tensor], input: Tensor, hidden: list[Tensor], weights: list[Tensor], *how: Any
 ) -> list[Tensor]:
-    return [torch.empty_like(t) for t in (input, *hidden, *weights)]
+    return [t.new_empty(t.shape) for t in (input, *hidden, *weights)]
 
 
 _LIB.impl("recurrent", _forward_op, "CompositeExplicitAutograd")
-_LIB.impl("recurrent_backward", _backward_op, "CompositeExplicitAutograd")
+_LIB.impl("recurrent_grads", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("zerofx_nn::recurrent", _forward_shapes, lib=_LIB)
-torch.library.register_fake("zerofx_nn::recurrent_backward", _backward_shapes, lib=_LIB)
+torch.library.register_fake("zerofx_nn::recurrent_grads", _backward_shapes, lib=_LIB)
 
 recurrent = torch.ops.zerofx_nn.recurrent.default
-recurrent_backward = torch.ops.zerofx_nn.recurrent_backward.default
+recurrent_grads = torch.ops.zerofx_nn.recurrent_grads.default
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -115,7 +119,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         torch.zeros(shape, dtype=dtype, device=device) if g is None else g
         for g, (shape, dtype, device) in zip(grads, ctx.likes, strict=True)
     ]
-    found = recurrent_backward(full, input, hidden, weights, *ctx.how)
+    found = recurrent_grads(full, input, hidden, weights, *ctx.how)
     split = 1 + ctx.num_hidden
     return found[0], found[1:split], found[split:], None, None, None
 

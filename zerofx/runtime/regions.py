@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import os
 import platform
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -34,24 +34,42 @@ class CompileCount:
 
 
 def import_file(path: Path, name: str) -> ModuleType:
-    """Import one emitted file under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    """Import one emitted file under a name of its own.
+
+    Always from the source: cached bytecode could be older than an edit made within one second.
+    """
+    module = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        code = compile(path.read_bytes(), str(path), "exec")
     except SyntaxError as e:
         raise ProgramError(f"{path}:{e.lineno}: {e.msg}; mend the edit or emit again") from e
+    exec(code, module.__dict__)
     return module
 
 
-def load_regions(schedule_file: str, kernels: str | None = None) -> SimpleNamespace:
+_READER: ContextVar[Callable[[Path], Any] | None] = ContextVar("reader", default=None)
+
+
+@contextlib.contextmanager
+def regions_read_by(reader: Callable[[Path], Any]) -> Iterator[None]:
+    """Let `reader(directory)` stand in for `load_regions`: how a schedule is read, not run."""
+    token = _READER.set(reader)
+    try:
+        yield
+    finally:
+        _READER.reset(token)
+
+
+def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     """Return the program's regions by name, each a function of one list that it empties.
 
     `kernels` defaults to what fingerprint.json says; "inductor" compiles each file once and
     caches the result per user, "aten" runs the file as it stands.
     """
     directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader(directory)
     facts = json.loads((directory / "fingerprint.json").read_text())
     kernels = kernels or facts["kernels"]
     found = SimpleNamespace()
@@ -165,9 +183,8 @@ def trace_region(function: Any, num_inputs: int) -> fx.GraphModule:
     """Turn a region's source back into a graph by running it on proxies."""
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
     args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
-    namespace = type(torch.ops.aten)
     recorded = {
-        name: _Recorder(tracer, value) if isinstance(value, namespace) else value
+        name: _Recorder(tracer, value) if isinstance(value, compat.OpNamespace) else value
         for name, value in function.__globals__.items()
     }
     body = FunctionType(function.__code__, recorded, function.__name__)

@@ -1,0 +1,185 @@
+"""What the zerofx ops do on one simulated rank of the oracle, as generators that yield to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_sum
+from oracle_memory import Memory, OracleError
+from torch import Tensor, fx
+
+Blocking = Generator[None, None, Any]
+
+
+class Communication:
+    """One rank's side of every zerofx op, over its memory and the exchange with the others."""
+
+    def __init__(
+        self, rank: int, layout: Any, memory: Memory, shards: dict[int, Tensor], exchange: Exchange
+    ) -> None:
+        self.rank, self.layout, self.memory, self.exchange = rank, layout, memory, exchange
+        self.shards = shards  # bucket -> this rank's slice
+        self.packed: dict[int, set[str]] = {}  # bucket -> parameters whose gradient was reduced
+        self._reducing: dict[int, int] = {}  # address of a reduction's result -> bucket
+        self._filling: dict[int, tuple[int, set[str]]] = {}  # address of a gradient buffer
+
+    @property
+    def group(self) -> range:
+        """The ranks that this one shards with."""
+        size = self.layout.shard_size
+        first = self.rank // size * size
+        return range(first, first + size)
+
+    def end_call(self) -> None:
+        """Let what is under way proceed, and forget what does not outlive a call."""
+        self.exchange.send_pending(self.rank)
+        self.exchange.check_landed(self.rank)
+        self._reducing.clear()
+        self._filling.clear()
+        self.memory.end_call()
+
+    def run(self, node: fx.Node, args: tuple, kwargs: dict) -> Blocking:
+        """Run one zerofx op."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.has_default_value():
+                given.setdefault(argument.name, argument.default_value)
+        body = getattr(self, "_" + schema.name.split("::")[1])
+        return (yield from body(**given))
+
+    def _launch(self, dest: Tensor, signature: tuple, sources: list[Tensor], land: Any) -> Blocking:
+        transfer = self.exchange.post(self.rank, signature, dest, sources, land)
+        if self.exchange.delivery is Delivery.EARLY:
+            yield from self._until_ready(transfer)
+            self.exchange.land(transfer)
+        return transfer
+
+    def _until_ready(self, transfer: Transfer) -> Blocking:
+        while not self.exchange.is_ready(transfer):
+            yield
+
+    def _bucket(self, bucket: int, numel: int) -> Any:
+        found = self.layout.buckets[bucket]
+        if found.numel != numel:
+            raise OracleError(f"bucket {bucket} has {found.numel} elements, not {numel}")
+        return found
+
+    def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
+        if shard is not self.shards[bucket]:
+            raise OracleError(f"{kind} of bucket {bucket} is given something else than its shard")
+        group = self.group
+        signature = (kind, bucket, dest.numel(), dest.dtype)
+
+        def land(parts: list[list[Tensor]]) -> None:
+            self.memory.own(dest)
+            dest.copy_(concatenation(parts, group))
+
+        return self._launch(dest, signature, [shard], land)
+
+    def _all_gather(self, shard: Tensor, bucket: int, numel: int, slot: int) -> Blocking:
+        b = self._bucket(bucket, numel)
+        dest = self.memory.place(slot, b.numel, b.dtype)
+        return (yield from self._gather_into(dest, shard, bucket, "all-gather"))
+
+    def _refresh(self, shard: Tensor, bucket: int, numel: int) -> Blocking:
+        b = self._bucket(bucket, numel)
+        dest = self.memory.resident_copy(bucket, b.numel, b.dtype)
+        return (yield from self._gather_into(dest, shard, bucket, "refresh"))
+
+    def _resident(self, shard: Tensor, bucket: int, numel: int) -> Blocking:
+        b = self._bucket(bucket, numel)
+        yield from ()
+        return self.memory.resident_copy(bucket, b.numel, b.dtype)
+
+    def _wait(self, launched: Transfer) -> Blocking:
+        if not isinstance(launched, Transfer):
+            raise OracleError("a wait for something that was not launched")
+        launched.send()
+        yield from self._until_ready(launched)
+        self.exchange.land(launched)
+        return launched.dest
+
+    def _param_view(self, full: Tensor, offset: int, shape: list[int]) -> Blocking:
+        yield from ()
+        numel = torch.Size(shape).numel()
+        if offset < 0 or offset + numel > full.numel():
+            raise OracleError(f"a view of {offset}+{numel} in a buffer of {full.numel()}")
+        return full[offset : offset + numel].view(shape)
+
+    def _release(self, full: Tensor, slot: int) -> Blocking:
+        yield from ()
+        self.memory.release(full, slot)
+
+    def _grad_buffer(
+        self, like: Tensor, bucket: int, numel: int, zero: bool, slot: int
+    ) -> Blocking:
+        yield from ()
+        b = self._bucket(bucket, numel)
+        buffer = self.memory.place(slot, b.numel, b.dtype)
+        covered = torch.zeros(b.numel, dtype=torch.bool)
+        for param in b.params:
+            covered[param.offset : param.offset + param.numel] = not zero
+        buffer[~covered] = 0
+        self._filling[buffer.data_ptr()] = (bucket, set())
+        return buffer
+
+    def _pack(self, buffer: Tensor, grads: list[Tensor], offsets: list[int]) -> Blocking:
+        yield from ()
+        if buffer.data_ptr() not in self._filling:
+            raise OracleError("a pack into something that is no gradient buffer")
+        bucket, names = self._filling[buffer.data_ptr()]
+        members = {p.offset: p for p in self.layout.buckets[bucket].params}
+        self.memory.own(buffer)
+        for grad, offset in zip(grads, offsets, strict=True):
+            if offset not in members or members[offset].shape != tuple(grad.shape):
+                raise OracleError(f"bucket {bucket} has no such parameter at {offset}")
+            buffer[offset : offset + grad.numel()].copy_(grad.reshape(-1))
+            names.add(members[offset].name)
+        return buffer
+
+    def _reduce(
+        self, kind: str, packed: Tensor, bucket: int, numel: int, scale: float
+    ) -> Blocking:
+        if self._filling.get(packed.data_ptr(), (-1, set()))[0] != bucket:
+            raise OracleError(f"{kind} of bucket {bucket} is given another buffer")
+        size = self.layout.shard_size
+        if numel * size != packed.numel():
+            raise OracleError(f"{kind} of {packed.numel()} elements into {size} x {numel}")
+        dest = self.memory.place(-1, numel, packed.dtype)
+        first = self.rank % size * numel
+        signature = (kind, bucket, packed.numel(), packed.dtype, scale)
+
+        def land(parts: list[list[Tensor]]) -> None:
+            dest.copy_(scaled_sum([p[0][first : first + numel] for p in parts], scale))
+
+        self._reducing[dest.data_ptr()] = bucket
+        self.packed[bucket] = self._filling[packed.data_ptr()][1]
+        return (yield from self._launch(dest, signature, [packed], land))
+
+    def _reduce_scatter(self, **given: Any) -> Blocking:
+        return self._reduce("reduce-scatter", **given)
+
+    def _all_reduce(self, **given: Any) -> Blocking:
+        return self._reduce("all-reduce", **given)
+
+    def _store_grad(self, reduced: Tensor, bucket: int) -> Blocking:
+        yield from ()
+        if self._reducing.pop(reduced.data_ptr(), None) != bucket:
+            raise OracleError(f"a gradient stored as bucket {bucket}'s was not reduced as its")
+        before = self.memory.grads.get(bucket)
+        self.memory.grads[bucket] = reduced.clone() if before is None else before + reduced
+        return reduced
+
+    def _sync_buffers(self, values: list[Tensor]) -> Blocking:
+        received: list[Tensor] = []
+        signature = ("sync-buffers", *(tuple(v.shape) for v in values))
+        transfer = self.exchange.post(
+            self.rank, signature, None, values, lambda parts: received.extend(parts[0])
+        )
+        transfer.send()
+        yield from self._until_ready(transfer)
+        self.exchange.land(transfer)
+        return [r.clone() for r in received]

@@ -1,0 +1,96 @@
+"""Ranks that differ: what may differ runs, what may not is named on every rank, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case
+
+import zerofx
+from zerofx.errors import DesyncError
+
+GPT: Case = CASES["gpt"]
+PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 4096}
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _step(model: Any, tokens: int = 8, seed: int = 0) -> None:
+    text = torch.randint(0, 32, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    model(text, text).backward()
+
+
+def run_other_lengths() -> list[float]:
+    model = zerofx.compile(GPT.make(), PLAN)
+    for step in range(3):
+        _step(model, tokens=4 + 2 * _rank() + step % 2)
+    return [float(p.grad.full_tensor().norm()) for p in model.parameters()]
+
+
+def test_other_sequence_lengths_just_work(pool: Any) -> None:
+    first, second = pool.run(2, run_other_lengths)
+    assert first == second and all(n > 0 for n in first)
+
+
+def run_odd_rank(what: str) -> str:
+    """Rank 1 does something that rank 0 does not; both must raise, naming it."""
+    plan = dict(PLAN, bucket_bytes=0) if what == "plan" and _rank() == 1 else PLAN
+    with pytest.raises(DesyncError) as caught:
+        model = zerofx.compile(GPT.make(), plan)
+        _step(model)
+        odd = _rank() == 1
+        if what == "plan":
+            _step(model)
+        elif what == "missing batch":
+            for _ in range(2 if odd else 3):
+                _step(model)
+            if odd:
+                model._engine.world.leave("its loader ran out of batches")
+                raise DesyncError("left")
+        elif what == "state_dict" and odd:
+            model.state_dict()
+        elif what == "eval" and odd:
+            with torch.no_grad():
+                _step_forward(model)
+        else:
+            _step(model)
+        _step(model)
+    return str(caught.value)
+
+
+def _step_forward(model: Any) -> None:
+    text = torch.zeros(2, 8, dtype=torch.int64)
+    model(text, text)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("plan", "bucket"), ("missing batch", "loader"), ("state_dict", "full state"),
+     ("eval", "inference")],
+)  # fmt: skip
+def test_a_rank_that_does_something_else_is_named(pool: Any, what: str, named: str) -> None:
+    messages = pool.run(2, run_odd_rank, what)
+    assert named in messages[0], messages
+    assert "rank" in messages[0]
+
+
+def run_killed() -> str:
+    model = zerofx.compile(GPT.make(), PLAN)
+    _step(model)
+    if _rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DesyncError) as caught:
+        for _ in range(3):
+            _step(model)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_named(pool: Any) -> None:
+    message, _ = pool.run(2, run_killed, may_die=True)
+    assert "rank 1" in message and "died" in message

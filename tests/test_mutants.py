@@ -1,0 +1,61 @@
+"""The verifier against random mutants, judged harmful or not by the oracle.
+
+None harmful may pass, and at most 5 % of the harmless ones may be refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+from models import CASES
+from mutants import BASES, generate
+from mutants_judge import Tally
+from mutants_kinds import KINDS
+
+from zerofx.ir.verify import verify
+
+FEW = BASES[:4]
+
+
+def tally(count: int, seed: int, bases: list = BASES) -> Tally:
+    found = Tally()
+    for mutant in generate(count, seed, bases):
+        found.add(mutant)
+    return found
+
+
+def check(found: Tally, refused_at_most: float) -> None:
+    """Demand that no harm passes, and little that does none is refused."""
+    print(found.table())
+    assert not found.accepted_harmful, "\n".join(found.accepted_harmful)
+    refused = len(found.refused_harmless)
+    harmless = refused + found.total("harmless accepted")
+    report = "\n".join(found.refused_harmless)
+    assert refused <= refused_at_most * harmless, f"{refused} of {harmless} refused:\n{report}"
+
+
+def test_verify_tells_harm_from_harmless() -> None:
+    found = tally(2 * len(KINDS), 1, FEW)
+    harmful, harmless = (found.total(f"{h} {r}") for h, r in
+                         [("harmful", "refused"), ("harmless", "accepted")])  # fmt: skip
+    assert min(harmful, harmless) >= 15, "the draw is one-sided"
+    check(found, 0.1)  # of some 30 harmless ones
+
+
+@pytest.mark.slow
+def test_verify_tells_harm_from_harmless_on_many() -> None:
+    check(tally(32 * len(KINDS), 0), 0.05)
+
+
+def test_the_unmutated_programs_pass() -> None:
+    for base in FEW:
+        verify(base.program)
+
+
+def test_the_draw_repeats() -> None:
+    first, second = ([str(m) for m in generate(len(KINDS), 3, FEW)] for _ in range(2))
+    assert first == second
+    assert len({text.split()[1] for text in first}) == len(KINDS)
+
+
+def test_bases_are_cases() -> None:
+    assert {base.case for base in BASES} <= set(CASES)

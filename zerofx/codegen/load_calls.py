@@ -1,0 +1,206 @@
+"""What a schedule is given while it is read: an engine, shards and regions that record."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from zerofx.codegen.load_record import Recorder
+from zerofx.errors import ProgramError
+from zerofx.ir import ops
+from zerofx.ir.graphs import add_placeholder
+from zerofx.ir.meta import Role
+from zerofx.ir.program import ParamInfo
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.regions import import_file
+
+
+class Launch:
+    """What a launch returns: only `rt.wait` takes it."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+
+class Calls:
+    """Stands for `rt`: each of the engine's methods becomes the zerofx op of its name."""
+
+    def __init__(self, recorder: Recorder, layout: Layout, params: dict[str, ParamInfo]) -> None:
+        self._recorder, self._layout, self._params = recorder, layout, params
+        self._filling: dict[int, int] = {}  # id of a gradient buffer -> its bucket
+        self.stored: dict[int, fx.Node] = {}  # bucket -> its store_grad
+
+    def __getattr__(self, name: str) -> Any:
+        known = sorted(n for n in vars(Calls) if not n.startswith("_"))
+        raise self._recorder.refuse(f"the engine has no call {name}; it has {', '.join(known)}")
+
+    # -- gathered parameters ----------------------------------------------------------------------
+    def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> Launch:
+        return Launch(self._gather(ops.all_gather, shard, bucket, slot))
+
+    def refresh(self, shard: Tensor, bucket: int) -> Launch:
+        return Launch(self._gather(ops.refresh, shard, bucket))
+
+    def resident(self, shard: Tensor, bucket: int) -> Tensor:
+        return self._gather(ops.resident, shard, bucket).meta["val"]
+
+    def _gather(self, target: Any, shard: Tensor, bucket: int, *slot: int) -> fx.Node:
+        b = self._bucket(bucket)
+        node = self._recorder.node(shard, f"the shard of bucket {bucket}")
+        return self._recorder.communicate(target, node, bucket, b.numel, *slot, **_of(b))
+
+    def wait(self, flight: Launch) -> Tensor:
+        if not isinstance(flight, Launch):
+            raise self._recorder.refuse("rt.wait takes what a launch returned")
+        where = self._layout.buckets[flight.node.args[1]]  # type: ignore[index]
+        return self._recorder.communicate(ops.wait, flight.node, **_of(where)).meta["val"]
+
+    def unpack(self, full: Tensor, bucket: int, params: Sequence[int]) -> tuple[Tensor, ...]:
+        node = self._recorder.node(full, "what rt.unpack takes apart")
+        views = []
+        for piece in self._members(bucket, params):
+            arguments = (node, piece.offset, list(piece.shape))
+            unit = self._params[piece.name].unit
+            view = self._recorder.communicate(
+                ops.param_view, *arguments, name=piece.name, unit=unit
+            )
+            views.append(view.meta["val"])
+        return tuple(views)
+
+    def release(self, full: Tensor, slot: int = -1) -> None:
+        node = self._recorder.node(full, "what rt.release gives back")
+        where = node.args[0].args[1] if node.target is ops.wait else -1
+        fields = _of(self._layout.buckets[where]) if where >= 0 else {}
+        self._recorder.communicate(ops.release, node, slot, **fields)
+
+    # -- gradients ----------------------------------------------------------------------------------
+    def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
+        b = self._bucket(bucket)
+        like = self._recorder.shards[bucket]
+        node = self._recorder.node(like, "the shard")
+        made = self._recorder.communicate(
+            ops.grad_buffer, node, bucket, b.numel, zero, slot, **_of(b)
+        ).meta["val"]
+        self._filling[id(made)] = bucket
+        return made
+
+    def pack(
+        self, buffer: Tensor, bucket: int, params: Sequence[int], grads: Sequence[Tensor]
+    ) -> None:
+        if self._filling.get(id(buffer), bucket) != bucket:
+            mine = self._filling[id(buffer)]
+            raise self._recorder.refuse(
+                f"rt.pack names bucket {bucket}, but the buffer is that of bucket {mine}"
+            )
+        node = self._recorder.node(buffer, "the gradient buffer")
+        offsets = [p.offset for p in self._members(bucket, params)]
+        given = [self._recorder.node(g, "a gradient") for g in grads]
+        self._recorder.communicate(ops.pack, node, given, offsets, **_of(self._bucket(bucket)))
+
+    def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> Launch:
+        return self._reduce(ops.reduce_scatter, buffer, bucket, scale)
+
+    def all_reduce(self, buffer: Tensor, bucket: int, scale: float) -> Launch:
+        return self._reduce(ops.all_reduce, buffer, bucket, scale)
+
+    def _reduce(self, target: Any, buffer: Tensor, bucket: int, scale: float) -> Launch:
+        b = self._bucket(bucket)
+        node = self._recorder.node(buffer, "the gradient buffer")
+        numel = self._layout.shard_numel(b)
+        return Launch(self._recorder.communicate(target, node, bucket, numel, scale, **_of(b)))
+
+    def store_grad(self, reduced: Tensor, bucket: int) -> None:
+        b = self._bucket(bucket)
+        node = self._recorder.node(reduced, "the reduced slice")
+        self.stored[bucket] = self._recorder.communicate(ops.store_grad, node, bucket, **_of(b))
+
+    # -- buffers --------------------------------------------------------------------------------------
+    def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
+        given = [self._recorder.node(v, "a buffer's new value") for v in values]
+        synced = self._recorder.communicate(ops.sync_buffers, given)
+        made = []
+        for k in range(len(given)):
+            item = self._recorder.communicate(operator.getitem, synced, k)
+            made.append(item.meta["val"])
+        return made
+
+    # -- checks ---------------------------------------------------------------------------------------
+    def _bucket(self, bucket: int) -> Bucket:
+        num = len(self._layout.buckets)
+        if type(bucket) is not int or not 0 <= bucket < num:
+            raise self._recorder.refuse(f"bucket {bucket!r} is none of the layout's {num}")
+        return self._layout.buckets[bucket]
+
+    def _members(self, bucket: int, params: Sequence[int]) -> list[Any]:
+        held = self._bucket(bucket).params
+        if wrong := [i for i in params if type(i) is not int or not 0 <= i < len(held)]:
+            raise self._recorder.refuse(
+                f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}"
+            )
+        return [held[i] for i in params]
+
+
+def _of(bucket: Bucket) -> dict[str, Any]:
+    return {"unit": bucket.label(), "index": bucket.index}
+
+
+class Shards:
+    """Stands for `shards`: a placeholder for each bucket that the schedule names."""
+
+    def __init__(self, recorder: Recorder, layout: Layout, device: str) -> None:
+        self._recorder, self._layout, self._device = recorder, layout, device
+        self._made: dict[int, Tensor] = {}
+
+    def add(self, index: int, shard: Tensor) -> None:
+        self._made[index] = shard
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index not in self._made:
+            num = len(self._layout.buckets)
+            if type(index) is not int or not 0 <= index < num:
+                raise self._recorder.refuse(f"shards[{index!r}] is none of the layout's {num}")
+            self._made[index] = self._make(self._layout.buckets[index])
+        return self._made[index]
+
+    def _make(self, bucket: Bucket) -> Tensor:
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        val = self._recorder.fake(dtype, [self._layout.shard_numel(bucket)], [1], self._device)
+        name = f"shard_{bucket.index}"
+        fields = {**_of(bucket), "name": name, "phase": self._recorder.phase}
+        node = add_placeholder(self._recorder.graph, name, val, Role.SHARD, **fields)
+        return self._recorder.bind(val, node)
+
+
+class Regions:
+    """Stands for the loaded regions: calling one runs its source on the recorder."""
+
+    def __init__(self, directory: Path) -> None:
+        self.recorder: Recorder | None = None  # of the function that runs now
+        self._functions: dict[str, Callable[[list[Any]], Any]] = {}
+        for path in sorted((directory / "regions").glob("*.py")):
+            module = import_file(path, f"zerofx_region_{path.stem}")
+            function = getattr(module, path.stem, None)
+            if not callable(function):
+                raise ProgramError(
+                    f"{path} has no function {path.stem}; restore it, or emit the program again"
+                )
+            self._functions[path.stem] = function
+        self.files = tuple(str(directory / "regions" / f"{n}.py") for n in self._functions)
+
+    def __getattr__(self, name: str) -> Callable[[list[Any]], Any]:
+        if name not in self._functions:
+            known = ", ".join(self._functions)
+            raise ProgramError(f"schedule.py: regions/{name}.py is missing; there are {known}")
+        return lambda args: self._run(name, args)
+
+    def _run(self, name: str, args: list[Any]) -> Any:
+        recorder = self.recorder
+        assert recorder is not None, "a region ran outside forward and backward"
+        for arg in args:
+            recorder.node(arg, f"an argument of {name}")
+        with recorder.region(recorder.unit_here()):
+            return self._functions[name](args)

@@ -1,0 +1,208 @@
+"""Record what emitted source does: it runs on fake tensors, and every op becomes a node."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofx import compat
+from zerofx.errors import ProgramError
+from zerofx.ir.graphs import call, is_random
+from zerofx.ir.meta import Phase, Role, set_info
+from zerofx.ir.text import identifier
+from zerofx.ir.verify_fault import file_lines
+
+_LINE = re.compile(r"\S+\.\w+:\d+$")
+
+
+class Recorder(TorchDispatchMode):
+    """Writes one graph: compute as it is dispatched, communication as `Calls` asks for it.
+
+    Values are told apart by the tensor objects that stand for them. `region` is the region that
+    compute belongs to; compute in schedule.py itself gets regions of its own.
+    """
+
+    def __init__(self, directory: Path, phase: Phase, region_files: tuple[str, ...]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.phase, self.region_files = phase, region_files
+        self.schedule = str(directory / "schedule.py")
+        self.shards: Any = None  # set by who reads: makes placeholders as they are asked for
+        self.num_regions = 0
+        self._region: int | None = None  # of the region call that runs now
+        self._loose: int | None = None  # of compute in schedule.py itself, until something else
+        self._unit = ""
+        self._place = ""
+        self._of: dict[int, tuple[Any, fx.Node]] = {}  # id of a value -> it (kept alive), its node
+        self._is_paused = False
+
+    # -- values -----------------------------------------------------------------------------------
+    def bind(self, made: Any, node: fx.Node) -> Any:
+        """Let a value stand for a node from now on; return it."""
+        self._of[id(made)] = made, node
+        return made
+
+    def node(self, made: Any, what: str) -> fx.Node:
+        """Return the node that a value stands for.
+
+        Raises:
+            ProgramError: it is no value of this function.
+        """
+        found = self._of.get(id(made))
+        if found is None:
+            raise self.refuse(f"{what} is {_describe(made)}, which this function did not compute")
+        return found[1]
+
+    def refuse(self, message: str) -> ProgramError:
+        """Return an error that shows the lines of schedule.py around the one that runs now."""
+        place = self.place()
+        line = int(place.partition(":")[2] or 1)
+        return ProgramError(f"{place}: {message}\n" + "\n".join(file_lines(self.schedule, line)))
+
+    def place(self) -> str:
+        """Return `schedule.py:41`, the line of the schedule that runs now."""
+        return f"schedule.py:{self._line_in(self.schedule)[0]}"
+
+    def _line_in(self, *paths: str) -> tuple[int, str]:
+        """Return the line that runs now in the innermost frame of one of these files."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename in paths:
+                return frame.f_lineno, frame.f_code.co_filename
+            frame = frame.f_back  # type: ignore[assignment]
+        return 1, self.schedule
+
+    # -- nodes --------------------------------------------------------------------------------------
+    def placeholder(self, role: Role, val: Tensor, name: str, **fields: Any) -> Tensor:
+        node = self.graph.placeholder(identifier(name))
+        node.meta["val"] = val
+        set_info(node, role=role, phase=self.phase, name=name, **fields)
+        return self.bind(val, node)
+
+    def fake(self, dtype: str, shape: list[int], stride: list[int], device: str) -> Tensor:
+        """Make a fake tensor without recording it."""
+        with self.paused():
+            return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+
+    def communicate(self, target: Any, *arguments: Any, **fields: Any) -> fx.Node:
+        """Append a zerofx op; its arguments are nodes and constants."""
+        self._loose = None
+        with self.paused():
+            node = call(self.graph, target, arguments)
+        set_info(node, phase=self.phase, place=self.place(), **fields)
+        if isinstance(node.meta["val"], Tensor):
+            self.bind(node.meta["val"], node)
+        return node
+
+    def unit_here(self) -> str:
+        """Return the unit in the comment beside the line that runs now."""
+        line, file = self._line_in(self.schedule)
+        return linecache.getline(file, line).rstrip().partition("  # ")[2].strip()
+
+    @contextlib.contextmanager
+    def region(self, unit: str) -> Iterator[None]:
+        """Count what is computed inside as one region."""
+        assert self._region is None, "a region inside a region"
+        self._region, self._loose, self._unit = self.num_regions, None, unit
+        self._place = self.place()
+        self.num_regions += 1
+        try:
+            yield
+        finally:
+            self._region = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not self._is_paused and func is not torch.ops.prim.device.default:
+            self._record(func, args, kwargs, made)
+        return made
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        if func._schema.is_mutable:
+            raise self.refuse(f"{func} writes in place; emitted files compute new values only")
+        results = made if isinstance(made, (tuple, list)) else [made]
+        if not any(isinstance(r, Tensor) for r in results):
+            return
+        taken = compat.pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
+        node = self.graph.call_function(func, *taken)
+        node.meta["val"] = made
+        self._describe_node(node)
+        if made is results:
+            for k, result in enumerate(results):
+                if isinstance(result, Tensor):
+                    item = self.graph.call_function(operator.getitem, (node, k))
+                    item.meta = {**node.meta, "val": result}
+                    set_info(item, is_random=False)
+                    self.bind(result, item)
+        else:
+            self.bind(made, node)
+
+    def _taken(self, func: Any, argument: Any) -> Any:
+        return self.node(argument, f"an argument of {func}") if isinstance(argument, Tensor) else (
+            argument
+        )
+
+    def _describe_node(self, node: fx.Node) -> None:
+        """Give a compute node its region, and the module and line from the comment beside it."""
+        if self._region is None and self._loose is None:
+            self._loose = self.num_regions
+            self.num_regions += 1
+        is_loose = self._region is None
+        region = self._loose if is_loose else self._region
+        line, file = self._line_in(self.schedule, *self.region_files)
+        module, user_line = _from_comment(linecache.getline(file, line))
+        unit = "" if is_loose else self._unit
+        set_info(
+            node,
+            phase=self.phase,
+            region=region,
+            unit=unit,
+            module=".".join(t for t in (unit, module) if t),
+            line=user_line,
+            is_random=is_random(node),
+            place=f"schedule.py:{line}" if is_loose else self._place,
+        )
+
+    def finish(self, results: tuple[Any, ...]) -> fx.GraphModule:
+        """Close the graph: the result tuple, and no getitems that nobody reads."""
+        self.graph.output(results)
+        for node in reversed(list(self.graph.nodes)):
+            if node.target is operator.getitem and not node.users:
+                self.graph.erase_node(node)
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def _from_comment(source: str) -> tuple[str, str]:
+    """Return the module (within its unit) and the user's line from an emitted comment.
+
+    `t = aten.t.default(w)  # f32[8, 8]  attn.proj  model.py:12`
+    """
+    _, _, comment = source.rstrip().partition("  # ")
+    fields = [f for f in comment.split("  ") if f]
+    line = fields.pop() if fields and _LINE.fullmatch(fields[-1]) else ""
+    return fields[1] if len(fields) > 1 else "", line
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

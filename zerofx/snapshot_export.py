@@ -1,0 +1,230 @@
+"""export: the whole weights as safetensors files, for everything that is not zerofx.
+
+Every tensor's place in the files follows from the shapes alone, so that each is written as soon as
+its bucket has been gathered and nothing is held until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerofx.errors import SnapshotError
+from zerofx.module import CompiledModule
+from zerofx.runtime.shard_state import iter_full_state
+from zerofx.runtime.world import World
+from zerofx.snapshot_files import discard, place, sync_file, write_file
+from zerofx.snapshot_ranks import together
+from zerofx.snapshot_state import buffers_of
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGN_BYTES = 8
+_INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def export(
+    target: str | os.PathLike[str],
+    model: CompiledModule,
+    *,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write the full weights and buffers as safetensors; a collective call, rank 0 writes.
+
+    target: a name that ends in ".safetensors" for one file, or a directory, which gets
+        "model.safetensors", or where that would exceed `max_file_bytes` the numbered files and
+        "model.safetensors.index.json" that other tools expect; older files of these names go.
+        Shared parameters are written once, their other names are in the header's metadata.
+
+    Raises:
+        SnapshotError: safetensors has no such dtype, or the file system refuses.
+        DesyncError: a rank did not make this call; names it.
+    """
+    if not isinstance(model, CompiledModule):
+        raise SnapshotError(
+            f"{target}: export takes what zerofx.compile returned, and this is a plain "
+            f"{type(model).__name__}; use safetensors.torch.save_model"
+        )
+    path = place(target)
+    world, what = model._engine.world, f"zerofx.export to {path}"
+    world.agree("zerofx.export", f"target={path.name}")
+    is_file = path.suffix == ".safetensors"
+    hidden = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
+    plans = _plan(model, None if is_file else max_file_bytes)
+    try:
+        together(world, what, lambda: _begin(world, hidden))
+        problem = _fill(model, plans, hidden)
+        together(world, what, lambda: _finish(world, problem, plans, hidden, path, is_file))
+    finally:
+        if world.rank == 0:
+            discard(hidden)
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file: its header, and where each tensor's bytes begin in it."""
+
+    name: str
+    header: bytes
+    starts: dict[str, int]
+    total_bytes: int
+
+
+def _plan(model: CompiledModule, max_file_bytes: int | None) -> list[_File]:
+    """Divide the tensors over files, in the order in which they come."""
+    shares: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in _tensors(model):
+        if max_file_bytes is not None and shares[-1] and filled + tensor.nbytes > max_file_bytes:
+            shares.append({})
+            filled = 0
+        shares[-1][name] = tensor
+        filled += tensor.nbytes
+    aliases = _aliases(model)
+    count = len(shares)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    return [_lay_out(name, share, aliases) for name, share in zip(names, shares, strict=True)]
+
+
+def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor to write, on meta, parameters in the order of the buckets."""
+    for bucket in model._engine.layout.buckets:
+        for param in bucket.params:
+            yield param.name, torch.empty(param.shape, dtype=bucket.dtype, device="meta")
+    for name, buffer in buffers_of(model).items():
+        yield name, torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+
+
+def _aliases(model: CompiledModule) -> dict[str, str]:
+    """Return {other name: name it is written under} of what the model holds more than once."""
+    held = {**model._engine.store.params, **buffers_of(model)}
+    written = {id(tensor): name for name, tensor in held.items()}
+    both = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {n: written[id(t)] for n, t in both if id(t) in written and n not in held}
+
+
+def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> _File:
+    """Place tensors of wide elements first, so that each is aligned; write the header."""
+    order = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    metadata = {"format": "pt", **{a: n for a, n in aliases.items() if n in tensors}}
+    entries: dict[str, object] = {"__metadata__": metadata}
+    starts, end = {}, 0
+    for key, tensor in order:
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise SnapshotError(f"{key} is {tensor.dtype}, which safetensors files cannot hold")
+        starts[key], begin, end = end, end, end + tensor.nbytes
+        entries[key] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN_BYTES)
+    header = struct.pack("<Q", len(text)) + text
+    return _File(name, header, {k: s + len(header) for k, s in starts.items()}, end)
+
+
+def _begin(world: World, hidden: Path) -> None:
+    if world.rank == 0:
+        hidden.mkdir(parents=True)
+
+
+def _fill(model: CompiledModule, plans: list[_File], hidden: Path) -> OSError | None:
+    """Gather and write; return what went wrong on rank 0, which gathers on with the others."""
+    where = {name: plan for plan in plans for name in plan.starts}
+    problem: OSError | None = None
+    for name, tensor in iter_full_state(model._engine.store, rank0_only=True):
+        problem = problem or _put(hidden, where[name], name, tensor)
+    if model._engine.world.rank == 0:
+        for name, buffer in buffers_of(model).items():
+            problem = problem or _put(hidden, where[name], name, buffer.detach().cpu())
+        for plan in plans:
+            problem = problem or _put(hidden, plan, "", torch.empty(0))
+    return problem
+
+
+def _put(hidden: Path, plan: _File, name: str, tensor: Tensor) -> OSError | None:
+    """Write one tensor's bytes into its place; without a name, the header."""
+    try:
+        handle = os.open(hidden / plan.name, os.O_WRONLY | os.O_CREAT, 0o666)
+        with open(handle, "wb") as file:
+            if not name:
+                file.write(plan.header)
+                return None
+            file.seek(plan.starts[name])
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    except OSError as error:
+        return error
+    return None
+
+
+def _finish(
+    world: World,
+    problem: OSError | None,
+    plans: list[_File],
+    hidden: Path,
+    path: Path,
+    is_file: bool,
+) -> None:
+    """Put the written files in their place, the index last."""
+    if world.rank != 0:
+        return
+    if problem is not None:
+        raise problem
+    for plan in plans:
+        sync_file(hidden / plan.name)
+    if is_file:
+        os.replace(hidden / plans[0].name, path)
+        sync_file(path.parent)
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    names = [plan.name for plan in plans]
+    if len(plans) > 1:
+        write_file(hidden / _INDEX, _index(plans))
+        names.append(_INDEX)
+        _remove_older(path, keep=())  # a reader finds no index rather than files of two exports
+    for name in names:
+        os.replace(hidden / name, path / name)
+    _remove_older(path, keep=names)
+    sync_file(path)
+
+
+def _index(plans: list[_File]) -> bytes:
+    total = sum(plan.total_bytes for plan in plans)
+    where = {name: plan.name for plan in plans for name in plan.starts}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
+
+
+def _remove_older(path: Path, keep: list[str] | tuple[()]) -> None:
+    """Remove files of an earlier export, the index first."""
+    found = [p for p in path.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep]
+    for each in sorted(found, key=lambda p: p.name != _INDEX):
+        each.unlink()
