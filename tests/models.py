@@ -174,8 +174,9 @@ class Branches(nn.Module):
         self.join = nn.Linear(12, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        left = F.dropout(torch.tanh(self.left(x)), 0.3, self.training)
-        right = F.dropout(torch.tanh(self.right(x)), 0.3, self.training)
+        left, right = torch.tanh(self.left(x)), torch.tanh(self.right(x))
+        left = F.dropout(left, 0.3, self.training)
+        right = F.dropout(right, 0.3, self.training)
         out = self.join(left * right + x)
         return {"loss": F.mse_loss(out, y), "parts": (left, [right, 3]), "out": out}
 

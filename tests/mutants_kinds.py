@@ -27,6 +27,7 @@ from mutants_move import (
     swap,
     swap_launches,
     swap_two,
+    wait_late,
 )
 from mutants_value import (
     retarget_compute,
@@ -55,9 +56,9 @@ COMMUNICATION: list[Kind] = [
 KINDS: list[Kind] = [
     drop_wait, drop_release, drop_pack, drop_part_of_pack, drop_reduction, drop_store,
     drop_compute, duplicate, duplicate_launch, duplicate_compute, swap, swap_two, swap_launches,
-    move_op, move_launch, move_wait, move_pack, move_region, release_early, release_late,
-    reorder_compute, retarget_compute, retarget_op, retarget_parameter, retarget_result,
-    wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot, wrong_zero,
+    move_op, move_launch, move_wait, wait_late, move_pack, move_region, release_early,
+    release_late, reorder_compute, retarget_compute, retarget_op, retarget_parameter,
+    retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot, wrong_zero,
     wrong_saved, one_rank,
 ]  # fmt: skip
 ON_ONE_RANK: list[Kind] = [one_rank]

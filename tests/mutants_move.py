@@ -65,6 +65,20 @@ def move_wait(edit: Editor) -> str | None:
     return None if node is None else _move(edit, [node])
 
 
+def wait_late(edit: Editor) -> str | None:
+    """Wait for a reduction, and store its result, later: its buffer must live until then."""
+    waits = [n for n in edit.find(ops.wait) if n.args[0].target in ops.REDUCES]  # type: ignore[union-attr]
+    if (wait := edit.any_of(waits)) is None:
+        return None
+    moved = [wait, *[u for u in wait.users if u.target is ops.store_grad]]
+    late = [g for g in edit.gaps(moved) if edit.is_behind(g, moved[-1])]
+    if not late:
+        return None
+    anchor = edit.rng.choice(late)
+    edit.move(moved, anchor)
+    return f"{label(wait)} before {label(anchor)}"
+
+
 def move_pack(edit: Editor) -> str | None:
     node = edit.any_of(edit.find(ops.pack, ops.grad_buffer, ops.store_grad))
     return None if node is None else _move(edit, [node])

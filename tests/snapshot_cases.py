@@ -14,7 +14,7 @@ import zerofx
 MICRO_BATCHES = 6  # a step, divided among 1, 2 or 3 ranks
 OPTIMIZERS: dict[str, Any] = {
     # eps above the noise of attention key biases, whose true gradient is zero
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-5, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
 }
 
@@ -52,7 +52,7 @@ def whole(value: Any) -> Any:
 
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
     """Return all state by name, whole: a collective call."""
-    found = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
+    found = {f"model.{k}": whole(v) for k, v in model.state_dict().items()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             found[f"optimizer.{name}.{key}"] = whole(value)

@@ -383,3 +383,11 @@ def test_labels_of_the_nodes() -> None:
     assert {n.target for n in drawing} == {torch.ops.aten.native_dropout.default}
     inside = [n for n in calls(program) if info(n).module.startswith("blocks.1")]
     assert {info(n).unit for n in inside} == {"blocks.1"}
+
+
+def test_what_the_user_compiled_is_traced_through() -> None:
+    compiled = torch.compile(lambda v: (v * 2).tanh())
+    model = Body(lambda m, h, x: compiled(h).sum())
+    model.fc.compile()
+    program = zerofx.capture(model, (vectors(),))
+    assert torch.ops.aten.tanh.default in {n.target for n in calls(program)}

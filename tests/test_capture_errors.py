@@ -220,7 +220,10 @@ def test_wrong_arguments_are_a_type_error() -> None:
     [
         ((np.zeros(4),), "argument x is a ndarray"),
         (({"a": [{1, 2}]},), r"argument x\.a\[0\] is a set"),
-        ((SimpleNamespace(ids=[torch.ones(2)]),), "x is a SimpleNamespace that holds tensors .ids"),
+        (
+            (SimpleNamespace(ids=[torch.ones(2)]),),
+            r"x is a SimpleNamespace that holds tensors \(ids\)",
+        ),
         ((nn.Linear(2, 2),), "x is a Linear that holds tensors"),
         ((torch.eye(4).to_sparse(),), "argument x is a tensor of kind sparse_coo"),
     ],

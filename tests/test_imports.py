@@ -41,10 +41,13 @@ BELOW: dict[str, set[str]] = {
     "hooks": set(),
     "module": {"capture", "passes", "codegen", "runtime", "running", "loading", "hooks"},
     "snapshot": {"module", "runtime"},
-    "api": {"module", "snapshot", "capture", "passes", "codegen", "runtime", "plan", "machine"},
-    "zerofx": {"api"},
+    "reports": {"views", "codegen", "ir"},
+    "targets": {"errors"},
+    "api": {"module", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"},
+    "zerofx": {"api", "reports"},
     "demo": {"zerofx"},
-    "cli": {"api", "views", "demo", "zerofx"},
+    "doctor": {"api", "zerofx"},
+    "cli": {"api", "views", "demo", "doctor", "targets", "zerofx"},
     "__main__": {"cli"},
 }
 

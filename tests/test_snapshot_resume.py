@@ -188,7 +188,7 @@ def save_odd(folder: str, plan: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             model.flags.logical_not_()
             model.count.add_(41)
-        model.note = "trained"
+        model._model.note = "trained"
         zerofx.save(f"{folder}/{name}", model, optimizer)
         saved = everything(model, optimizer)
         odd_step(model, optimizer, 2)
@@ -204,7 +204,7 @@ def load_odd(folder: str, plan: dict[str, Any], has_state: bool) -> dict[str, An
             odd_step(model, optimizer, 5)
             optimizer.param_groups[0]["lr"] = 7.0
         assert zerofx.load(f"{folder}/{name}", model, optimizer) == {}
-        assert model.note == "trained" and int(model.count) == 41
+        assert (model.note, int(model.count)) == ("trained", 41), name
         loaded = everything(model, optimizer)
         odd_step(model, optimizer, 2)
         found[name] = loaded, everything(model, optimizer)
@@ -242,6 +242,7 @@ def scheduled(folder: str, resume: bool) -> list[float]:
         scheduler.step()
         rates.append(scheduler.get_last_lr()[0])
         if step == 3:
+            scaler.scale(torch.ones(()))  # it starts at its first use
             scaler.update(256.0)
             extra = {
                 "scheduler": scheduler.state_dict(),

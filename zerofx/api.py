@@ -14,8 +14,9 @@ from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.ir.program import Program
+from zerofx.loading import describe_layout
 from zerofx.machine import Machine, machine_for
-from zerofx.module import CompiledModule
+from zerofx.module import CompiledModule, load_directory
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import plan_layout
 from zerofx.plan import Plan, as_plan
@@ -55,6 +56,7 @@ def compile(
     checked.require_supported()
     world, described = _connect(checked, device, mesh, machine)
     layout = make_layout(model, checked, world.size, described)
+    world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
     store = ShardStore.build(model, layout, world)
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
@@ -116,8 +118,19 @@ def rewrite(
     return run(program, Setting(checked, world_size, described))
 
 
-def load_program(directory: str | os.PathLike[str]) -> Program:
-    """Parse an emitted directory back into a Program, also after a hand edit, and verify it."""
-    from zerofx.codegen.load import load
+def load_program(
+    directory: str | os.PathLike[str], *, allow_changed_math: bool = False
+) -> Program:
+    """Parse an emitted directory back into a Program, also after a hand edit, and verify it.
 
-    return load(directory)
+    The files are Python and are executed: load only what you trust. `CompiledModule.adopt` runs
+    the result in place of what was compiled.
+
+    allow_changed_math: accept regions edited to compute something else than was captured; order,
+        gradients and slots are checked as ever.
+
+    Raises:
+        ProgramError: a file is missing, truncated or foreign, or the schedule is wrong (it reads
+            a released parameter, say): with the lines of schedule.py around the fault.
+    """
+    return load_directory(directory, allow_changed_math)

@@ -30,8 +30,8 @@ Model = Annotated[str, typer.Argument(help="package.module:function, file.py:fun
 World = Annotated[int, typer.Option("--world", min=1, help="ranks to plan for")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="YAML or JSON file of plan fields")]
 Stage = Annotated[int | None, typer.Option("--stage", help="ZeRO stage, over the plan's")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="plan field, as key=value; repeatable")]
-MachineName = Annotated[str | None, typer.Option("--machine", help="preset or file: cuda-nccl, ...")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="plan field: key=value; repeatable")]
+MachineName = Annotated[str | None, typer.Option("--machine", help="preset or file: cuda-nccl")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="batch size of an hf: model's call")]
 Seq = Annotated[int, typer.Option("--seq", min=1, help="sequence length of an hf: model's call")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
@@ -111,7 +111,7 @@ def memory(
 def diff(
     model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
-    to: Annotated[list[str] | None, typer.Option(help="field of the second plan: key=value")] = None,
+    to: Annotated[list[str] | None, typer.Option(help="field of the second: key=value")] = None,
     to_plan: Annotated[Path | None, typer.Option(help="file of the second plan")] = None,
     to_world: Annotated[int | None, typer.Option(min=1, help="ranks of the second")] = None,
     as_json: Json = False,
@@ -122,10 +122,11 @@ def diff(
     if not (to or to_plan or to_world):
         raise PlanError("diff: say what is different: --to stage=2, --to-plan FILE or --to-world N")
     left = _plan(plan, stage, set_)
-    right = _plan(to_plan, None, to) if to_plan else _plan(plan, stage, [*(set_ or []), *(to or [])])
-    captured = _capture(model, left, batch, seq)
-    pair = [_rewrite(captured, p, w, machine) for p, w in ((left, world), (right, to_world or world))]
-    _show(DiffView(*pair), as_json)
+    changed = [*(set_ or []), *(to or [])]
+    right = _plan(to_plan, None, to) if to_plan else _plan(plan, stage, changed)
+    before = _program(model, world, left, machine, batch, seq)
+    after = _program(model, to_world or world, right, machine, batch, seq)
+    _show(DiffView(before, after), as_json)
 
 
 @app.command()
@@ -174,30 +175,27 @@ def _machine(name: str | None) -> Any:
 
 
 def _capture(model: str, plan: Plan, batch: int, seq: int) -> Program:
-    import zerofx
+    from zerofx import reports  # noqa: F401  # gives Program its methods
+    from zerofx.capture import capture
     from zerofx.targets import resolve
 
     target = resolve(model, batch, seq)
-    return zerofx.capture(
+    return capture(
         target.module, target.args, target.kwargs,
         differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
     )  # fmt: skip
-
-
-def _rewrite(
-    program: Program, plan: Plan, world: int, machine: str | None, until: str | None = None
-) -> Program:
-    from zerofx.passes.pipeline import Setting, run
-
-    plan.require_supported()
-    return run(program, Setting(plan, world, _machine(machine)), until)
 
 
 def _program(
     model: str, world: int, plan: Plan, machine: str | None, batch: int, seq: int,
     until: str | None = None,
 ) -> Program:  # fmt: skip
-    return _rewrite(_capture(model, plan, batch, seq), plan, world, machine, until)
+    """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
+    from zerofx.passes.pipeline import Setting, run
+
+    plan.require_supported()
+    captured = _capture(model, plan, batch, seq)
+    return run(captured, Setting(plan, world, _machine(machine)), until)
 
 
 def _show(view: Any, as_json: bool) -> None:

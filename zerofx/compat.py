@@ -7,6 +7,7 @@ an underscore.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import sys
@@ -129,7 +130,12 @@ def traceable() -> Iterator[None]:
     # Its argument checks are control flow on values.
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
-        with compiling_flags(), inlined_checkpoints(), warnings.catch_warnings():
+        with (
+            compiling_flags(),
+            inlined_checkpoints(),
+            torch.compiler.set_stance("force_eager"),  # what the user compiled is traced through
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", message="(?s).*(Anomaly Detection|Error detected in)")
             yield
     finally:
@@ -409,6 +415,12 @@ def op_name(op: OpOverload) -> tuple[str, str, str]:
     """Return (namespace, name, overload) of an operator: ("aten", "mm", "default")."""
     space, name = op._schema.name.split("::")
     return space, name, op._overloadname
+
+
+@functools.cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """Return the names of an operator's arguments, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
 
 
 # A GraphModule writes and compiles its Python at every assignment of its graph, a second for a deep

@@ -7,8 +7,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 
 import zerofx
 from zerofx import compat
+from zerofx.capture import capture
 from zerofx.errors import DoctorError, ZerofxError
 from zerofx.runtime.regions import cache_dir
 from zerofx.sizes import format_bytes
@@ -104,7 +104,7 @@ class _Tiny(nn.Module):
 def _capture(name: str) -> Finding:
     """Capture and rewrite a model: what uses torch's private tracing."""
     began = time.perf_counter()
-    program = zerofx.rewrite(zerofx.capture(_Tiny(), (torch.zeros(2, 4),)), {"stage": 3}, 2)
+    program = zerofx.rewrite(capture(_Tiny(), (torch.zeros(2, 4),)), {"stage": 3}, 2)
     nodes = sum(len(gm.graph.nodes) for gm in program.graphs.values())
     return Finding(name, True, f"{nodes} nodes in {time.perf_counter() - began:.1f} s")
 
@@ -168,19 +168,14 @@ def _backends(name: str) -> Finding:
     return Finding(name, True, f"{', '.join(has)}; gloo exchanges")
 
 
-@contextmanager
-def _store() -> Iterator[dist.TCPStore]:
-    yield dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
-
-
 def _latency(name: str) -> Finding:
     """Time the store that ranks agree through."""
-    with _store() as store:
-        began = time.perf_counter()
-        for i in range(STORE_ROUNDS):
-            store.set("probe", str(i))
-            store.get("probe")
-        each_us = (time.perf_counter() - began) / STORE_ROUNDS * 1e6
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
+    began = time.perf_counter()
+    for i in range(STORE_ROUNDS):
+        store.set("probe", str(i))
+        store.get("probe")
+    each_us = (time.perf_counter() - began) / STORE_ROUNDS * 1e6
     found = f"{each_us:.0f} us to write and read back, on this host"
     return Finding(name, each_us < SLOW_STORE_US, found, "the host is busy", is_needed=False)
 

@@ -13,7 +13,9 @@ from torch import Tensor, fx
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.plan import Plan
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.layout import Layout
 from zerofx.runtime.regions import import_file
 from zerofx.runtime.step import Contract, Executable
 
@@ -73,13 +75,26 @@ def collective_digest(program: Program) -> str:
         if n.target in ops.LAUNCHES or n.target is ops.sync_buffers
     ]
     sequence = hashlib.sha256(repr(launches).encode()).hexdigest()[:12]
-    layout = hashlib.sha256(repr(program.layout).encode()).hexdigest()[:12]
-    plan = ";".join(f"plan.{k}={v}" for k, v in sorted(program.plan.to_dict().items()))
     return (
-        f"model={program.model_name};buckets={len(program.layout.buckets)};layout={layout};"
-        f"collectives={len(launches)}:{sequence};{plan};torch={torch.__version__};"
+        f"collectives={len(launches)}:{sequence};model={program.model_name};"
+        f"{describe_layout(program.layout, program.plan)}"
+    )
+
+
+def describe_layout(layout: Layout, plan: Plan) -> str:
+    """Describe what shards depend on, as the items that an agreement's error can show."""
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+    fields = ";".join(f"plan.{k}={v}" for k, v in sorted(plan.to_dict().items()))
+    return (
+        f"buckets={len(layout.buckets)};layout={digest};{fields};torch={torch.__version__};"
         f"deterministic={torch.are_deterministic_algorithms_enabled()}"
     )
+
+
+def forward_slots(program: Program) -> set[int]:
+    """Return the slots that forward gathers into."""
+    gathers = [n for n in program.graph(FORWARD).nodes if n.target is ops.all_gather]
+    return {n.args[3] for n in gathers if len(n.args) == 4 and n.args[3] >= 0}
 
 
 def _guarded(program: Program) -> tuple[int, ...]:

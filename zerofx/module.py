@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,11 +18,15 @@ from torch import Tensor, nn
 from zerofx.capture import capture
 from zerofx.capture.signature import ModelState, Signature, describe_difference, signature_key
 from zerofx.codegen.emit import fingerprint, render, write
+from zerofx.codegen.load import load
+from zerofx.codegen.load_fit import check_fits
 from zerofx.errors import CaptureError, ShardError
 from zerofx.hooks import HookWatch
 from zerofx.ir.program import Program
-from zerofx.loading import bind
+from zerofx.ir.verify import verify
+from zerofx.loading import bind, forward_slots
 from zerofx.passes.pipeline import Setting, run
+from zerofx.plan import as_plan
 from zerofx.running import Bound
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.regions import cache_dir
@@ -51,6 +57,7 @@ class CompiledModule(nn.Module):
         self._hooks = HookWatch(model)
         self._bound: dict[_Key, Bound] = {}
         self._known: dict[_Key, tuple[Program, Path]] = {}  # compiled by a model this is a copy of
+        self._adopted: dict[str, Program] = {}  # signature -> what runs instead
 
     # -- calls ------------------------------------------------------------------------------
     @torch.compiler.disable  # it is compiled already: torch.compile runs it as it is
@@ -79,11 +86,46 @@ class CompiledModule(nn.Module):
             device=self._engine.world.device,
         )
         program = run(program, self._setting)
-        files = render(program)
-        directory = write(files, cache_dir() / "programs" / fingerprint(files))
+        if program.signature in self._adopted:
+            program = self._instead_of(program)
+        directory = program.directory or _write(program)
         log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
         self._known[key] = program, directory
         return self._bind(program, directory)
+
+    def adopt(
+        self, program: Program | str | os.PathLike[str], *, allow_changed_math: bool = False
+    ) -> Program:
+        """Run a program, such as an emitted directory edited by hand, in place of the compiled one.
+
+        It takes over the calls of its own signature (the same inputs, parameters and captured
+        mathematics, as fingerprint.json says): those compiled already at once, others at their
+        first call. What runs is the directory itself; later edits need another `adopt`. Every
+        rank must adopt the same program: other collectives than on other ranks raise at the call.
+
+        program: the directory, or a Program from `load_program` or `rewrite`.
+        allow_changed_math: as in `load_program`.
+
+        Raises:
+            ProgramError: it is broken, or made for other ranks or another layout; nothing changed.
+        """
+        if isinstance(program, Program):
+            program = replace(program, reference=None) if allow_changed_math else program
+            verify(program)
+        else:
+            program = load_directory(program, allow_changed_math)
+        check_fits(program, self._engine.layout, self._engine.world.size)
+        self._adopted[program.signature] = program
+        for key, (compiled, _) in list(self._known.items()):
+            if compiled.signature == program.signature:
+                mine = self._instead_of(compiled)
+                self._known[key] = mine, mine.directory or _write(mine)
+                self._bound.pop(key, None)  # bound anew by its next call
+        return program
+
+    def _instead_of(self, compiled: Program) -> Program:
+        """Return the adopted program, called as the compiled one is."""
+        return replace(self._adopted[compiled.signature], calling=compiled.calling)
 
     def _check_limit(self, key: _Key) -> None:
         if len(self._bound) < PROGRAM_LIMIT:
@@ -96,7 +138,7 @@ class CompiledModule(nn.Module):
 
     def _bind(self, program: Program, directory: Path) -> Bound:
         """Load an emitted directory and tie it to this model's shards and buffers."""
-        self._engine.reserve(program.slots.get("bytes", []))
+        self._engine.reserve(program.slots.get("bytes", []), forward_slots(program))
         return Bound(program, bind(program, directory, self._engine, self._buffers_of(program)))
 
     def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
@@ -129,6 +171,11 @@ class CompiledModule(nn.Module):
     def refresh(self) -> None:
         """Gather every resident parameter anew at the next forward."""
         self._engine.forget_resident()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters, after taking in what was put in a parameter's place."""
+        self._engine.store.check_bindings()
+        return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, also those that `no_sync` has summed and not yet reduced."""
@@ -191,7 +238,7 @@ class CompiledModule(nn.Module):
             memo[id(param)] = nn.Parameter(blank, param.requires_grad)
         model = copy.deepcopy(self._model, memo)
         made = CompiledModule(model, self._setting, Engine(ShardStore.copy_of(store, model)))
-        made._known = dict(self._known)
+        made._known, made._adopted = dict(self._known), dict(self._adopted)
         memo[id(self)] = made
         return made
 
@@ -204,6 +251,17 @@ class CompiledModule(nn.Module):
     def __repr__(self) -> str:
         plan, world = self._setting.plan, self._engine.world
         return f"CompiledModule(stage={plan.stage}, world={world.size}, {self._model!r})"
+
+
+def _write(program: Program) -> Path:
+    files = render(program)
+    return write(files, cache_dir() / "programs" / fingerprint(files))
+
+
+def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Program:
+    """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
+    path = Path(directory) / "plan.yaml"
+    return load(directory, as_plan(path) if path.is_file() else None, allow_changed_math)
 
 
 def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDict[str, Any]:

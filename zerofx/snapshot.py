@@ -139,7 +139,7 @@ class _Save(_Job):
             return None
         if not isinstance(self.extra, Mapping):
             raise SnapshotError(f"extra is a {type(self.extra).__name__}; give a dict")
-        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
+        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model._model)}
         self.values = pack({"extra": dict(self.extra), "optimizer": values, "modules": modules})
         files.check_place(self.folder)
         self.written = files.begin(self.folder)
@@ -255,7 +255,7 @@ class _Load(_Job):
     def _apply(self) -> None:
         for name, buffer in state.buffers_of(self.model).items():
             buffer.copy_(self.buffers[name])
-        for path, module in state.extra_states_of(self.model):
+        for path, module in state.extra_states_of(self.model._model):
             module.set_extra_state(self.values["modules"][path])
         if self.optimizer is not None:
             saved = self.values["optimizer"]

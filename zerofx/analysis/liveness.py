@@ -112,8 +112,8 @@ class _Walk:
             return self._own(node, Category.BUFFERS, value(node), time, forever=True)
         target = node.target
         if target is operator.getitem:
-            source, index = node.args[0], node.args[1]
-            parts = self.held[source]  # type: ignore[index]
+            source = node.all_input_nodes[0]
+            parts, index = self.held[source], node.args[1]
             is_taken_apart = not is_view(source) and len(parts) > 1
             return (parts[index],) if is_taken_apart else parts  # type: ignore[index]
         if target in ops.ALL and target not in _MAKES:
@@ -133,7 +133,8 @@ class _Walk:
         if not isinstance(val, torch.Tensor):
             return ()
         where = info(node)
-        made = Storage(category, span_bytes(val), name or where.name or node.name, time, time, where, slot)
+        name = name or where.name or node.name
+        made = Storage(category, span_bytes(val), name, time, time, where, slot)
         self.storages.append(made)
         if forever:
             made.birth = 0
@@ -188,14 +189,14 @@ class _Walk:
                 self._hand_out(storage, spec)
 
     def _hand_out(self, storage: Storage, spec: OutputInfo) -> None:
-        """Settle what a result's storage is, and that the user holds it to the end."""
-        if storage.category in (Category.TEMPORARIES, Category.ACTIVATIONS):
-            category = _LEAVES.get(spec.role)
-            if category is not None and storage.category is Category.TEMPORARIES:
-                storage.category = category
-                storage.name = spec.name or storage.name
+        """Settle what a result's storage is for; what the user gets is held to the end."""
+        is_new = storage.category is Category.TEMPORARIES
+        if is_new and spec.role in _LEAVES:
+            storage.category = _LEAVES[spec.role]
         if spec.role in (Role.OUTPUT, Role.GRAD, Role.INPUT_GRAD):
             self.forever.append(storage)
+            if is_new and spec.name:
+                storage.name = spec.name
 
 
 _MAKES = frozenset({ops.sync_buffers})
@@ -224,7 +225,7 @@ def slot_of(node: fx.Node) -> int:
 def is_view(node: fx.Node) -> bool:
     """Say whether a node's value lies in the storage of its argument."""
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(node.all_input_nodes[0])
     return node.op == "call_function" and _is_view_op(node)
 
 

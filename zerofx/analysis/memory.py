@@ -7,7 +7,7 @@ slots, resident copies, gradient shards and optimizer states are there from the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import fx
@@ -35,8 +35,17 @@ class Held:
     category: Category
     name: str
     nbytes: int
-    unit: str = ""
+    module: str = ""
     line: str = ""
+
+
+    @property
+    def is_slot(self) -> bool:
+        return self.category is Category.COMMUNICATION and self.name.startswith("slot ")
+
+
+def slot_name(slot: int) -> str:
+    return f"slot {slot}"
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,18 @@ class Memory:
         return self.curve.index(self.peak_bytes) if self.curve else 0
 
     def held_at(self, time: int) -> list[Held]:
-        """Return everything held at a time, largest first."""
-        moving = [
-            Held(s.category, s.name, s.nbytes, s.where.unit, s.where.line)
-            for s in live_at(self.life.storages, time)
-            if s.slot < 0 and s.nbytes
+        """Return everything held at a time, largest first; slots with what lies in them."""
+        live = [s for s in live_at(self.life.storages, time) if s.nbytes]
+        inside = {slot_name(s.slot): f"{s.category.value} {s.name}" for s in live if s.slot >= 0}
+        found = [
+            replace(h, name=f"{h.name}: {inside.get(h.name, 'free')}") if h.is_slot else h
+            for h in self.static
         ]
-        return sorted([*self.static, *moving], key=lambda h: (-h.nbytes, h.name))
+        for s in live:
+            if s.slot < 0:
+                module = s.where.module or s.where.unit
+                found.append(Held(s.category, s.name, s.nbytes, module, s.where.line))
+        return sorted(found, key=lambda h: (-h.nbytes, h.name))
 
     def by_category(self, time: int) -> dict[Category, int]:
         """Return the bytes of each category at a time; every category is there."""
@@ -110,7 +124,7 @@ def static_parts(program: Program, life: Lifetimes, optimizer_bytes: int) -> tup
     found = [*_unread_shards(program, life), *_resident(program)]
     found += [*_gradients(program), *_states(program, optimizer_bytes)]
     for slot, nbytes in enumerate(program.slots.get("bytes", [])):
-        found.append(Held(Category.COMMUNICATION, f"slot {slot}", nbytes))
+        found.append(Held(Category.COMMUNICATION, slot_name(slot), nbytes))
     received = scratch_bytes(program)
     if received:
         found.append(Held(Category.COMMUNICATION, "receive buffers of reductions", received))
@@ -129,7 +143,7 @@ def _unread_shards(program: Program, life: Lifetimes) -> list[Held]:
     read = {s.where.index for s in life.storages if s.where.role is Role.SHARD}
     is_sharded = any(s.where.role is Role.SHARD for s in life.storages)
     return [
-        Held(Category.PARAMETERS, b.label(), _shard_bytes(program, b), b.label())
+        Held(Category.PARAMETERS, "shard", _shard_bytes(program, b), b.label())
         for b in program.layout.buckets
         if is_sharded and b.index not in read
     ]
@@ -142,28 +156,30 @@ def _resident(program: Program) -> list[Held]:
         if node.target is ops.refresh:
             where = info(node)
             size = span_bytes(value(node))
-            found[where.index] = Held(Category.GATHERED, where.unit, size, where.unit)
+            found[where.index] = Held(Category.GATHERED, "resident copy", size, where.unit)
     return list(found.values())
 
 
 def _gradients(program: Program) -> list[Held]:
     """Return the reduced gradients, which p.grad shows."""
     return [
-        Held(Category.GRADIENTS, info(n).unit, span_bytes(value(n)), info(n).unit)
+        Held(Category.GRADIENTS, "p.grad", span_bytes(value(n)), info(n).unit)
         for n in _nodes(program)
         if n.target in ops.REDUCES
     ]
 
 
 def _states(program: Program, optimizer_bytes: int) -> list[Held]:
-    """Return the optimizer's states: of the elements that this rank owns of trainable parameters."""
+    """Return the optimizer's states, of the elements that a rank owns and trains."""
     if not optimizer_bytes or not program.is_training:
         return []
     numel = {b.label(): n for b, n in _owned(program)}
     if program.layout is None:
         numel = {p.name: _numel(p.shape) for p in program.params.values() if p.requires_grad}
     return [
-        Held(Category.OPTIMIZER, name, n * optimizer_bytes, name) for name, n in numel.items() if n
+        Held(Category.OPTIMIZER, "states", n * optimizer_bytes, name)
+        for name, n in numel.items()
+        if n
     ]
 
 

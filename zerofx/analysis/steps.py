@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import fx
 
@@ -64,8 +65,10 @@ class Schedule:
         return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
 
 
-_VERBS = {ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR"}
-_HEAVY = ("attention", "convolution", "addmm", "bmm", "mm", "embedding", "layer_norm", "softmax")
+_VERBS: dict[Any, str] = {
+    ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
+}  # fmt: skip
+_HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
 
 def schedule(program: Program) -> Schedule:
@@ -80,7 +83,7 @@ def schedule(program: Program) -> Schedule:
 
 
 def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
-    """Yield (graph, nodes, time of the first) of each step; what is no step joins the one before."""
+    """Yield (graph, nodes, time of the first) of each step; the rest joins the step before."""
     nodes: list[fx.Node] = []
     graph, first, key = "", 0, None
     for time, (where, node) in enumerate(report.life.nodes):
@@ -111,7 +114,7 @@ def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     node, where = nodes[0], info(nodes[0])
     target = node.target
     if target in ops.LAUNCHES or target is ops.wait:
-        launch = node if target in ops.LAUNCHES else node.args[0]
+        launch = node if target in ops.LAUNCHES else node.all_input_nodes[0]
         lane = Lane.GATHER if launch.target in ops.GATHERS else Lane.REDUCE
         kind = "launch" if node is launch else "wait"
         return Step(
@@ -141,6 +144,6 @@ def _unit(nodes: list[fx.Node]) -> str:
 
 
 def _heaviest(nodes: list[fx.Node]) -> str:
-    """Name the costliest kind of op among `nodes`: `mm`, `attention`, `convolution`."""
+    """Name the dearest kind of op among `nodes`: `convolution`, `mm`, `attention`."""
     names = {str(getattr(n.target, "__name__", n.target)) for n in nodes}
     return next((word for word in _HEAVY if any(word in name for name in names)), "")

@@ -10,22 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx import compat
-from zerofx.capture import trees
 from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
+from zerofx.capture.call import Call
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
 from zerofx.capture.explain import explained
-from zerofx.capture.guard import (
-    check_arguments,
-    check_device,
-    check_graph,
-    check_modules,
-    check_packed,
-)
+from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
-from zerofx.capture.swap import Meta, StateSwap, annotated, fake_input
+from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
-from zerofx.ir.meta import Role
+from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program, copy_graph
 
 
@@ -52,43 +46,30 @@ def capture(
         CaptureError: the forward cannot become a static graph; the message names the line and
             the way out.
     """
-    kwargs = dict(kwargs or {})
-    check_packed(args, kwargs)
     check_modules(model)
-    names, leaves, in_spec = trees.flatten_call(model.forward, tuple(args), kwargs)
-    check_arguments(names, leaves)
-    tensor_leaves = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
+    place = torch.device(device) if device is not None else None
+    check_device(place)
+    call = Call.of(model, args, kwargs or {})
     unit_of_param = find_units(model, units)
 
     mode = compat.new_fake_mode()
-    place = torch.device(device) if device is not None else None
-    check_device(place)
-    fakes = tuple(fake_input(mode, leaves[i], place) for i in tensor_leaves)
-    constants = [None if isinstance(v, Tensor) else v for v in leaves]
+    fakes = call.fakes(mode, place)
     swap = StateSwap(model, mode, place, param_meta)
     with swap.installed(), annotated(model):
         params = describe_params(model, unit_of_param)
         buffers = canonical_buffers(model)
-        harness = Harness(
-            model, constants, in_spec, tensor_leaves, swap.links(), differentiate, outputs
-        )
+        harness = Harness(model, call, swap.links(), differentiate, outputs)
         gm = trace(harness, fakes, mode, swap)
-    results = harness.results
-    warn_of_dropped(model, results)
+    warn_of_dropped(model, harness.results)
 
-    unit_names = set(unit_of_param.values())
-    label_nodes(gm, lambda module: find_unit_of_module(module, unit_names))
-    check_graph(gm)
-    known = Names(names, tensor_leaves, results, unit_of_param, buffers)
-    infos = label_results(gm, known)
-    label_placeholders(gm, known)
-    gm = fx.GraphModule(gm, copy_graph(gm.graph))
+    names = Names(call, harness.results, unit_of_param, buffers)
+    gm, infos = label(gm, names)
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
     return Program(
         graphs={graph_name: gm},
         outputs={graph_name: infos},
-        calling=make_calling(results, in_spec, tensor_leaves),
+        calling=make_calling(call, harness.results),
         params=params,
         buffers=tuple(dict.fromkeys(buffers.values())),
         model_name=type(model).__name__,
@@ -133,13 +114,23 @@ def warn_of_dropped(model: nn.Module, results: Results) -> None:
         )
 
 
-def make_calling(results: Results, in_spec: Any, tensor_leaves: tuple[int, ...]) -> Calling:
+def label(gm: fx.GraphModule, names: Names) -> tuple[fx.GraphModule, tuple[OutputInfo, ...]]:
+    """Put an Info on every node; return the graph in plain form and what its results are."""
+    unit_names = set(names.units.values())
+    label_nodes(gm, lambda module: find_unit_of_module(module, unit_names))
+    check_graph(gm)
+    infos = label_results(gm, names)
+    label_placeholders(gm, names)
+    return fx.GraphModule(gm, copy_graph(gm.graph)), infos
+
+
+def make_calling(call: Call, results: Results) -> Calling:
     """Say how the user's call maps to the graph and back."""
     assert results.spec is not None, "the harness has not run"
     return Calling(
-        in_spec=in_spec,
+        in_spec=call.spec,
         out_spec=results.spec,
-        tensor_leaves=tensor_leaves,
+        tensor_leaves=call.tensors,
         constants=results.constants,
         output_names=results.names,
         loss=results.loss,

@@ -64,6 +64,10 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     last_call = lines.last_call
     place = locate(error.__traceback__)
     at = f" at {place.line}" if place.line else ""
+    if place.is_own and not isinstance(
+        error, (compat.DataDependentError, compat.DynamicShapeError)
+    ):
+        return None
     if isinstance(error, compat.DataDependentError) or last_call == "numpy":
         reads = [c for c in (*place.calls, last_call) if c in _READS]
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
@@ -74,7 +78,5 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
             f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "
             "torch.where, or a size that is fixed in advance"
         )
-    if place.is_own:
-        return None
     first = (str(error).strip().splitlines() or [""])[0]
     return CaptureError(f"capture: forward failed{at}: {type(error).__name__}: {first}")

@@ -24,7 +24,6 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             check_constant(name, leaf)
-            check_hidden_tensors(name, leaf)
             continue
         is_plain = type(leaf) in (Tensor, nn.Parameter) or isinstance(leaf, compat.FakeTensor)
         if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
@@ -35,11 +34,18 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
 
 
 def check_constant(name: str, leaf: Any) -> None:
-    """Refuse an argument that is neither a tensor nor a hashable constant.
+    """Refuse an argument that is neither a tensor nor a hashable constant without tensors inside.
 
     Raises:
         CaptureError: naming the argument.
     """
+    inside = _hidden_tensors(leaf)
+    if inside:
+        raise CaptureError(
+            f"capture: argument {name} is a {type(leaf).__name__} that holds tensors ({inside}), "
+            "which would be baked into the program; pass them as tensors, in a dict or in a "
+            "dataclass"
+        )
     try:
         hash(leaf)
     except TypeError:
@@ -50,23 +56,16 @@ def check_constant(name: str, leaf: Any) -> None:
         ) from None
 
 
-def check_hidden_tensors(name: str, leaf: Any) -> None:
-    """Refuse an object with tensors inside that no tree opens: they would become constants.
-
-    Raises:
-        CaptureError: naming the argument and the attribute.
-    """
-    if isinstance(leaf, type):
-        return
+def _hidden_tensors(leaf: Any) -> str:
+    """Name where an object that no tree opens holds tensors, "" if it does not."""
+    if isinstance(leaf, nn.Module):
+        return "a module's parameters"
     for attribute, held in getattr(leaf, "__dict__", {}).items():
-        inside = [held, *(held.values() if isinstance(held, dict) else ())]
-        inside += held if isinstance(held, (list, tuple)) else ()
-        if any(isinstance(v, (Tensor, nn.Module)) for v in inside) or isinstance(leaf, nn.Module):
-            raise CaptureError(
-                f"capture: argument {name} is a {type(leaf).__name__} that holds tensors "
-                f"({attribute}), which would be baked into the program; pass them as tensors, in "
-                "a dict or in a dataclass"
-            )
+        values = held.values() if isinstance(held, dict) else held
+        inside = values if isinstance(held, (dict, list, tuple)) else [held]
+        if not isinstance(leaf, type) and any(isinstance(v, Tensor) for v in inside):
+            return attribute
+    return ""
 
 
 def check_device(device: torch.device | None) -> None:

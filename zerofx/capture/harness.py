@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerofx import compat
 from zerofx.capture import trees
+from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
@@ -60,30 +61,19 @@ class Harness(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        leaves: list[Any],
-        in_spec: compat.TreeSpec,
-        tensor_leaves: tuple[int, ...],
-        links: Links,
-        differentiate: str,
-        outputs: str,
+        self, model: nn.Module, call: Call, links: Links, differentiate: str, outputs: str
     ) -> None:
         super().__init__()
         self.model = model
-        self._leaves, self._in_spec, self._tensor_leaves = leaves, in_spec, tensor_leaves
-        self._links = links
-        self.lines = LineMode()
+        self._call, self._links = call, links
         self._differentiate, self._outputs = differentiate, outputs
+        self.lines = LineMode()
         self.results = Results()
         self.changed_mode = ""
         self.changed_state = ""
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        leaves = list(self._leaves)
-        for number, tensor in zip(self._tensor_leaves, tensors, strict=True):
-            leaves[number] = tensor
-        args, kwargs = trees.unflatten(leaves, self._in_spec)
+        args, kwargs = self._call.rebuild(tensors)
         state = State(self.model)
         modes = Modes()
         with self._links.followed():

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from zerofx import compat
+from zerofx.capture.call import Call
 from zerofx.capture.harness import Results
 from zerofx.capture.lines import LINE, MODULE
 from zerofx.errors import CaptureError
@@ -77,12 +78,10 @@ def _inherit(
 class Names:
     """What the traced call's positions and names are to the user.
 
-    inputs: name of every leaf of the arguments; tensor_leaves: the numbers of the traced ones.
     units: parameter -> unit. buffers: each of a buffer's names -> its first one.
     """
 
-    inputs: list[str]
-    tensor_leaves: tuple[int, ...]
+    call: Call
     results: Results
     units: dict[str, str]
     buffers: dict[str, str]
@@ -90,8 +89,8 @@ class Names:
     def place(self, role: Role, what: Any) -> tuple[str, int]:
         """Return (name, index) of what the tracer calls `what`."""
         if role in (Role.INPUT, Role.INPUT_GRAD, Role.INPUT_UPDATE):
-            index = self.tensor_leaves[what]
-            return self.inputs[index], index
+            index = self.call.tensors[what]
+            return self.call.names[index], index
         if role in (Role.OUTPUT, Role.TANGENT):
             index = self.results.tensors[what]
             return self.results.names[index], index

@@ -15,6 +15,14 @@ from zerofx.errors import CaptureError
 
 _PLAIN = frozenset({int, bool, str, type(None), complex, bytes, torch.dtype, torch.device})
 _TENSORS = frozenset({Tensor, nn.Parameter})
+_MODE_NAMES = (
+    "grad mode",
+    "inference mode",
+    "default dtype",
+    "deterministic algorithms",
+    "CPU autocast",
+    "CUDA autocast",
+)
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
@@ -24,7 +32,7 @@ class Signature(NamedTuple):
 
     args, kwargs: a key for each argument: of tensors ("tensor", shape, dtype, strides, device,
         requires_grad), of constants (type, value), of containers those of their leaves.
-    modes: grad mode, inference mode, default dtype, autocast (device, dtype, cache) or None.
+    modes: `_MODE_NAMES` in order; autocast is (device, dtype, cache) or None.
     training, trainable: a byte for each submodule (parameter), in registration order.
     """
 
@@ -96,6 +104,7 @@ def _modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
         _autocast("cpu"),
         _autocast("cuda"),
     )
@@ -135,8 +144,7 @@ def describe_difference(new: Signature, old: Signature, state: ModelState) -> st
             found.append(f"{name}: {'given' if name in mine else 'not given'}, unlike before")
     if not found and list(mine) != list(theirs):
         found.append("the order of keyword arguments")
-    labels = ("grad mode", "inference mode", "default dtype", "CPU autocast", "CUDA autocast")
-    for label, a, b in zip(labels, new.modes, old.modes, strict=True):
+    for label, a, b in zip(_MODE_NAMES, new.modes, old.modes, strict=True):
         if a != b:
             found.append(f"{label}: {a}, was {b}")
     found += _flags("training", state.module_names, new.training, old.training)

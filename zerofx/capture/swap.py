@@ -13,23 +13,10 @@ from torch.fx import traceback as fx_traceback
 
 from zerofx import compat
 from zerofx.capture.attributes import RESERVED, Held
+from zerofx.capture.call import place
 from zerofx.capture.lines import MODULE
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
-
-
-def fake_input(mode: compat.FakeTensorMode, tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Make a fake of an argument: same shape, strides, dtype and requires_grad."""
-    with mode, torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_place(tensor, device)
-        )
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _place(tensor: Tensor, device: torch.device | None) -> torch.device:
-    """Return where a fake lies: on the tensor's device, or on `device` for one on meta."""
-    return tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
 
 
 class StateSwap:
@@ -66,7 +53,7 @@ class StateSwap:
             return self._fakes[id(tensor)]
         shape, dtype, needs = meta or (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         with self._mode, torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(shape, dtype=dtype, device=_place(tensor, self._device))
+            made = torch.empty(shape, dtype=dtype, device=place(tensor, self._device))
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=needs)
         self._fakes[id(tensor)] = made

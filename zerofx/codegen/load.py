@@ -55,7 +55,8 @@ def load(
     graphs = {FORWARD: reading.forward(_function(emitted, module, FORWARD))}
     if facts["training"]:
         graphs[BACKWARD] = reading.backward(_function(emitted, module, BACKWARD))
-    edited = ", ".join(emitted.edited) or "nothing"
+    edited = f"edited: {', '.join(emitted.edited) or 'nothing'}"
+    num_nodes = sum(len(gm.graph.nodes) for gm in graphs.values())
     program = Program(
         graphs=graphs,
         outputs=reading.outputs,
@@ -68,7 +69,7 @@ def load(
         plan=plan,
         layout=reading.layout,
         facts=frozenset(Fact),
-        history=[Entry("load", f"edited: {edited}", sum(len(g.graph.nodes) for g in graphs.values()))],
+        history=[Entry("load", edited, num_nodes)],
         slots={"bytes": list(facts["slots"])},
         reference=None if allow_changed_math else read_reference(facts["reference"]),
         signature=facts["signature"],
@@ -118,14 +119,15 @@ class _Reading:
         with regions_read_by(lambda _: self.regions), self._explained():
             return import_file(self.directory / "schedule.py", "zerofx_schedule")
 
-    # -- the two functions ----------------------------------------------------------------------
+    # -- the two functions ------------------------------------------------------------------------
     def forward(self, function: Callable[..., Any]) -> fx.GraphModule:
         with self._recording(FORWARD) as (recorder, calls, given):
             returned = function(calls, recorder.shards, given[Role.BUFFER], given[Role.INPUT])
             outs, updates, saved = self._lists(recorder, returned)
             specs = self._specs(FORWARD)
             results = self._match(recorder, specs, Role.OUTPUT, outs)
-            results += self._match(recorder, specs, (Role.BUFFER_UPDATE, Role.INPUT_UPDATE), updates)
+            roles = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+            results += self._match(recorder, specs, roles, updates)
             self.saved = self._saved(recorder, specs, saved)
             results += [(spec, node) for spec, _, node in self.saved]
             return self._finish(recorder, FORWARD, results)
@@ -133,7 +135,10 @@ class _Reading:
     def backward(self, function: Callable[..., Any]) -> fx.GraphModule:
         with self._recording(BACKWARD) as (recorder, calls, given):
             returned = function(
-                calls, recorder.shards, list(given[Role.SAVED].values()), given[Role.TANGENT]
+                calls,
+                recorder.shards,
+                [v for _, v in sorted(given[Role.SAVED].items())],
+                given[Role.TANGENT],
             )
             specs = self._specs(BACKWARD)
             results = self._match(recorder, specs, Role.INPUT_GRAD, returned)
@@ -153,13 +158,17 @@ class _Reading:
             yield recorder, calls, self._placeholders(recorder, name)
 
     def _placeholders(self, recorder: Recorder, name: str) -> dict[Role, dict]:
-        given: dict[Role, dict] = {r: {} for r in (Role.INPUT, Role.BUFFER, Role.TANGENT, Role.SAVED)}
-        labels = {}
+        """Make what the function is given: saved values as forward left them, the rest as told."""
+        kinds = (Role.INPUT, Role.BUFFER, Role.TANGENT, Role.SAVED)
+        given: dict[Role, dict] = {role: {} for role in kinds}
+        left = dict(enumerate(self.saved))
         for text, label, index, unit, spec in self.facts["placeholders"][name]:
             role = Role(text)
             if role is Role.SAVED:
-                labels[index] = (label, unit)
-                continue
+                if index in left:
+                    spec = _spec(left.pop(index)[1])
+                else:
+                    continue
             fields = {"name": label, "index": index, "unit": unit}
             made = recorder.placeholder(role, recorder.fake(*spec), **fields)
             if role is Role.SHARD:
@@ -167,12 +176,10 @@ class _Reading:
             else:
                 given[role][label if role is Role.BUFFER else index] = made
         if name == BACKWARD:
-            for k, (spec, val, _) in enumerate(self.saved):
-                label, unit = labels.get(k, (spec.name, ""))
-                like = [str(val.dtype).removeprefix("torch."), list(val.shape), list(val.stride())]
-                fake = recorder.fake(*like, val.device.type)
+            for k, (said, val, _) in left.items():
+                fake = recorder.fake(*_spec(val))
                 given[Role.SAVED][k] = recorder.placeholder(
-                    Role.SAVED, fake, name=label, index=k, unit=unit
+                    Role.SAVED, fake, name=said.name, index=k
                 )
         return given
 
@@ -231,9 +238,14 @@ class _Reading:
             at = frames[-1]
             lines = "\n".join(file_lines(at.filename, at.lineno or 1))
             raise ProgramError(
-                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is straight-line "
-                f"calls on values that it does not look at\n{lines}"
+                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight "
+                f"line of calls on values that it does not look at\n{lines}"
             ) from error
+
+
+def _spec(val: Tensor) -> tuple[str, list[int], list[int], str]:
+    dtype = str(val.dtype).removeprefix("torch.")
+    return dtype, list(val.shape), list(val.stride()), val.device.type
 
 
 def _said(error: Exception) -> str:

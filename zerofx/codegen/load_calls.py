@@ -56,8 +56,8 @@ class Calls:
     def wait(self, flight: Launch) -> Tensor:
         if not isinstance(flight, Launch):
             raise self._recorder.refuse("rt.wait takes what a launch returned")
-        where = self._layout.buckets[flight.node.args[1]]  # type: ignore[index]
-        return self._recorder.communicate(ops.wait, flight.node, **_of(where)).meta["val"]
+        fields = _of(self._launched(flight.node))
+        return self._recorder.communicate(ops.wait, flight.node, **fields).meta["val"]
 
     def unpack(self, full: Tensor, bucket: int, params: Sequence[int]) -> tuple[Tensor, ...]:
         node = self._recorder.node(full, "what rt.unpack takes apart")
@@ -73,11 +73,15 @@ class Calls:
 
     def release(self, full: Tensor, slot: int = -1) -> None:
         node = self._recorder.node(full, "what rt.release gives back")
-        where = node.args[0].args[1] if node.target is ops.wait else -1
-        fields = _of(self._layout.buckets[where]) if where >= 0 else {}
+        launch = node.args[0] if node.target is ops.wait else None
+        fields = _of(self._launched(launch)) if isinstance(launch, fx.Node) else {}
         self._recorder.communicate(ops.release, node, slot, **fields)
 
-    # -- gradients ----------------------------------------------------------------------------------
+    def _launched(self, launch: fx.Node) -> Bucket:
+        index: Any = launch.args[1]
+        return self._layout.buckets[index]
+
+    # -- gradients --------------------------------------------------------------------------------
     def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
         b = self._bucket(bucket)
         like = self._recorder.shards[bucket]
@@ -118,7 +122,7 @@ class Calls:
         node = self._recorder.node(reduced, "the reduced slice")
         self.stored[bucket] = self._recorder.communicate(ops.store_grad, node, bucket, **_of(b))
 
-    # -- buffers --------------------------------------------------------------------------------------
+    # -- buffers ----------------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         given = [self._recorder.node(v, "a buffer's new value") for v in values]
         synced = self._recorder.communicate(ops.sync_buffers, given)
@@ -128,7 +132,7 @@ class Calls:
             made.append(item.meta["val"])
         return made
 
-    # -- checks ---------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------
     def _bucket(self, bucket: int) -> Bucket:
         num = len(self._layout.buckets)
         if type(bucket) is not int or not 0 <= bucket < num:

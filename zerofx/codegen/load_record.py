@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
             frame = frame.f_back  # type: ignore[assignment]
         return 1, self.schedule
 
-    # -- nodes --------------------------------------------------------------------------------------
+    # -- nodes ------------------------------------------------------------------------------------
     def placeholder(self, role: Role, val: Tensor, name: str, **fields: Any) -> Tensor:
         node = self.graph.placeholder(identifier(name))
         node.meta["val"] = val
@@ -144,8 +144,9 @@ class Recorder(TorchDispatchMode):
         results = made if isinstance(made, (tuple, list)) else [made]
         if not any(isinstance(r, Tensor) for r in results):
             return
-        taken = compat.pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
-        node = self.graph.call_function(func, *taken)
+        taken, named = compat.pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
+        base = func._schema.name.split("::")[1]
+        node = self.graph.create_node("call_function", func, taken, named, name=base)
         node.meta["val"] = made
         self._describe_node(node)
         if made is results:
@@ -159,9 +160,8 @@ class Recorder(TorchDispatchMode):
             self.bind(made, node)
 
     def _taken(self, func: Any, argument: Any) -> Any:
-        return self.node(argument, f"an argument of {func}") if isinstance(argument, Tensor) else (
-            argument
-        )
+        is_value = isinstance(argument, Tensor)
+        return self.node(argument, f"an argument of {func}") if is_value else argument
 
     def _describe_node(self, node: fx.Node) -> None:
         """Give a compute node its region, and the module and line from the comment beside it."""

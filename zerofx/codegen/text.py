@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import keyword
 import math
-import re
 from typing import Any
 
 import torch
@@ -12,34 +10,8 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.errors import CaptureError
-
-_SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint8: "u8", torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """Return `f32` for torch.float32."""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def describe(value: Any) -> str:
-    """Return `f32[8, 16]` for a fake tensor, a tuple of those for several."""
-    if isinstance(value, torch.Tensor):
-        return f"{short_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(describe(v) for v in value)})"
-    return repr(value)
-
-
-def identifier(text: str) -> str:
-    """Turn a qualified name into a Python identifier."""
-    name = re.sub(r"\W+", "_", text).strip("_")
-    if not name or name[0].isdigit():
-        name = f"v_{name}" if name else "v"
-    return f"{name}_" if keyword.iskeyword(name) else name
+from zerofx.ir.text import describe as describe
+from zerofx.ir.text import identifier as identifier
 
 
 def literal(value: Any, names: dict[fx.Node, str]) -> str:

@@ -1,11 +1,11 @@
 """Write a program as text: one node a line, fixed columns, identical layers once.
 
     def forward(
-        shard_0,                                             # f32[64]           shard         w0
+        shard_0,                                      # f32[64]     shard fc0
     ):
-        gather_0 = zfx.all_gather(shard_0, bucket=0)         # f32[256]          gather w0     +1.0 KiB
-        h0 = aten.mm(x, w0)                                  # f32[8, 16]        fc0           +512 B
-        zfx.release(full_0)                                  #                   w0            -1.0 KiB
+        gather_0 = zfx.all_gather(shard_0, bucket=0)  # f32[256]    gather fc0  +1.0 KiB   1 ahead
+        mm = aten.mm(x, fc0_weight)                   # f32[8, 16]  fc0         +512 B     m.py:12
+        zfx.release(full_0)                           #             fc0         -1.0 KiB
 
 The text is the same in every run: no addresses, no times. How much is shown is the `level`:
 summary (the header line), units, regions, nodes (identical layers once), full (every node).
@@ -65,9 +65,10 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
     writer = dump_nodes.Writer(program, graph)
     at = writer.nodes.index(node)
     first, last = max(0, at - around), min(len(writer.nodes), at + around + 1)
-    shown = [row.write(tuple(map(str, row.volatile))) for row in writer.all_rows()[first:last]]
+    shown = [row.write([row.volatile]) for row in writer.all_rows()[first:last]]
     marks = ["> " if i == at else "  " for i in range(first, last)]
-    return "\n".join([f"in {graph}:", *(m + line[2:] for m, line in zip(marks, shown, strict=True))])
+    lines = [mark + line[2:] for mark, line in zip(marks, shown, strict=True)]
+    return "\n".join([f"in {graph}:", *lines])
 
 
 def header(program: Program, entry: Entry) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
-from zerofx.ir.meta import Info, Role, info, nbytes, value
+from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
-from zerofx.ir.repeats import Row
+from zerofx.ir.repeats import Row, spans
 from zerofx.ir.text import describe, without_numbers
 from zerofx.sizes import format_bytes
 
@@ -63,8 +64,9 @@ class Writer:
         return Row(
             label=where.unit,
             key=self._key(node, where),
-            write=lambda volatile, node=node: self._line(node, volatile),  # type: ignore[misc]
+            write=lambda layers, node=node: self._line(node, spans(layers)),  # type: ignore[misc]
             volatile=_volatile(node),
+            is_main=node.target not in ops.ALL,
         )
 
     def _results(self) -> list[Row]:
@@ -161,19 +163,18 @@ class Writer:
 
 def callee(target: Any) -> str:
     """Write an op as a dump shows it: `aten.mm`, `aten.add.Tensor`, `zfx.wait`."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
+    if not isinstance(target, compat.OpOverload):
         return getattr(target, "__name__", str(target))
-    space, name = schema.name.split("::")
-    overload = f".{schema.overload_name}" if schema.overload_name else ""
-    return f"{'zfx' if space == 'zerofx' else space}.{name}{overload}"
+    space, name, overload = compat.op_name(target)
+    parts = ["zfx" if space == "zerofx" else space, name]
+    return ".".join(parts if overload == "default" else [*parts, overload])
 
 
 def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
     """Return (keyword or "", argument) of a call; zerofx ops show their constants by name."""
     found: list[tuple[str, Any]] = [("", a) for a in node.args]
     if node.target in ops.ALL:
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        names = compat.argument_names(node.target)
         found = [(k, a) for k, a in zip(names, node.args, strict=False) if k not in _HIDDEN]
     return [*found, *node.kwargs.items()]
 
@@ -202,7 +203,7 @@ def _kind(val: Any) -> Hashable:
 def _delta(node: fx.Node) -> str:
     """Return what a node adds to or takes from the bytes held; nothing for views."""
     if node.target is ops.release:
-        return f"-{format_bytes(nbytes(value(node.args[0])))}"
+        return f"-{format_bytes(nbytes(value(node.all_input_nodes[0])))}"
     if node.op != "call_function" or node.target in (operator.getitem, ops.wait, ops.param_view):
         return ""
     if node.target in (ops.pack, ops.store_grad, ops.resident, *ops.REDUCES) or is_alias(node):
@@ -218,6 +219,6 @@ def _ahead(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     for node in nodes:
         if node.target in ops.GATHERS:
             waits[node] = len(found)
-        elif node.target is ops.wait and node.args[0] in waits:
-            found[node.args[0]] = len(found) - waits[node.args[0]]
+        elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in waits:
+            found[launch] = len(found) - waits[launch]
     return {node: k for node, k in found.items() if k}

@@ -14,7 +14,7 @@ from zerofx.ir.graphs import alias_source, is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
-from zerofx.ir.repeats import Row, collapse
+from zerofx.ir.repeats import Layers, Row, collapse, spans
 from zerofx.ir.text import describe, without_numbers
 from zerofx.sizes import format_bytes
 
@@ -43,41 +43,48 @@ def region_lines(program: Program, graph: str) -> list[str]:
     names = name_nodes(program.graph(graph))
     rows = [
         _region_row(group) if group.region is not None else _communication_row(group, names)
-        for group in _groups(program, graph, by_unit=False)
+        for group in _groups(program, graph)
     ]
     return [f"def {graph}:", *collapse(rows)]
 
 
 def unit_lines(program: Program, graph: str) -> list[str]:
-    """Return one line a stretch of nodes of one unit."""
+    """Return one line a unit, in the order in which they compute; `made` outlives its regions."""
+    by_unit: dict[str, list[Group]] = {}
+    sent: dict[str, list[str]] = {}
+    for group in _groups(program, graph):
+        if group.region is not None:
+            by_unit.setdefault(group.label, []).append(group)
+        elif group.nodes[0].target in ops.LAUNCHES:
+            sent.setdefault(group.label, []).append(callee(group.nodes[0].target)[4:])
     rows = []
-    for group in _groups(program, graph, by_unit=True):
-        compute = [n for n in group.nodes if info(n).region is not None or n.target not in ops.ALL]
-        kinds = [callee(n.target) for n in group.nodes if n.target in ops.LAUNCHES]
-        notes = [f"{len(compute)} nodes", f"+{format_bytes(group.made_bytes())}"]
-        notes += [f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds)]
-        line = f"    {group.label or '(root)':<32} {'   '.join(notes)}"
-        key = (without_numbers(group.label), tuple(notes))
-        rows.append(Row(group.label, key, lambda _, line=line: line))  # type: ignore[misc]
+    for unit in dict.fromkeys([*by_unit, *sent]):
+        groups, kinds = by_unit.get(unit, []), sent.get(unit, [])
+        made = format_bytes(sum(g.made_bytes() for g in groups))
+        num = sum(len(g.nodes) for g in groups)
+        notes = f"{num:5d} nodes   {len(groups)} regions   made {made:<12}"
+        notes += "".join(f"{kinds.count(k)} {k}   " for k in dict.fromkeys(kinds))
+        line = f"    {unit or '(root)':<28}{notes}".rstrip()
+        row = Row(unit, (without_numbers(unit), notes), lambda _, line=line: line)  # type: ignore[misc]
+        rows.append(row)
     return [f"def {graph}:", *collapse(rows)]
 
 
-def _groups(program: Program, graph: str, by_unit: bool) -> list[Group]:
+def _groups(program: Program, graph: str) -> list[Group]:
     found: list[Group] = []
     for node in program.graph(graph).nodes:
         if node.op in ("placeholder", "output", "get_attr") or is_glue(node):
             continue
         where = info(node)
-        if by_unit:
-            if not found or found[-1].label != where.unit:
-                found.append(Group(where.unit, where.region))
-        elif where.region is None and node.target in ops.ALL:
-            if node.target in _QUIET:
-                continue
-            found.append(Group(where.unit, None))
-        elif not found or found[-1].region is None or found[-1].region != where.region:
-            found.append(Group(where.unit, -1 if where.region is None else where.region))
+        if node.target in ops.ALL:
+            if node.target not in _QUIET:
+                found.append(Group(where.unit, None, [node]))
+            continue
+        region = -1 if where.region is None else where.region
+        if not found or found[-1].region != region:
+            found.append(Group("", region))
         found[-1].nodes.append(node)
+        found[-1].label = found[-1].label or where.unit
     return found
 
 
@@ -87,8 +94,8 @@ def _region_row(group: Group) -> Row:
     made = f"+{format_bytes(group.made_bytes())}"
     key: Hashable = (without_numbers(group.label), tuple(ops_shown), made)
 
-    def write(volatile: tuple[str, ...]) -> str:
-        number = "region" if volatile[0] == "-1" else f"region {volatile[0]}"
+    def write(layers: Layers) -> str:
+        number = "region" if group.region == -1 else f"region {spans(layers)[0]}"
         notes = f"{len(group.nodes):4d} nodes  {made:<12} {heaviest}"
         return f"    {number:<18} {group.label or '(root)':<32} {notes}".rstrip()
 
@@ -101,8 +108,8 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     kind = describe(value(node)) if isinstance(value(node), torch.Tensor) else ""
     key = (node.target, without_numbers(group.label), kind)
 
-    def write(volatile: tuple[str, ...]) -> str:
-        what = f"{name} b{volatile[0]}" if node.target is not ops.sync_buffers else name
+    def write(layers: Layers) -> str:
+        what = f"{name} b{spans(layers)[0]}" if node.target is not ops.sync_buffers else name
         return f"    {what:<18} {group.label:<32} {kind}".rstrip()
 
-    return Row(group.label, key, write, (info(node).index,))
+    return Row(group.label, key, write, (info(node).index,), is_main=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.text import identifier
 
-STEMS = {
+STEMS: dict[Any, str] = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
     ops.all_reduce: "reduce", ops.store_grad: "stored",
@@ -36,7 +38,7 @@ def _stem(node: fx.Node) -> str:
         if where.role is Role.TANGENT:
             return f"grad_{identifier(where.name)}" if where.name else node.name
         return identifier(where.name) if where.name else node.name
-    if node.target is ops.wait and node.args[0].target in ops.REDUCES:
+    if node.target is ops.wait and node.all_input_nodes[0].target in ops.REDUCES:
         return f"reduced_{where.index}"
     if node.target in STEMS:
         return f"{STEMS[node.target]}_{where.index}"

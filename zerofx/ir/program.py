@@ -148,7 +148,9 @@ class Program:
 
     def clone(self) -> Program:
         """Copy the graphs; fake values and infos are shared, nodes are not."""
-        graphs = {k: LazyGraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()}
+        graphs: dict[str, fx.GraphModule] = {
+            k: LazyGraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()
+        }
         return replace(
             self,
             graphs=graphs,

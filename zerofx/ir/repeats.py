@@ -69,20 +69,25 @@ def _best_at(line: np.ndarray, at: int, occurrences: list[int]) -> Repeat | None
     return best
 
 
+Layers = Sequence[tuple[object, ...]]
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a text that may be collapsed.
 
     label: what the line belongs to (a unit); a layer may begin where it changes.
     key: equal for lines that are alike in two identical layers.
-    volatile: numbers that differ from layer to layer (bucket, slot), shown as ranges if they do.
+    volatile: values that differ from layer to layer (bucket, slot), shown as ranges if they do.
+    is_main: the line names its layer (compute); others may belong to the next one (a prefetch).
     write: the line's text for given volatile values; only called for lines that are shown.
     """
 
     label: str
     key: Hashable
-    write: Callable[[tuple[str, ...]], str]
+    write: Callable[[Layers], str]
     volatile: tuple[object, ...] = ()
+    is_main: bool = True
 
 
 def collapse(rows: Sequence[Row], indent: str = "    ", is_on: bool = True) -> list[str]:
@@ -101,14 +106,15 @@ def collapse(rows: Sequence[Row], indent: str = "    ", is_on: bool = True) -> l
 
 def _layer(rows: Sequence[Row], repeat: Repeat, indent: str) -> list[str]:
     last = repeat.end - repeat.period
-    labels = [rows[i].label for i in range(repeat.start, repeat.start + repeat.period)]
-    named = next((i for i, label in enumerate(labels) if is_numbered(label)), 0)
+    block = rows[repeat.start : repeat.start + repeat.period]
+    numbered = [i for i, row in enumerate(block) if is_numbered(row.label)] or [0]
+    named = next((i for i in numbered if block[i].is_main), numbered[0])
     first, final = rows[repeat.start + named].label, rows[last + named].label
     where = f": {first} to {final}, the first written out" if first != final else ""
-    lines = [f"{indent}# layer k, x{repeat.count}{where}"]
-    for i in range(repeat.start, repeat.start + repeat.period):
-        lines.append(_write(rows[i : repeat.end : repeat.period]))
-    return [*lines, f"{indent}# end of layer k"]
+    inner = range(repeat.start, repeat.start + repeat.period)
+    lines = [_write(rows[i : repeat.end : repeat.period]) for i in inner]
+    head = f"{indent}# layer k, x{repeat.count}{where}"
+    return [head, *lines, f"{indent}# end of layer k"]
 
 
 def is_numbered(label: str) -> bool:
@@ -118,12 +124,15 @@ def is_numbered(label: str) -> bool:
 
 def _write(rows: Sequence[Row]) -> str:
     """Write one line for the same line of several layers."""
-    columns = zip(*(r.volatile for r in rows), strict=True)
-    return rows[0].write(tuple(_span(c) for c in columns))
+    return rows[0].write([r.volatile for r in rows])
+
+
+def spans(layers: Layers) -> tuple[str, ...]:
+    """Write each value as what it is over the layers: `3`, `2..97`, `0|1`, `[..]`."""
+    return tuple(_span(values) for values in zip(*layers, strict=True))
 
 
 def _span(values: Sequence[object]) -> str:
-    """Write the values that one number takes from layer to layer: `3`, `2..97`, `0|1`, `[..]`."""
     different = list(dict.fromkeys(map(str, values)))
     if len(different) == 1:
         return different[0]

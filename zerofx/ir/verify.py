@@ -13,6 +13,7 @@ from zerofx.errors import ProgramError
 from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.verify_buffers import args
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_gradients import BackwardOrder
 from zerofx.ir.verify_order import Crossing, Order
@@ -89,7 +90,7 @@ def _first_difference(
     if wrong is None:
         graph = next(iter(program.graphs))
         return graph, program.graph(graph).output_node(), "nothing computes it"
-    return wrong.graph, wrong.node, "each value is one of the captured graph, but in the wrong place"
+    return wrong.graph, wrong.node, "each value is a captured one, but in the wrong place"
 
 
 def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]:
@@ -104,8 +105,8 @@ def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]
 
 def _constants(node: fx.Node) -> tuple[object, ...]:
     if node.target is ops.sync_buffers:
-        return (len(node.args[0]),)  # type: ignore[arg-type]
-    return tuple(a for a in node.args if not isinstance(a, fx.Node))
+        return (len(args(node)[0]),)
+    return tuple(a for a in args(node) if not isinstance(a, fx.Node))
 
 
 def verify_ranks(programs: Sequence[Program]) -> None:

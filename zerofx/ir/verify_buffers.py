@@ -97,7 +97,7 @@ class Aliases:
 def alias_inputs(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the inputs whose storage the node's result may share."""
     if node.target is operator.getitem:
-        yield node.args[0]  # type: ignore[misc]
+        yield args(node)[0]
         return
     if not is_alias(node):
         return
@@ -133,9 +133,14 @@ def unread(node: fx.Node) -> frozenset[int]:
     if node.target is _aten.native_layer_norm_backward.default:
         return frozenset({6})  # bias
     if node.target is _aten.convolution_backward.default:
-        wants_input, wants_weight, _ = node.args[10]  # type: ignore[misc]
+        wants_input, wants_weight, _ = args(node)[10]
         return frozenset({1} if not wants_weight else ()) | ({2} if not wants_input else set())
     return frozenset()
+
+
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's arguments, typed as its op's schema says rather than as a union of all."""
+    return node.args
 
 
 def argument(node: fx.Node, position: int, default: Any = None) -> Any:
@@ -143,6 +148,9 @@ def argument(node: fx.Node, position: int, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else default
 
 
+_SLOT = {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}
+
+
 def slot_of(node: fx.Node) -> Any:
     """Return the slot that an all_gather, grad_buffer or release names, -1 for none."""
-    return argument(node, {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}[node.target], -1)
+    return argument(node, _SLOT[node.target], -1)  # type: ignore[index]

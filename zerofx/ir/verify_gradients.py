@@ -1,4 +1,4 @@
-"""Order in backward: each gradient packed once, each bucket reduced once, each slice stored once."""
+"""Order in backward: gradients packed, buckets reduced, slices stored, each exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import Role, value
 from zerofx.ir.program import Program
-from zerofx.ir.verify_buffers import Buffer, Kind, argument, slot_of
+from zerofx.ir.verify_buffers import Buffer, Kind, args, argument, slot_of
 from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_order import Crossing, Order
 from zerofx.ir.verify_values import label_of
@@ -69,22 +69,22 @@ class BackwardOrder(Order):
         buffer = self._packed_buffer(node)
         assert self.layout is not None
         bucket = self.layout.buckets[buffer.bucket]
-        grads, offsets = node.args[1], node.args[2]
-        if len(grads) != len(offsets):  # type: ignore[arg-type]
-            self.fail(node, f"{node.name} packs {len(grads)} gradients at {len(offsets)} offsets")  # type: ignore[arg-type]
+        grads, offsets = args(node)[1], args(node)[2]
+        if len(grads) != len(offsets):
+            self.fail(node, f"{node.name} packs {len(grads)} gradients at {len(offsets)} offsets")
         if buffer.reduced is not None:
             self.fail(
                 node,
                 f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
                 f"{buffer.reduced.name} has reduced it; move the reduction behind the last pack",
             )
-        for grad, offset in zip(grads, offsets, strict=True):  # type: ignore[arg-type]
+        for grad, offset in zip(grads, offsets, strict=True):
             self._packed(node, buffer, bucket, grad, offset)
         self.roots.set(node, buffer)
 
     def _packed_buffer(self, node: fx.Node) -> Buffer:
-        packed = node.args[0]
-        buffers = self.roots[packed]  # type: ignore[index]
+        packed = args(node)[0]
+        buffers = self.roots[packed]
         is_whole = packed.target in (ops.grad_buffer, ops.pack)
         if len(buffers) != 1 or buffers[0].kind is not Kind.PACKED or not is_whole:
             self.fail(node, f"{node.name} is given {packed}, which is no gradient buffer")
@@ -171,8 +171,8 @@ class BackwardOrder(Order):
             )
 
     def store(self, node: fx.Node) -> None:
-        bucket, reduced = self.bucket(node), node.args[0]
-        buffers = self.roots[reduced]  # type: ignore[index]
+        bucket, reduced = self.bucket(node), args(node)[0]
+        buffers = self.roots[reduced]
         if len(buffers) != 1 or buffers[0].kind is not Kind.REDUCED:
             self.fail(node, f"{node.name} stores {reduced}, which no reduction delivered")
         buffer = buffers[0]
@@ -186,7 +186,7 @@ class BackwardOrder(Order):
             self.fail(node, f"{self.label(buffer)} is stored twice: {buffer.stored.name} did it")
         buffer.stored = node
 
-    # -- the end ------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------
     def finish(self) -> None:
         super().finish()
         for buffer in self._reduced.values():
@@ -199,13 +199,14 @@ class BackwardOrder(Order):
         output = self.program.graph(self.name).output_node()
         for index, params in (self._expected or {}).items():
             if index not in self._reduced:
+                name = next(iter(params.values())).name
                 self.fail(
                     output,
-                    f"the gradient of {next(iter(params.values())).name} is never reduced: backward has no reduction "
-                    f"of bucket {index}",
+                    f"the gradient of {name} is never reduced: backward has no reduction of "
+                    f"bucket {index}",
                 )
         specs = self.program.outputs[self.name]
-        for spec, result in zip(specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        for spec, result in zip(specs, args(output)[0], strict=True):
             if spec.role is not Role.SHARD_GRAD:
                 continue
             stored = self._reduced[spec.index].stored if spec.index in self._reduced else None

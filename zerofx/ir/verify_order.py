@@ -18,7 +18,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, argument, slot_of, unread
+from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, args, argument, slot_of, unread
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.runtime.layout import Bucket
 
@@ -87,7 +87,7 @@ class Order:
         self.fail(node, f"{node.name} is a gradient op: those belong into backward only")
 
     def sync(self, node: fx.Node) -> None:
-        if self.name == BACKWARD or not all(value(v).is_floating_point() for v in node.args[0]):  # type: ignore[union-attr]
+        if self.name == BACKWARD or not all(value(v).is_floating_point() for v in args(node)[0]):
             self.fail(node, f"{node.name}: sync_buffers takes forward's floating-point buffers")
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class Order:
             if buffer.kind in (Kind.GATHERED, Kind.RESIDENT) and not buffer.landed:
                 self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
 
-    # -- what a node reads ----------------------------------------------------------------------
+    # -- what a node reads ------------------------------------------------------------------------
     def _reads(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
             if read not in self._known:
@@ -249,13 +249,13 @@ class Order:
         self.claim(node, buffer)
 
     def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
-        shard = node.args[0]
-        where = info(shard)  # type: ignore[arg-type]
+        shard = args(node)[0]
+        where = info(shard)
         if where.role is not Role.SHARD or where.index != bucket.index:
             self.fail(
                 node,
                 f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
-                f"{name_of(shard)}, which is not its shard",  # type: ignore[arg-type]
+                f"{name_of(shard)}, which is not its shard",
             )
 
     def _may_stay(self, node: fx.Node, bucket: Bucket) -> None:
@@ -268,10 +268,10 @@ class Order:
             )
 
     def wait(self, node: fx.Node) -> None:
-        launch = node.args[0]
+        launch = args(node)[0]
         if launch.target not in ops.LAUNCHES:
-            self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")  # type: ignore[arg-type]
-        (buffer,) = self.roots[launch]  # type: ignore[index]
+            self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")
+        (buffer,) = self.roots[launch]
         if buffer.released is not None or buffer.taken is not None:
             self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
         buffer.landed = True
@@ -280,9 +280,9 @@ class Order:
         self.roots.set(node, buffer)
 
     def view(self, node: fx.Node) -> None:
-        full, offset, shape = node.args
+        full, offset, shape = args(node)
         self.roots.follow(node)
-        buffers = self.roots[full]  # type: ignore[index]
+        buffers = self.roots[full]
         is_whole = isinstance(full, fx.Node) and full.target is not ops.param_view
         kinds = {b.kind for b in buffers}
         if len(buffers) != 1 or not is_whole or not kinds <= {*_FULL, Kind.SHARD}:
@@ -290,20 +290,20 @@ class Order:
         index = buffers[0].bucket
         assert self.layout is not None
         bucket = self.layout.buckets[index]
-        if value(full).numel() != bucket.numel:  # type: ignore[arg-type]
+        if value(full).numel() != bucket.numel:
             self.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
-        param = bucket.at.get(offset)  # type: ignore[arg-type]
-        if (param is None or [*param.shape] != [*shape]) and node.users:  # type: ignore[misc]
+        param = bucket.at.get(offset)
+        if (param is None or [*param.shape] != [*shape]) and node.users:
             self.fail(
                 node,
-                f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "  # type: ignore[arg-type]
+                f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "
                 f"bucket {index} ({bucket.label()}); the layout in fingerprint.json has the places",
             )
 
     def release(self, node: fx.Node) -> None:
-        buffers = self.roots[node.args[0]]  # type: ignore[index]
+        buffers = self.roots[args(node)[0]]
         if len(buffers) != 1 or buffers[0].kind is not Kind.GATHERED:
-            self.fail(node, f"{node.name} releases {node.args[0]}, which is no gathered bucket")
+            self.fail(node, f"{node.name} releases {args(node)[0]}, which is no gathered bucket")
         buffer = buffers[0]
         if slot_of(node) != buffer.slot:
             self.fail(
@@ -313,11 +313,11 @@ class Order:
             )
         buffer.released = buffer.released or node
 
-    # -- what leaves the graph ----------------------------------------------------------------------
+    # -- what leaves the graph --------------------------------------------------------------------
     def _results(self, output: fx.Node) -> None:
         specs = self.program.outputs[self.name]
         position = 0
-        for spec, result in zip(specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        for spec, result in zip(specs, args(output)[0], strict=True):
             if isinstance(result, fx.Node):
                 if spec.role is Role.SAVED:
                     self._saved(result, position)
@@ -367,5 +367,5 @@ def is_unread(node: fx.Node, read: fx.Node) -> bool:
     skipped = unread(node)
     if not skipped:
         return False
-    read_by = [a for i, a in enumerate(node.args) if i not in skipped]
+    read_by = [a for i, a in enumerate(args(node)) if i not in skipped]
     return not any(a is read or (isinstance(a, (list, tuple)) and read in a) for a in read_by)

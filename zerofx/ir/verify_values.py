@@ -23,7 +23,7 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program, Reference
-from zerofx.ir.verify_buffers import unread
+from zerofx.ir.verify_buffers import args, unread
 
 _aten = torch.ops.aten
 # Views and copies: where shape and strides stay as they were, the result is the argument.
@@ -108,12 +108,12 @@ class Numbering:
 
     def _expression(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
-            source = self.of[node.args[0]]
+            source = self.of[args(node)[0]]
             if isinstance(source, list):
-                return source[node.args[1]]
-            return digest(f"item {source} {node.args[1]}")
-        if node.target in _SAME_VALUES and _form(value(node)) == _form(value(node.args[0])):  # type: ignore[arg-type]
-            return self.of[node.args[0]]
+                return source[args(node)[1]]
+            return digest(f"item {source} {args(node)[1]}")
+        if node.target in _SAME_VALUES and _form(value(node)) == _form(value(args(node)[0])):
+            return self.of[args(node)[0]]
         where = info(node)
         text = f"{_callee(node.target)}({self._arguments(node)})"
         if node.target in _OWN_INVERSE:
@@ -125,7 +125,7 @@ class Numbering:
         return digest(text)
 
     def _transposed(self, node: fx.Node, text: str) -> Any:
-        dims, source = repr(node.args[1:]), self.of[node.args[0]]
+        dims, source = repr(args(node)[1:]), self.of[args(node)[0]]
         if (before := self._inverse.get(source)) is not None and before[0] == dims:
             return before[1]
         made = digest(text)
@@ -137,8 +137,8 @@ class Numbering:
         formal = _formal(node.target)
         if formal is None:
             rest = [f"{k}={self._text(v)}" for k, v in sorted(named.items())]
-            return ",".join([*(self._text(a) for a in node.args), *rest])
-        texts = [self._text(a) for a in node.args]
+            return ",".join([*(self._text(a) for a in args(node)), *rest])
+        texts = [self._text(a) for a in args(node)]
         for argument, default in formal[len(texts) :]:
             texts.append(self._text(named[argument]) if argument in named else default)
         for position in unread(node):
@@ -157,7 +157,7 @@ class Numbering:
         if spec.role is Role.SAVED:
             source = result
             if result.target is _aten.clone.default:
-                source = result.args[0]  # type: ignore[assignment]
+                source = args(result)[0]
             # a copy of what forward was given is that: it only keeps it from being overwritten
             self._saved.append(self.of[source] if source.op == "placeholder" else made)
         elif spec.role is not Role.SHARD_GRAD:
@@ -175,18 +175,18 @@ class Numbering:
             label = label_of(Role.GRAD, bucket.at[offset].name)
             self.outputs[label] = Output(made, graph, where)
 
-    # -- the zerofx ops, erased ---------------------------------------------------------------
+    # -- the zerofx ops, erased -------------------------------------------------------------------
     def _same(self, node: fx.Node) -> Any:
-        return self.of[node.args[0]]
+        return self.of[args(node)[0]]
 
     def _bucket(self, node: fx.Node) -> Any:
-        return ("bucket", node.args[1])
+        return ("bucket", args(node)[1])
 
     def _nothing(self, node: fx.Node) -> Any:
         return digest("nothing")
 
     def _view(self, node: fx.Node) -> Any:
-        full, offset, shape = node.args
+        full, offset, shape = args(node)
         source = self.of[full]
         layout = self.program.layout
         if isinstance(source, tuple) and layout is not None:
@@ -196,22 +196,22 @@ class Numbering:
         return digest(f"view {source} {offset} {list(shape)}")
 
     def _buffer(self, node: fx.Node) -> Any:
-        return Packed(node.args[1])  # type: ignore[arg-type]
+        return Packed(args(node)[1])
 
     def _pack(self, node: fx.Node) -> Any:
-        packed, (grads, offsets) = self.of[node.args[0]], node.args[1:]
+        packed, (grads, offsets) = self.of[args(node)[0]], args(node)[1:]
         assert isinstance(packed, Packed), f"{node} packs into what is no gradient buffer"
         for grad, offset in zip(grads, offsets, strict=True):
             packed.contents[offset] = (str(self.of[grad]), node)
         return packed
 
     def _reduce(self, node: fx.Node) -> Any:
-        packed = self.of[node.args[0]]
+        packed = self.of[args(node)[0]]
         assert isinstance(packed, Packed), f"{node} reduces what is no gradient buffer"
         return Packed(packed.bucket, dict(packed.contents))
 
     def _sync(self, node: fx.Node) -> Any:
-        return [self.of[v] for v in node.args[0]]
+        return [self.of[v] for v in args(node)[0]]
 
 
 _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {

@@ -23,6 +23,7 @@ class AssignBuckets(Pass):
     name: ClassVar[str] = "assign-buckets"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETS_ASSIGNED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
 
     plan: Plan
     world_size: int

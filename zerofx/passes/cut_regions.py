@@ -23,7 +23,7 @@ class CutRegions(Pass):
     """
 
     name: ClassVar[str] = "cut-regions"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED, Fact.SPLIT})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
 

@@ -10,66 +10,91 @@ from torch import fx
 from zerofx.analysis.memory import peak_bytes
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, set_results
-from zerofx.ir.meta import OutputInfo, Phase, Role, info, value
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.colouring import assign
 
 
 @dataclass(frozen=True)
 class KeepGathered(Pass):
-    """Spare the backward's all-gather of the buckets that fit into the budget.
+    """Spare the backward's all-gather of as many buckets as the budget has room for.
 
     Buckets are taken from the last of forward to the first: the last ones are needed again
-    soonest, so a kept byte is held for the shortest time. Without a budget nothing is kept.
+    soonest, so a kept byte is held for the shortest time. What fits is measured on the final
+    order, slots included. Without a budget nothing is kept.
     """
 
     name: ClassVar[str] = "keep-gathered"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED, Fact.SPLIT})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED, Fact.RELEASED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.KEPT_GATHERED})
-    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED, Fact.SLOTS_ASSIGNED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
     budget_bytes: int | None = None
 
     def run(self, program: Program) -> Report:
         if self.budget_bytes is None or BACKWARD not in program.graphs:
             return Report(False, "no budget to spend")
-        room = self.budget_bytes - peak_bytes(program)
-        kept = []
-        forward = {b: w for b, w in _gathers(program.graph(FORWARD))}
-        for bucket, full in _gathers(program.graph(BACKWARD)):
-            size = value(full).numel() * value(full).element_size()
-            if bucket in forward and size <= room:
-                _keep(program, forward.pop(bucket), full, bucket)
-                room -= size
-                kept.append(info(full).unit)
-        return Report(bool(kept), f"{len(kept)} buckets kept, {max(room, 0)} bytes left")
+        fits, too_many = 0, len(_candidates(program)) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if _peak_with(program, middle) <= self.budget_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        size = sum(_keep(program, *pair) for pair in _candidates(program)[:fits])
+        return Report(fits > 0, f"{fits} buckets kept, {size} bytes")
 
 
-def _gathers(graph: fx.Graph) -> list[tuple[int, fx.Node]]:
-    found = [n for n in graph.nodes if n.target is ops.wait and n.args[0].target is ops.all_gather]
-    return [(n.args[0].args[1], n) for n in found]
+def _peak_with(program: Program, count: int) -> int:
+    """Return the peak of one step if the first `count` candidates were kept."""
+    trial = program.clone()
+    for pair in _candidates(trial)[:count]:
+        _keep(trial, *pair)
+    trial.slots = {"bytes": assign(trial)}
+    return peak_bytes(trial)
 
 
-def _keep(program: Program, forward: fx.Node, backward: fx.Node, bucket: int) -> None:
-    """Return `forward`'s gathered buffer as a saved value; read it in place of `backward`."""
+def _candidates(program: Program) -> list[tuple[fx.Node, fx.Node]]:
+    """Return (forward's, backward's) wait of each bucket gathered in both, in backward's order."""
+    forward = _gathers(program.graph(FORWARD))
+    backward = _gathers(program.graph(BACKWARD))
+    return [(forward[bucket], wait) for bucket, wait in backward.items() if bucket in forward]
+
+
+def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return the wait of each gathered bucket, the one nearest to the turn where there are two."""
+    waits = [n for n in graph.nodes if n.target is ops.wait and n.args[0].target is ops.all_gather]
+    found: dict[int, fx.Node] = {}
+    for node in waits:
+        bucket = info(node).index
+        if info(node).phase is Phase.FORWARD or bucket not in found:
+            found[bucket] = node
+    return found
+
+
+def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
+    """Return `forward`'s gathered buffer as a saved value, read it in place of `backward`'s."""
+    bucket, size = info(forward).index, nbytes(value(forward))
     position = sum(1 for s in program.outputs[FORWARD] if s.role is Role.SAVED)
     name = f"gathered_{bucket}"
-    results = program.results(FORWARD)
-    set_results(program.graph(FORWARD), [*results, forward])
+    _erase_release(program.graph(FORWARD), forward)
+    set_results(program.graph(FORWARD), [*program.results(FORWARD), forward])
     program.outputs[FORWARD] += (OutputInfo(Role.SAVED, name, position),)
     graph = program.graph(BACKWARD)
     held = add_placeholder(
         graph, name, value(backward), Role.SAVED, name=name, index=position,
         phase=Phase.BACKWARD, unit=info(backward).unit,
-    )
+    )  # fmt: skip
     launch = backward.args[0]
+    _erase_release(graph, backward)
     backward.replace_all_uses_with(held)
     graph.erase_node(backward)
-    graph.erase_node(launch)  # type: ignore[arg-type]
+    graph.erase_node(launch)
+    return size
 
 
-def is_kept(node: fx.Node) -> bool:
-    """Say whether a gathered buffer leaves its graph (and so must not lie in a slot)."""
-    return any(u.op == "output" for u in node.users)
-
-
+def _erase_release(graph: fx.Graph, full: fx.Node) -> None:
+    for user in list(full.users):
+        if user.target is ops.release:
+            graph.erase_node(user)

@@ -62,12 +62,12 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: ShardGradients(world_size=s.world_size),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
-    # before release: what is kept has none
-    lambda s: KeepGathered(budget_bytes=s.plan.memory_budget),
     lambda s: Release(),
     # after release: moving a launch needs to know when its buffer is free again
     lambda s: PrefetchGathers(distance=_distance(s)),
     lambda s: SinkWaits(),
+    # after all that moves: what fits is measured on the final order
+    lambda s: KeepGathered(budget_bytes=s.plan.memory_budget),
     # last: places follow the final order
     lambda s: AssignSlots(),
 ]

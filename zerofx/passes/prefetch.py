@@ -21,15 +21,15 @@ class PrefetchGathers(Pass):
     name: ClassVar[str] = "prefetch-gathers"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED, Fact.RELEASED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
     distance: int = 1
 
     def run(self, program: Program) -> Report:
         moved = 0
         for gm in program.graphs.values():
-            waits = [
-                n for n in gm.graph.nodes if n.target is ops.wait and n.args[0].target in ops.GATHERS
-            ]
+            waits = [n for n in gm.graph.nodes if n.target is ops.wait]
+            waits = [n for n in waits if n.args[0].target in ops.GATHERS]
             for i, node in enumerate(waits):
                 launch = node.args[0]
                 target = waits[max(0, i - self.distance)]

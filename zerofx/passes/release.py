@@ -22,6 +22,7 @@ class Release(Pass):
     name: ClassVar[str] = "release"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
     def run(self, program: Program) -> Report:
         released = 0

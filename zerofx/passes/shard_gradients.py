@@ -26,6 +26,7 @@ class ShardGradients(Pass):
     name: ClassVar[str] = "shard-gradients"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT, Fact.PARAMS_SHARDED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
     world_size: int = 1
 

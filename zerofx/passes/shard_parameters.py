@@ -29,6 +29,7 @@ class ShardParameters(Pass):
     name: ClassVar[str] = "shard-parameters"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT, Fact.BUCKETS_ASSIGNED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
     stage: int = 3
     regather_gap: int = 2

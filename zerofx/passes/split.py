@@ -124,7 +124,7 @@ class _Backward:
     def build(self, gradients: list[fx.Node | None]) -> fx.GraphModule:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        reads = [n for n in self._leaves(gradients)]
+        reads = list(self._leaves(gradients))
         order = {n: i for i, n in enumerate(self.joint.graph.nodes)}
         self.saved = sorted((n for n in reads if not is_param_alias(n)), key=order.__getitem__)
         params = sorted((n for n in reads if is_param_alias(n)), key=order.__getitem__)

@@ -21,7 +21,7 @@ class SyncBuffers(Pass):
 
     name: ClassVar[str] = "sync-buffers"
     keeps_bits: ClassVar[bool] = False  # by intent: other ranks take rank 0's statistics
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED, Fact.SPLIT})
 
     enabled: bool = True
 

@@ -94,6 +94,9 @@ class Axis:
         """Set `buf` on every rank to its value on rank `src` of this axis."""
         return DONE
 
+    def rest(self, least_bytes: int) -> None:
+        """Free receive buffers of at least this size that nothing uses now."""
+
 
 class Flight(Work):
     """A collective over process groups: its transfers, and what then remains to do on this rank."""
@@ -130,23 +133,38 @@ class Flight(Work):
 
 
 class Scratch:
-    """Receive buffers, made once per size and lent to one collective at a time."""
+    """Receive buffers, lent to one collective at a time and used again by later ones."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._lent: dict[int, Tensor] = {}  # data_ptr of what was lent -> the whole buffer
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Lend a flat buffer of `numel` elements of the dtype and device of `like`."""
-        free = self._free.get((numel, like.dtype))
-        if free:
-            return free.pop()
-        with torch.inference_mode(False):  # it outlives the mode that first asked for it
-            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        free = self._free.setdefault(like.dtype, [])
+        fitting = [b for b in free if b.numel() >= numel]
+        if fitting:
+            whole = min(fitting, key=Tensor.numel)
+        else:
+            if free:  # one size serves all in the end: a larger one takes a smaller one's place
+                del free[max(range(len(free)), key=lambda i: free[i].numel())]
+            with torch.inference_mode(False):  # it outlives the mode that first asked for it
+                whole = torch.empty(numel, dtype=like.dtype, device=like.device)
+            free.append(whole)
+        free[:] = [b for b in free if b is not whole]
+        self._lent[whole.data_ptr()] = whole
+        return whole[:numel]
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """Take lent buffers back; nothing in flight may still use them."""
         for buffer in buffers:
-            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            whole = self._lent.pop(buffer.data_ptr())
+            self._free.setdefault(buffer.dtype, []).append(whole)
+
+    def rest(self, least_bytes: int) -> None:
+        """Free what is not lent and not smaller than `least_bytes`."""
+        for dtype, free in self._free.items():
+            self._free[dtype] = [b for b in free if b.nbytes < least_bytes]
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
 
 _CURRENT = threading.local()
+
+# What backward alone uses is freed between steps from this size on, so that the peak of forward
+# does not carry it; smaller buffers stay, since allocating them anew would cost more than they hold.
+REST_BYTES = 1 << 20
 
 
 def current_engine() -> Engine:
@@ -66,14 +70,21 @@ class Engine:
         self._names: dict[tuple, frozenset[str]] = {}
         self._targets: dict[int, tuple[Tensor, bool]] = {}  # bucket -> (gradient shard, add?)
         self._scratch: dict[int, Tensor] = {}
+        self._forward_slots: set[int] = set()
         self._gather_labels = [_label("all-gather", b) for b in self.layout.buckets]
         self._reduce_labels = [_label("reduction", b) for b in self.layout.buckets]
         self._filling: dict[int, int] = {}  # graph mode: data_ptr of a gradient buffer -> bucket
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Make room for a program's slots. Only between calls."""
+    def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
+        """Make room for a program's slots; those used `in_forward` stay between calls."""
+        self._forward_slots.update(in_forward)
         if self.slots.reserve(sizes):
             self._views.clear()
+
+    def rest(self) -> None:
+        """Free what only a backward needs, after one."""
+        self.slots.rest(self._forward_slots, REST_BYTES)
+        self.world.rest(REST_BYTES)
 
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""
@@ -130,12 +141,12 @@ class Engine:
 
     def unpack(self, full: Tensor, bucket: int, params: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return views of a gathered bucket for the parameters at these positions in it."""
-        key = (full.data_ptr(), bucket, params)
+        key = (id(full), bucket, params)
         views = self._views.get(key)
         if views is None:
             members = [self.layout.buckets[bucket].params[i] for i in params]
             views = tuple(full[p.offset : p.end].view(p.shape) for p in members)
-            if self.slots.owns(full) or bucket in self._resident:
+            if self.slots.owns(full) or full is self._resident.get(bucket):
                 self._views[key] = views
         return views
 
@@ -158,14 +169,15 @@ class Engine:
         return buffer
 
     def _gaps(self, buffer: Tensor, b: Bucket) -> tuple[Tensor, ...]:
-        key = (buffer.data_ptr(), b.index, "gaps")
+        key = (id(buffer), b.index, "gaps")
         gaps = self._views.get(key)
         if gaps is None:
             ends = [0, *(p.end for p in b.params)]
             starts = [*(p.offset for p in b.params), b.numel]
             pairs = zip(ends, starts, strict=True)
             gaps = tuple(buffer[lo:hi] for lo, hi in pairs if hi > lo)
-            self._views[key] = gaps
+            if self.slots.owns(buffer):
+                self._views[key] = gaps
         return gaps
 
     def pack(

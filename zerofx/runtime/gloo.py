@@ -129,6 +129,9 @@ class GlooAxis(Axis):
 
         return Flight(self._lane, label, handles, finish)
 
+    def rest(self, least_bytes: int) -> None:
+        self._scratch.rest(least_bytes)
+
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         is_source = self.rank == src
         self._lane.count("broadcast", buf.nbytes * (self.size - 1) if is_source else 0)

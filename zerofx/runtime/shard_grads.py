@@ -61,6 +61,19 @@ class GradShard:
                 return True
         return False
 
+    def rest(self, least_bytes: int) -> None:
+        """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() < least_bytes or any(p.grad is not None for p in self.params):
+            return
+        if not self._is_held():
+            storage.resize_(0)
+
+    def _wake(self) -> None:
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.flat.nbytes)
+
     def target(self) -> tuple[Tensor, bool]:
         """Return the flat shard to reduce into, and whether to add to what it holds.
 
@@ -68,6 +81,7 @@ class GradShard:
         user's own tensors copied in, so that adding is right for all. What the user still holds
         of an earlier step is left to them.
         """
+        self._wake()
         grads = [p.grad for p in self.params]
         if all(map(is_, grads, self.views)):
             return self.flat, True

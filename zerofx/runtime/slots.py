@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ class SlotPool:
         self.device = device
         self.poison = poison
         self._bytes: list[Tensor] = []
+        self._owned: set[int] = set()
+        self._asleep: set[int] = set()
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def reserve(self, sizes: Sequence[int]) -> bool:
@@ -35,7 +37,9 @@ class SlotPool:
             if i < len(self._bytes):
                 moved = True
                 self._bytes[i] = buffer
+                self._asleep.discard(i)
                 self._typed = {k: v for k, v in self._typed.items() if k[0] != i}
+                self._owned = {id(t) for t in self._typed.values()}
             else:
                 self._bytes.append(buffer)
         return moved
@@ -48,18 +52,28 @@ class SlotPool:
         """Return `numel` elements at the slot's place; slot -1 is fresh memory of the call's own."""
         if slot < 0:
             return torch.empty(numel, dtype=dtype, device=self.device)
+        if slot in self._asleep:
+            self._bytes[slot].untyped_storage().resize_(self._bytes[slot].numel())
+            self._asleep.discard(slot)
         key = (slot, numel, dtype)
         tensor = self._typed.get(key)
         if tensor is None:
             assert slot < len(self._bytes), f"slot {slot} was not reserved"
             tensor = self._bytes[slot][: numel * dtype.itemsize].view(dtype)
             self._typed[key] = tensor
+            self._owned.add(id(tensor))
         return tensor
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in a slot (and so has the same address every step)."""
-        at = tensor.data_ptr()
-        return any(b.data_ptr() <= at < b.data_ptr() + max(b.numel(), 1) for b in self._bytes)
+        """Say whether this very tensor is what `take` returns for a slot, every step anew."""
+        return id(tensor) in self._owned
+
+    def rest(self, keep: Collection[int], least_bytes: int) -> None:
+        """Free the memory of slots outside `keep` until they are next taken. Only between calls."""
+        for slot, buffer in enumerate(self._bytes):
+            if slot not in keep and slot not in self._asleep and buffer.numel() >= least_bytes:
+                buffer.untyped_storage().resize_(0)
+                self._asleep.add(slot)
 
     def give(self, slot: int, tensor: Tensor) -> None:
         """Take back what a slot held."""

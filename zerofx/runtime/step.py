@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.errors import GradientError
-from zerofx.runtime.engine import Engine
+from zerofx.runtime.engine import REST_BYTES, Engine
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Executable:
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
+        if self.contract.is_training:
+            engine.store.rest(REST_BYTES)
         kind = "forward" if self.contract.is_training else "inference"
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
         with self._guard(), self._own_random():
@@ -91,10 +93,10 @@ class Executable:
         call.versions = [saved[i]._version for i in self.contract.guarded]
         return outs
 
-    def run_backward(self, call: Call, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def run_backward(self, call: Call, incoming: Sequence[Tensor | None]) -> list[Tensor]:
         engine = self.engine
         saved = self._take_saved(call)
-        tangents = self._tangents(grads)
+        tangents = self._tangents(incoming)
         if engine.store.poll_writes() != call.writes:
             raise GradientError(
                 f"{self.contract.label}: the parameters were changed (by an optimizer step, a load "
@@ -104,7 +106,9 @@ class Executable:
         self._agree(f"backward of {self.contract.label}", f"no_sync={engine.no_sync}")
         with self._guard(), torch.no_grad():
             assert self.backward is not None
-            return self.backward(engine, engine.store.shards, saved, tangents)
+            grads = self.backward(engine, engine.store.shards, saved, tangents)
+        engine.rest()
+        return grads
 
     def _agree(self, what: str, state: str) -> None:
         """Make sure that every rank is about to launch the same collectives."""

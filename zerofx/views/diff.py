@@ -45,8 +45,8 @@ class DiffView:
 
     def changed_lines(self) -> list[str]:
         """Return the lines that differ between the two at level `regions`, with some around."""
-        texts = [dump_body(p, "regions").splitlines() for p in (self.left, self.right)]
-        lines = list(difflib.unified_diff(*texts, lineterm="", n=2))[2:]
+        left, right = (dump_body(p, "regions").splitlines() for p in (self.left, self.right))
+        lines = list(difflib.unified_diff(left, right, lineterm="", n=2))[2:]
         return lines or ["(the same steps in the same order)"]
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
+from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
 
@@ -72,22 +74,25 @@ class MemoryView:
         return "  ".join(p for p in parts if p)
 
     def _names(self) -> list[str]:
-        lines = ["largest at the peak"]
-        for (category, name, unit, line), (nbytes, count) in self._merged():
+        lines = ["largest at the peak, identical layers together"]
+        for (category, name, module, line), (nbytes, count) in self._merged():
             times = f" x{count}" if count > 1 else ""
-            lines.append(
-                f"  {format_bytes(nbytes):>10}  {category:<14} {name + times:<44} {unit:<20} {line}"
-            )
-        return [text.rstrip() for text in [*lines, ""]]
+            what = f"{name + times:<36} {module:<28} {line}"
+            lines.append(f"  {format_bytes(nbytes):>10}  {category:<14} {what}".rstrip())
+        return [*lines, ""]
 
-    def _merged(self) -> list[tuple[tuple[str, str, str, str], tuple[int, int]]]:
-        """Return the largest things held at the peak; those of one unit and line are one."""
-        sums: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    def _merged(self) -> list[tuple[tuple[str, ...], tuple[int, int]]]:
+        """Return what takes most at the peak: (category, name, module, line) -> (bytes, count)."""
+        sums: dict[tuple[str, ...], tuple[int, int]] = {}
+        first: dict[tuple[str, ...], Held] = {}
         for held in self.memory.held_at(self.memory.peak_time):
-            key = _label(held)
+            kind, name = held.category.value, _stem(held)
+            key = (kind, name, without_numbers(held.module), held.line)
+            first.setdefault(key, held)
             nbytes, count = sums.get(key, (0, 0))
             sums[key] = nbytes + held.nbytes, count + 1
-        return sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:NAMES]
+        ranked = sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:NAMES]
+        return [(_label(first[key], key, count), (n, count)) for key, (n, count) in ranked]
 
     def _sent(self) -> list[str]:
         lines = ["sent by a rank in a step"]
@@ -113,7 +118,7 @@ class MemoryView:
             "between_steps": {c.value: self._lasting(c) for c in Category},
             "held_at_peak": [
                 {"category": h.category.value, "name": h.name, "bytes": h.nbytes,
-                 "unit": h.unit, "line": h.line}
+                 "module": h.module, "line": h.line}
                 for h in held
             ],
             "curve_bytes": list(report.curve),
@@ -124,8 +129,16 @@ class MemoryView:
         }  # fmt: skip
 
 
-def _label(held: Held) -> tuple[str, str, str, str]:
-    return held.category.value, held.name, held.unit if held.unit != held.name else "", held.line
+def _label(held: Held, key: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return what a line shows: its own names where it stands for one thing only."""
+    if count > 1:
+        return key
+    return held.category.value, held.name, held.module, held.line
+
+
+def _stem(held: Held) -> str:
+    """Return the name without the number that makes it unique, so that layers have it alike."""
+    return held.name if held.is_slot else re.sub(r"_?\d+$", "", held.name)
 
 
 def view(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> MemoryView:

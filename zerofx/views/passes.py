@@ -25,9 +25,8 @@ class PassesView:
 
     def __str__(self) -> str:
         if not self.history:
-            return "\n".join(
-                f"{number:02d} {spec}\n     {what}" for number, (spec, what) in enumerate(self.passes, 1)
-            )
+            numbered = enumerate(self.passes, 1)
+            return "\n".join(f"{k:02d} {spec}\n     {what}" for k, (spec, what) in numbered)
         head = f"{'pass':<48}{'nodes':>7}{'sent':>12}{'peak':>12}   what it did"
         rows = [
             f"{f'{k:02d} ' + e.pass_spec:<48.47}{e.num_nodes:>7}{format_bytes(e.comm_bytes):>12}"

@@ -1,8 +1,8 @@
 """The schedule as text: what runs when in each lane, and what is resident meanwhile.
 
-    step  compute      gather       reduce       host         resident  (23 steps; peak 3.5 KiB at step 3)
-       0  .            AG b0 >      .            .            2.0 KiB   ######
-       3  mm fc0       |  b1        .            .            3.5 KiB   ##########  <- peak
+    step  compute   gather     reduce    host    resident   (23 steps; peak 3.5 KiB at step 3)
+       0  .         AG b0 >    .         .       2.0 KiB    ######
+       3  mm fc0    |  b1      .         .       3.5 KiB    ##########  <- peak
 
 `>` launches a transfer, `|` is under way, `<` waits for it, `x` releases; a quote marks backward.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from zerofx.analysis.steps import Lane, Schedule, Step, schedule
 from zerofx.ir.program import Program
-from zerofx.ir.repeats import Row, collapse
+from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 
@@ -64,17 +64,16 @@ class ScheduleView:
         key = (step.kind, step.lane, step.graph, without_numbers(unit), step.num_nodes, step.verb)
         shapes = tuple(without_numbers(cells[lane]) for lane in LANES)
         bar = "#" * max(1, round(WIDTH * resident / max(self.peak_bytes, 1)))
+        held = format_bytes(resident)
         mark = "  <- peak" if is_peak else ""
 
-        def write(volatile: tuple[str, ...]) -> str:
-            first = volatile[0].split("..")[0].split("|")[0]
-            shown = "  ".join(
-                f"{cells[lane]:<{COLUMN[lane]}}"[: max(COLUMN[lane], len(cells[lane]))]
-                for lane in LANES
-            )
-            return f"{first:>4}  {shown}  {format_bytes(resident):<10} {bar}{mark}"
+        def write(layers: Layers) -> str:
+            shown = "  ".join(f"{cells[lane]:<{COLUMN[lane]}}" for lane in LANES)
+            last = layers[-1][0]
+            until = f" .. {last}" if last != held else ""
+            return f"{step.index:>4}  {shown}  {held:<10} {bar}{until}{mark}"
 
-        return Row(unit, (key, shapes, is_peak), write, (step.index,))
+        return Row(unit, (key, shapes, is_peak), write, (held,), step.kind == "region")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the schedule as plain values: every step, nothing collapsed."""

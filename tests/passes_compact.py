@@ -1,0 +1,89 @@
+"""Programs in a line a statement, and passes run one by one: what the tests of passes share.
+
+    gather 0          launch of bucket 0's all-gather     region 2 layers.0   compute
+    wait gather 0     its wait                            grads 0             a gradient buffer
+    view 0: w, b      its parameters                      pack 0: w           gradients packed
+    release 0                                             reduce 0, store 0
+"""
+
+from __future__ import annotations
+
+from oracle_cases import Choice, captured, stages
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import info
+from zerofx.ir.program import Program
+from zerofx.passes.base import Pass
+from zerofx.passes.pipeline import build
+
+_WORDS = {
+    ops.all_gather: "gather",
+    ops.refresh: "refresh",
+    ops.resident: "resident",
+    ops.release: "release",
+    ops.grad_buffer: "grads",
+    ops.reduce_scatter: "reduce",
+    ops.all_reduce: "all-reduce",
+    ops.store_grad: "store",
+}
+
+
+def order(program: Program, graph: str, views: bool = False) -> list[str]:
+    """Return a graph's statements in order; `views` also lists which parameters are looked at."""
+    rows: list[str] = []
+    for node in program.graph(graph).nodes:
+        row = _row(program, node, views)
+        if row is None or (row.startswith("region") and rows and rows[-1] == row):
+            continue
+        if row.startswith("view") and rows and rows[-1].split(":")[0] == row.split(":")[0]:
+            rows[-1] += f", {info(node).name}"
+            continue
+        rows.append(row)
+    return rows
+
+
+def _row(program: Program, node: fx.Node, views: bool) -> str | None:
+    where = info(node)
+    if where.region is not None:
+        return f"region {where.region} {where.unit}".rstrip()
+    if node.target in _WORDS:
+        return f"{_WORDS[node.target]} {where.index}"  # type: ignore[index]
+    if node.target is ops.wait:
+        launch = node.args[0]
+        return f"wait {_WORDS[launch.target]} {where.index}"  # type: ignore[union-attr, index]
+    if node.target is ops.param_view and views:
+        return f"view {info(node.args[0]).index}: {where.name}"  # type: ignore[arg-type]
+    if node.target is ops.pack:
+        return f"pack {where.index}: {', '.join(_packed(program, node))}"
+    if node.target is ops.sync_buffers:
+        return f"sync {len(node.args[0])}"  # type: ignore[arg-type]
+    return None
+
+
+def _packed(program: Program, pack: fx.Node) -> list[str]:
+    assert program.layout is not None
+    bucket = program.layout.buckets[info(pack).index]
+    places = {p.offset: p.name for p in bucket.params}
+    return [places[offset] for offset in pack.args[2]]  # type: ignore[index, union-attr]
+
+
+def before(case: str, choice: Choice, name: str) -> Program:
+    """Return a fresh copy of the program that the pass `name` of the pipeline is given."""
+    done = stages(captured(case, choice.units), choice)
+    names = [made.name for made, _ in done]
+    return done[names.index(name) - 1][1].clone()
+
+
+def pass_named(choice: Choice, name: str) -> Pass:
+    """Return the pipeline's own pass of that name."""
+    return next(p for p in build(choice.setting()) if p.name == name)
+
+
+def run(program: Program, made: Pass) -> Program:
+    """Run a pass on a copy of a program, without the runner's checks."""
+    after = program.clone()
+    made.run(after)
+    for gm in after.graphs.values():
+        gm.graph.lint()
+    return after
