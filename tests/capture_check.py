@@ -1,9 +1,10 @@
-"""Run a captured program on real tensors and hold it against eager, output by output."""
+"""Run captured programs on real tensors and hold them against eager, output by output."""
 
 from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,29 @@ from zerofx.ir.program import Program
 Values = dict[OutputInfo, Tensor]
 
 
+class Body(nn.Module):
+    """A linear layer, and the rest of forward as a function of (module, its result, the input)."""
+
+    def __init__(self, body: Callable[..., Any], width: int = 4) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+        self.register_buffer("count", torch.zeros(width))
+        self.body = body
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self.body(self, self.fc(x), x, *rest)
+
+
+def vectors(seed: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
 def graph_name(program: Program) -> str:
     return "joint" if program.is_training else "forward"
+
+
+def calls(program: Program) -> list[torch.fx.Node]:
+    return [n for n in program.graph(graph_name(program)).nodes if n.op == "call_function"]
 
 
 def execute(program: Program, model: nn.Module, args: Any, kwargs: Any) -> Values:

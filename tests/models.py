@@ -115,6 +115,32 @@ class BinaryNet(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
+class Layer(nn.Module):
+    """A linear layer and a tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Four equal layers between two uses of one code: the plainest model with units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(3, 12, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.code(y) + x
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(F.linear(x, self.code.weight.t()), y)
+
+
 def _draw_vectors(generator: torch.Generator) -> Batch:
     x = torch.randn(3, 12, generator=generator)
     return (x, torch.randn(3, 3, generator=generator)), {}
@@ -236,6 +262,7 @@ _ALL = [
     Case("gpt-dropout", lambda: _gpt(dropout=0.2), _draw_text, is_random=True),
     Case("lstm", LSTMClassifier, _draw_labelled),
     Case("binary", BinaryNet, _draw_vectors),
+    Case("chain", Chain, _draw_vectors),
     Case("adapters", _adapted, _draw_text),
     Case("convnet", ConvNet, _draw_images),
     Case("branches", Branches, _draw_vectors, is_random=True),

@@ -17,10 +17,6 @@ from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import Setting, build, run_pass
 from zerofx.plan import Plan
 
-# Small enough that the tests' models have several buckets, some with several units in them.
-SMALL = {"bucket_bytes": 6000, "persist_below": 100}
-
-
 @cache
 def captured(case: str, units: tuple[str, ...] = ()) -> Program:
     """Return the captured training call of a case. Do not change it: tests share it."""
@@ -79,7 +75,10 @@ def following_rank_0(outcomes: list[Outcome]) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan and a world size, with a label for test ids."""
+    """A plan and a world size, with a label for test ids.
+
+    The default sizes give the tests' models several buckets, some with several units in them.
+    """
 
     stage: int
     world_size: int = 2
@@ -88,6 +87,8 @@ class Choice:
     shard_axis_size: int | None = None
     prefetch: str | int = "auto"
     units: tuple[str, ...] = ()
+    bucket_bytes: int = 6000
+    persist_below: int = 100
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"world{self.world_size}", str(self.activations)]
@@ -105,7 +106,8 @@ class Choice:
             shard_axis_size=self.shard_axis_size,
             prefetch=self.prefetch,
             units=self.units or "auto",
-            **SMALL,
+            bucket_bytes=self.bucket_bytes,
+            persist_below=self.persist_below,
         )
 
     def setting(self) -> Setting:

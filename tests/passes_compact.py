@@ -34,7 +34,8 @@ def order(program: Program, graph: str, views: bool = False) -> list[str]:
     rows: list[str] = []
     for node in program.graph(graph).nodes:
         row = _row(program, node, views)
-        if row is None or (row.startswith("region") and rows and rows[-1] == row):
+        is_region = row is not None and row.startswith("region")
+        if row is None or (is_region and rows and rows[-1].split()[:2] == row.split()[:2]):
             continue
         if row.startswith("view") and rows and rows[-1].split(":")[0] == row.split(":")[0]:
             rows[-1] += f", {info(node).name}"

@@ -229,3 +229,34 @@ def run_equal_updates(stage: int, kind: str) -> float:
         return float((mine - theirs).abs() / theirs)
     finally:
         os.environ["RANK"] = rank
+
+
+# -- memory between steps ----------------------------------------------------------------------------
+def run_rest() -> tuple[list[int], list[int], bool]:
+    """Return gradient bytes with gradients set, then in the next forward, and whether one is kept."""
+    from zerofx.demo.gpt import GPT as Model
+    from zerofx.demo.gpt import GPTConfig
+
+    model = zerofx.compile(
+        Model(GPTConfig(layers=2, width=256, heads=2, seq=8)), {"stage": 3, "kernels": "aten"}
+    )
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    shards = model._engine.store._grads
+
+    def held() -> list[int]:
+        return [s.flat.untyped_storage().nbytes() for s in shards.values()]
+
+    model(tokens, tokens).backward()
+    first = held()
+    kept = model.blocks[0].mlp.up.weight.grad.to_local()
+    before = kept.clone()
+    model.zero_grad()
+    model(tokens, tokens)
+    return first, held(), torch.equal(kept, before)
+
+
+def test_idle_gradients_are_freed_unless_held(pool: Any) -> None:
+    for first, later, is_kept in pool.run(2, run_rest):
+        assert is_kept, "what the user holds stays as it was"
+        assert sum(later) < sum(first)
+        assert 0 in later and max(later) > 0, later

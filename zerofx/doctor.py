@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -142,11 +143,11 @@ def _compiler(name: str) -> Finding:
 
 def _triton(name: str) -> Finding:
     try:
-        import triton
-    except ImportError:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         remedy = "CUDA kernels need it: pip install triton"
         return Finding(name, False, "not installed", remedy, torch.cuda.is_available())
-    return Finding(name, True, triton.__version__, is_needed=False)
+    return Finding(name, True, version, is_needed=False)
 
 
 def _backends(name: str) -> Finding:

@@ -9,7 +9,6 @@ regions, whose callers keep nothing of what they hand over.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -250,8 +249,3 @@ def _span_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype)
         return 0
     last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     return (last + 1) * dtype.itemsize
-
-
-def live_at(storages: Iterator[Storage] | tuple[Storage, ...], time: int) -> list[Storage]:
-    """Return the storages that are held at a time."""
-    return [s for s in storages if s.birth <= time <= s.death]

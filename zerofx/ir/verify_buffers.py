@@ -29,6 +29,9 @@ class Kind(Enum):
     REDUCED = "reduced"  # what a reduction delivers
 
 
+FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)  # what holds a whole bucket's parameters
+
+
 @dataclass(eq=False)
 class Buffer:
     """One stretch of memory during one call, and what has happened to it so far.

@@ -17,13 +17,12 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.verify_buffers import Aliases, Buffer, Kind, args, argument, slot_of, unread
+from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.verify_buffers import FULL, Aliases, Buffer, Kind, args, argument, unread
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.runtime.layout import Bucket
 
-_FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)
-_PARAMETERS = (*_FULL, Kind.SHARD, Kind.PARAM)
+_PARAMETERS = (*FULL, Kind.SHARD, Kind.PARAM)
 
 
 @dataclass
@@ -34,10 +33,10 @@ class Crossing:
     refreshed: set[int] = field(default_factory=set)
 
 
-class Order:
+class Walk:
     """Walks one graph and raises at the first node that breaks an invariant.
 
-    What each zerofx op does to the buffers is a method, looked up in `handlers()`.
+    What each zerofx op does to the buffers is a method of a subclass, looked up in `handlers()`.
     """
 
     def __init__(self, program: Program, graph: str, crossing: Crossing) -> None:
@@ -73,22 +72,11 @@ class Order:
         self.finish()
 
     def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
-        return {
-            ops.all_gather: self.gather,
-            ops.refresh: self.gather,
-            ops.resident: self.gather,
-            ops.wait: self.wait,
-            ops.param_view: self.view,
-            ops.release: self.release,
-            ops.sync_buffers: self.sync,
-        }
+        """Return what to do at each zerofx op."""
+        return {}
 
     def _misplaced(self, node: fx.Node) -> None:
         self.fail(node, f"{node.name} is a gradient op: those belong into backward only")
-
-    def sync(self, node: fx.Node) -> None:
-        if self.name == BACKWARD or not all(value(v).is_floating_point() for v in args(node)[0]):
-            self.fail(node, f"{node.name}: sync_buffers takes forward's floating-point buffers")
 
     def finish(self) -> None:
         """Check what must have happened by the end of the graph."""
@@ -222,96 +210,6 @@ class Order:
                 f"{index} has {wanted} of {bucket.dtype}",
             )
         self.add(node, Buffer(Kind.SHARD, node, index))
-
-    # -- gathered parameters ----------------------------------------------------------------------
-    def gather(self, node: fx.Node) -> None:
-        bucket = self.bucket(node)
-        self.own_shard(node, bucket)
-        self.numel(node, bucket.numel, f"bucket {bucket.index}")
-        if node.target is ops.all_gather:
-            kind, slot = Kind.GATHERED, slot_of(node)
-        else:
-            kind, slot = Kind.RESIDENT, -1
-            self._may_stay(node, bucket)
-        if node.target is ops.resident and (
-            self.name != BACKWARD or bucket.index not in self.crossing.refreshed
-        ):
-            self.fail(
-                node,
-                f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
-                "refresh it; use rt.refresh and wait for it",
-            )
-        if node.target is ops.refresh and self.name == FORWARD:
-            self.crossing.refreshed.add(bucket.index)
-        landed = node.target is ops.resident
-        buffer = Buffer(kind, node, bucket.index, slot, landed=landed)
-        self.add(node, buffer)
-        self.claim(node, buffer)
-
-    def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
-        shard = args(node)[0]
-        where = info(shard)
-        if where.role is not Role.SHARD or where.index != bucket.index:
-            self.fail(
-                node,
-                f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
-                f"{name_of(shard)}, which is not its shard",
-            )
-
-    def _may_stay(self, node: fx.Node, bucket: Bucket) -> None:
-        stage = getattr(self.program.plan, "stage", None)
-        if stage == 3 and not bucket.persistent:
-            self.fail(
-                node,
-                f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
-                "calls; at stage 3 only the persistent bucket is: use rt.all_gather and release it",
-            )
-
-    def wait(self, node: fx.Node) -> None:
-        launch = args(node)[0]
-        if launch.target not in ops.LAUNCHES:
-            self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")
-        (buffer,) = self.roots[launch]
-        if buffer.released is not None or buffer.taken is not None:
-            self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
-        buffer.landed = True
-        if buffer.source is not None:
-            buffer.source.landed = True
-        self.roots.set(node, buffer)
-
-    def view(self, node: fx.Node) -> None:
-        full, offset, shape = args(node)
-        self.roots.follow(node)
-        buffers = self.roots[full]
-        is_whole = isinstance(full, fx.Node) and full.target is not ops.param_view
-        kinds = {b.kind for b in buffers}
-        if len(buffers) != 1 or not is_whole or not kinds <= {*_FULL, Kind.SHARD}:
-            self.fail(node, f"{node.name} looks into {full}, which is no gathered bucket")
-        index = buffers[0].bucket
-        assert self.layout is not None
-        bucket = self.layout.buckets[index]
-        if value(full).numel() != bucket.numel:
-            self.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
-        param = bucket.at.get(offset)
-        if (param is None or [*param.shape] != [*shape]) and node.users:
-            self.fail(
-                node,
-                f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "
-                f"bucket {index} ({bucket.label()}); the layout in fingerprint.json has the places",
-            )
-
-    def release(self, node: fx.Node) -> None:
-        buffers = self.roots[args(node)[0]]
-        if len(buffers) != 1 or buffers[0].kind is not Kind.GATHERED:
-            self.fail(node, f"{node.name} releases {args(node)[0]}, which is no gathered bucket")
-        buffer = buffers[0]
-        if slot_of(node) != buffer.slot:
-            self.fail(
-                node,
-                f"{node.name} gives back slot {slot_of(node)}, but {self.label(buffer)} lies in "
-                f"slot {buffer.slot}",
-            )
-        buffer.released = buffer.released or node
 
     # -- what leaves the graph --------------------------------------------------------------------
     def _results(self, output: fx.Node) -> None:

@@ -22,7 +22,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program, Reference
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.ir.verify_buffers import args, unread
 
 _aten = torch.ops.aten
@@ -266,36 +266,5 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
     return digest(text)
 
 
-def take_reference(program: Program) -> Reference:
-    """Return what a program computes, for later programs to be compared with."""
-    numbering = Numbering(program)
-    values = (v[:SHORT] for v in numbering.of.values() if isinstance(v, str))
-    return Reference(
-        outputs={label: made.digest for label, made in numbering.outputs.items()},
-        values=frozenset(values),
-    )
-
-
-def take_signature(program: Program) -> str:
-    """Return the digest of a call: its inputs, parameters, buffers, and what is computed of them.
-
-    Programs of one signature and layout can stand for each other, whatever their plans.
-    """
-    assert program.reference is not None
-    inputs = [
-        (info(n).role, info(n).name, info(n).index, _spec(value(n)))
-        for n in program.placeholders(JOINT if JOINT in program.graphs else FORWARD)
-        if info(n).role in (Role.INPUT, Role.BUFFER)
-    ]
-    params = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in program.params.values()]
-    return digest(
-        repr((program.is_training, inputs, params, sorted(program.reference.outputs.items())))
-    )
-
-
 def _form(val: Any) -> tuple[Any, ...]:
     return tuple(val.shape), tuple(val.stride())
-
-
-def _spec(val: Any) -> tuple[Any, ...]:
-    return str(val.dtype), tuple(val.shape), tuple(val.stride()), val.device.type

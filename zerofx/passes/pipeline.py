@@ -12,7 +12,7 @@ from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.verify import verify
-from zerofx.ir.verify_values import take_reference, take_signature
+from zerofx.ir.verify_reference import take_reference, take_signature
 from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots

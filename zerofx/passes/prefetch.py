@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
@@ -15,7 +17,8 @@ class PrefetchGathers(Pass):
     """Launch each gather just before the wait that stands `distance` buckets ahead of its own.
 
     The transfer is then covered by the compute of `distance` buckets, and at most
-    `distance` + 1 gathered buckets are held at once.
+    `distance` + 1 all-gathers are in flight at once. A refresh beside all-gathers goes with the
+    next of them and does not count: in most calls it transfers nothing.
     """
 
     name: ClassVar[str] = "prefetch-gathers"
@@ -26,14 +29,21 @@ class PrefetchGathers(Pass):
     distance: int = 1
 
     def run(self, program: Program) -> Report:
-        moved = 0
-        for gm in program.graphs.values():
-            waits = [n for n in gm.graph.nodes if n.target is ops.wait]
-            waits = [n for n in waits if n.args[0].target in ops.GATHERS]
-            for i, node in enumerate(waits):
-                launch = node.args[0]
-                target = waits[max(0, i - self.distance)]
-                if target is not node:
-                    target.prepend(launch)
-                    moved += 1
+        if self.distance == 0:
+            return Report(False, "every launch stays with its wait")
+        moved = sum(self._launch_ahead(gm.graph) for gm in program.graphs.values())
         return Report(moved > 0, f"{moved} launches moved")
+
+    def _launch_ahead(self, graph: fx.Graph) -> int:
+        waits = [n for n in graph.nodes if n.target is ops.wait]
+        waits = [n for n in waits if n.args[0].target in ops.GATHERS]
+        steps = [n for n in waits if n.args[0].target is ops.all_gather] or waits
+        counted = set(steps)
+        ahead, moved = 0, 0  # `ahead`: how many steps stand before the wait
+        for wait in waits:
+            target = steps[max(0, min(ahead, len(steps) - 1) - self.distance)]
+            if target is not wait and wait.args[0].next is not target:
+                target.prepend(wait.args[0])
+                moved += 1
+            ahead += wait in counted
+        return moved

@@ -110,7 +110,8 @@ def artifact_key(source: str, device: str) -> str:
     flags = torch.backends.cpu.get_cpu_capability() if device == "cpu" else (
         torch.cuda.get_device_name()
     )
-    whole = json.dumps([source, torch.__version__, platform.machine(), device, flags, 3])
+    ours = (Path(__file__).parent / "recurrent.py").read_text()  # ops that regions may call
+    whole = json.dumps([source, ours, torch.__version__, platform.machine(), device, flags])
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 

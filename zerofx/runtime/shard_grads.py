@@ -29,6 +29,7 @@ class GradShard:
     def __init__(self, params: Sequence[nn.Parameter], flat: Tensor, make: MakeViews) -> None:
         self.params = params
         self._make = make
+        self._asleep = False
         self._adopt(flat)
 
     def _adopt(self, flat: Tensor) -> None:
@@ -63,16 +64,17 @@ class GradShard:
 
     def rest(self, least_bytes: int) -> None:
         """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        storage = self.flat.untyped_storage()
-        if storage.nbytes() < least_bytes or any(p.grad is not None for p in self.params):
+        is_small = self.flat.nbytes < least_bytes
+        if self._asleep or is_small or any(p.grad is not None for p in self.params):
             return
-        if not self._is_held():
-            storage.resize_(0)
+        if not self._is_held():  # counted before the storage object below is one more reference
+            self.flat.untyped_storage().resize_(0)
+            self._asleep = True
 
     def _wake(self) -> None:
-        storage = self.flat.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.flat.nbytes)
+        if self._asleep:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self._asleep = False
 
     def target(self) -> tuple[Tensor, bool]:
         """Return the flat shard to reduce into, and whether to add to what it holds.

@@ -175,8 +175,14 @@ class Executable:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
+        """Run with autocast off (the user's casts are in the graph); clean up after a failure."""
+        device = self.engine.world.device.type
         try:
-            yield
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    yield
+            else:
+                yield
         except BaseException:
             self.engine.abandon()
             raise

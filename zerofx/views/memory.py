@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.liveness import Category
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
@@ -37,33 +36,20 @@ class MemoryView:
     def lines(self) -> list[str]:
         """Return the table by category, the names at the peak, and what is sent."""
         report = self.memory
-        held = report.by_category(report.peak_time)
-        start = report.by_category(0)
+        held, lasting = report.by_category(report.peak_time), report.lasting()
         lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} a rank"]
         lines += [f"at {self._place()}", ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         for category, nbytes in held.items():
-            if nbytes or start[category]:
+            if nbytes or lasting[category]:
                 share = nbytes / max(self.peak_bytes, 1)
                 lines.append(
-                    f"{category.value:<16}{format_bytes(self._lasting(category)):>16}"
+                    f"{category.value:<16}{format_bytes(lasting[category]):>16}"
                     f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
                 )
-        lines += [f"{'total':<16}{format_bytes(report.static_bytes + self._given()):>16}"
-                  f"{format_bytes(self.peak_bytes):>16}", ""]  # fmt: skip
+        total = format_bytes(sum(lasting.values()))
+        lines += [f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}", ""]
         return lines + self._names() + self._sent()
-
-    def _lasting(self, category: Category) -> int:
-        """Return what a category holds between two steps."""
-        end = self.memory.life.end
-        always = sum(h.nbytes for h in self.memory.static if h.category is category)
-        given = [s for s in self.memory.life.storages if s.birth == 0 and s.death == end]
-        return always + sum(s.nbytes for s in given if s.category is category and s.slot < 0)
-
-    def _given(self) -> int:
-        end = self.memory.life.end
-        given = [s for s in self.memory.life.storages if s.birth == 0 and s.death == end]
-        return sum(s.nbytes for s in given if s.slot < 0)
 
     def _place(self) -> str:
         if not self.memory.life.nodes:
@@ -111,11 +97,10 @@ class MemoryView:
         return {
             "title": self.title,
             "peak_bytes": self.peak_bytes,
-            "static_bytes": report.static_bytes,
             "peak_at": self._place(),
             "optimizer_bytes_per_element": self.optimizer_bytes,
             "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
-            "between_steps": {c.value: self._lasting(c) for c in Category},
+            "between_steps": {c.value: n for c, n in report.lasting().items()},
             "held_at_peak": [
                 {"category": h.category.value, "name": h.name, "bytes": h.nbytes,
                  "module": h.module, "line": h.line}

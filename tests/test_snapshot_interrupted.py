@@ -1,0 +1,211 @@
+"""A save that is interrupted, at any point and in any way, leaves the one before."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Died, Pool
+from snapshot_cases import assert_same, compiled, everything, train
+
+import zerofx
+from zerofx.errors import DesyncError, SnapshotError
+from zerofx.runtime.world import World
+
+# Every call that changes what lies on disk; what is not yet flushed is not there to be lost.
+CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
+MOST = 40  # more calls than one save makes
+
+
+def small(value: float, folder: Path | str | None = None) -> Any:
+    """Return (model, optimizer) full of `value`, saved where a folder is given."""
+    model = zerofx.compile(torch.nn.Linear(4, 3), {"kernels": "aten"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=value)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    if folder is not None:
+        zerofx.save(folder, model, optimizer, extra={"value": value})
+    return model, optimizer
+
+
+def value_in(folder: Path) -> float:
+    """Load a snapshot and return the one value that all of it has."""
+    model, optimizer = small(-1.0)
+    value = zerofx.load(folder, model, optimizer)["value"]
+    assert all(bool((p == value).all()) for p in model.parameters())
+    assert optimizer.param_groups[0]["lr"] == value
+    return value
+
+
+def on_call(number: int, act: Callable[[str], None]) -> dict[str, Any]:
+    """Return os functions of which the number-th call acts first."""
+    calls = [0]
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                act(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    return {name: watched(name) for name in CALLS}
+
+
+def tidy(folder: Path) -> bool:
+    """Return whether a snapshot lies alone in its directory."""
+    return [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+# -- the file system refuses ----------------------------------------------------------------------
+def refuse(name: str) -> None:
+    raise OSError(28, "No space left on device", name)
+
+
+def save_refused(folder: Path, number: int) -> bool:
+    """Save while the number-th call fails; return whether there was such a call."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in on_call(number, refuse).items():
+            patch.setattr(os, name, function)
+        try:
+            small(2.0, folder)
+        except SnapshotError as error:
+            assert "No space left on device" in str(error)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("has_previous", [True, False])
+def test_any_call_fails(tmp_path: Path, has_previous: bool) -> None:
+    outcomes = []
+    for number in range(1, MOST):
+        folder = tmp_path / str(number) / "save"
+        folder.parent.mkdir()
+        if has_previous:
+            small(1.0, folder)
+        was_refused = save_refused(folder, number)
+        if has_previous or not was_refused:
+            outcomes.append(value_in(folder))
+        elif folder.exists():
+            assert value_in(folder) == 2.0  # the last sync failed: it says so, all the same
+        small(3.0, folder)
+        assert value_in(folder) == 3.0 and tidy(folder)
+        if not was_refused:
+            break
+    assert not was_refused and number > 8
+    if has_previous:
+        assert outcomes[0] == 1.0 and outcomes[-1] == 2.0 and outcomes == sorted(outcomes)
+
+
+def save_on_full_disk(folder: str) -> str:
+    """Save while rank 1's files may have 3 kB (the kernel's own limit: a write fails half-way)."""
+    model, optimizer = compiled("gpt", {"stage": 3})
+    rank = model._engine.world.rank
+    zerofx.save(folder, model, optimizer, extra={"step": 0})
+    train(model, optimizer, "gpt", 0, 1)
+    before = everything(model, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(SnapshotError) as caught:
+            zerofx.save(folder, model, optimizer, extra={"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_same(everything(model, optimizer), before)
+    train(model, optimizer, "gpt", 1, 2)
+    assert zerofx.load(folder, model, optimizer) == {"step": 0}
+    zerofx.save(folder, model, optimizer, extra={"step": 2})
+    assert zerofx.load(folder, model, optimizer) == {"step": 2}
+    return str(caught.value)
+
+
+def test_disk_full_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, save_on_full_disk, str(tmp_path / "save"))
+    assert "rank 1: " in first and "File too large" in second
+    assert tidy(tmp_path / "save")
+
+
+# -- the process dies -----------------------------------------------------------------------------
+def die(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_killed(folder: str, number: int, rank: int) -> str:
+    """Save while `rank` is killed at its number-th call; return what became of the others."""
+    if World.connect().rank == rank:
+        for name, function in on_call(number, die).items():
+            setattr(os, name, function)  # this process ends, or has run all it is for
+    try:
+        small(2.0, folder)
+    except DesyncError as error:
+        return str(error)
+    finally:
+        if World.connect().rank == rank:
+            os._exit(3)
+    return "saved"
+
+
+def test_killed_at_any_call(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "save"
+    values = []
+    for number in range(1, MOST):
+        small(1.0, folder)
+        assert tidy(folder)
+        (died,) = pool.run(1, save_killed, str(folder), number, 0, may_die=True)
+        assert isinstance(died, Died)
+        values.append(value_in(folder))
+        if died.exitcode == 3:
+            break
+        assert died.exitcode == -signal.SIGKILL
+    assert number > 8 and values[0] == 1.0 and values[-1] == 2.0
+    assert values == sorted(values)
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, 1), (0, 2), (0, 5)])
+def test_one_of_two_is_killed(pool: Pool, tmp_path: Path, rank: int, number: int) -> None:
+    folder = tmp_path / "save"
+    small(1.0, folder)
+    results = pool.run(2, save_killed, str(folder), number, rank, may_die=True)
+    assert isinstance(results[rank], Died)
+    assert f"rank {rank}" in results[1 - rank] and "died" in results[1 - rank]
+    assert value_in(folder) == 1.0
+    small(3.0, folder)
+    assert value_in(folder) == 3.0 and tidy(folder)
+
+
+def save_until_killed(folder: str, delay_s: float) -> str:
+    if World.connect().rank == 0:
+        threading.Timer(delay_s, die, [""]).start()
+    try:
+        for number in range(2, 10_000):
+            small(float(number), folder)
+    except DesyncError as error:
+        return str(error)
+    return "never killed"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_at_random(pool: Pool, tmp_path: Path, world: int) -> None:
+    folder = tmp_path / "save"
+    small(1.0, folder)
+    rng = random.Random(world)
+    for _ in range(4):
+        delay_s = rng.uniform(0.05, 0.4)
+        results = pool.run(world, save_until_killed, str(folder), delay_s, may_die=True)
+        assert isinstance(results[0], Died)
+        assert value_in(folder) >= 1.0
+        for text in results[1:]:
+            assert "rank 0" in text and "died" in text

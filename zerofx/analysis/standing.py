@@ -1,0 +1,104 @@
+"""What a rank holds beside the values of its graphs: shards, gradients, states, slots."""
+
+from __future__ import annotations
+
+import math
+
+from zerofx.analysis.liveness import Category, Lifetimes, Storage, slot_of, span_bytes
+from zerofx.analysis.scratch import receive_buffers
+from zerofx.ir import ops
+from zerofx.ir.meta import Info, Role, info, value
+from zerofx.ir.program import BACKWARD, Program
+from zerofx.runtime.engine import REST_BYTES
+
+
+def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return what a rank holds during a step in the steady state, each from when to when."""
+    found = [*_unread_shards(program, life), *_resident(life), *_gradients(life)]
+    found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
+    return found + receive_buffers(program, life)
+
+
+def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:
+    return Storage(category, nbytes, name, 0, life.end, Info(unit=unit))
+
+
+def _unread_shards(program: Program, life: Lifetimes) -> list[Storage]:
+    """Return the shards of buckets that this program does not read."""
+    layout = program.layout
+    read = {s.where.index for s in life.storages if s.where.role is Role.SHARD}
+    if layout is None or not read:  # parameters are not sharded yet
+        return []
+    return [
+        _always(
+            Category.PARAMETERS, layout.shard_numel(b) * b.dtype.itemsize, "shard", b.label(), life
+        )
+        for b in layout.buckets
+        if b.index not in read
+    ]
+
+
+def _resident(life: Lifetimes) -> list[Storage]:
+    """Return the gathered copies that stay from step to step."""
+    refreshed = {info(n).index: n for _, n in life.nodes if n.target is ops.refresh}
+    return [
+        _always(Category.GATHERED, span_bytes(value(n)), "resident copy", info(n).unit, life)
+        for n in refreshed.values()
+    ]
+
+
+def _gradients(life: Lifetimes) -> list[Storage]:
+    """Return the reduced gradients, which p.grad shows from the reduction to zero_grad."""
+    found = []
+    for time, (_, node) in enumerate(life.nodes):
+        if node.target in ops.REDUCES:
+            size = span_bytes(value(node))
+            birth = time if size >= REST_BYTES else 0
+            found.append(
+                Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node))
+            )
+    return found
+
+
+def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return the optimizer's states, of the elements that a rank owns and trains."""
+    if not optimizer_bytes or not program.is_training:
+        return []
+    layout, params = program.layout, program.params
+    if layout is None:
+        numel = {p.name: math.prod(p.shape) for p in params.values() if p.requires_grad}
+    else:  # rank 0 owns no padding
+        trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
+        numel = {b.label(): sum(layout.piece(b, p, 0)[2] for p in ps) for b, ps in trained.items()}
+    return [
+        _always(Category.OPTIMIZER, n * optimizer_bytes, "states", name, life)
+        for name, n in numel.items()
+        if n
+    ]
+
+
+def _slots(program: Program, life: Lifetimes) -> list[Storage]:
+    """Return the slots: those that forward uses, and small ones, all the time."""
+    first: dict[int, tuple[int, str]] = {}
+    for time, (graph, node) in enumerate(life.nodes):
+        if node.target is ops.all_gather or node.target is ops.grad_buffer:
+            first.setdefault(slot_of(node), (time, graph))
+    found = []
+    for slot, nbytes in enumerate(program.slots.get("bytes", [])):
+        birth, graph = first.get(slot, (0, BACKWARD))
+        rests = graph == BACKWARD and nbytes >= REST_BYTES
+        found.append(
+            Storage(
+                Category.COMMUNICATION, nbytes, slot_name(slot), birth if rests else 0, life.end,
+                Info(),
+            )
+        )  # fmt: skip
+    return found
+
+
+def slot_name(slot: int) -> str:
+    return f"slot {slot}"
+
+
+def is_slot(storage: Storage) -> bool:
+    return storage.category is Category.COMMUNICATION and storage.name.startswith("slot ")
