@@ -58,7 +58,7 @@ KINDS: list[Kind] = [
     drop_compute, duplicate, duplicate_launch, duplicate_compute, swap, swap_two, swap_launches,
     move_op, move_launch, move_wait, wait_late, move_pack, move_region, release_early,
     release_late, reorder_compute, retarget_compute, retarget_op, retarget_parameter,
-    retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot, wrong_zero,
-    wrong_saved, one_rank,
+    retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot,
+    wrong_zero, wrong_saved, one_rank,
 ]  # fmt: skip
 ON_ONE_RANK: list[Kind] = [one_rank]

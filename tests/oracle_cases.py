@@ -17,6 +17,7 @@ from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import Setting, build, run_pass
 from zerofx.plan import Plan
 
+
 @cache
 def captured(case: str, units: tuple[str, ...] = ()) -> Program:
     """Return the captured training call of a case. Do not change it: tests share it."""

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from oracle_cases import Choice, captured, stages
+from functools import cache
+
+from oracle_cases import Choice, captured
 from torch import fx
 
 from zerofx.ir import ops
@@ -71,9 +73,23 @@ def _packed(program: Program, pack: fx.Node) -> list[str]:
 
 def before(case: str, choice: Choice, name: str) -> Program:
     """Return a fresh copy of the program that the pass `name` of the pipeline is given."""
-    done = stages(captured(case, choice.units), choice)
-    names = [made.name for made, _ in done]
-    return done[names.index(name) - 1][1].clone()
+    return _behind(case, choice, [p.name for p in build(choice.setting())].index(name)).clone()
+
+
+def final(case: str, choice: Choice) -> Program:
+    """Return a fresh copy of the program behind the last pass."""
+    return _behind(case, choice, len(build(choice.setting()))).clone()
+
+
+@cache
+def _behind(case: str, choice: Choice, count: int) -> Program:
+    """Return the program behind the first `count` passes, without the runner's checks."""
+    if count == 0:
+        program = captured(case, choice.units).clone()
+        setting = choice.setting()
+        program.plan, program.machine = setting.plan, setting.machine
+        return program
+    return run(_behind(case, choice, count - 1), build(choice.setting())[count - 1])
 
 
 def pass_named(choice: Choice, name: str) -> Pass:

@@ -69,7 +69,8 @@ def check(program: Program) -> None:
 
 
 def test_two_places_take_turns_when_nothing_is_ahead() -> None:
-    program = before("chain", Choice(3, bucket_bytes=0, persist_below=0, prefetch=0), "assign-slots")
+    choice = Choice(3, bucket_bytes=0, persist_below=0, prefetch=0)
+    program = before("chain", choice, "assign-slots")
     after = run(program, AssignSlots())
     gathers = [n for n in after.graph("forward").nodes if n.target is ops.all_gather]
     assert [slot_of(n) for n in gathers] == [0, 1, 1, 1, 1], "the code is read at both ends"
@@ -99,16 +100,7 @@ def test_what_is_kept_for_backward_takes_no_slot() -> None:
     check(after)
 
 
-_BEFORE: dict[tuple[str, Choice], Program] = {}
-
-
-def _before(case: str, choice: Choice) -> Program:
-    if (case, choice) not in _BEFORE:
-        _BEFORE[case, choice] = before(case, choice, "prefetch-gathers")
-    return _BEFORE[case, choice]
-
-
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(
     st.sampled_from(["chain", "gpt", "adapters", "convnet"]),
     st.builds(
@@ -124,7 +116,7 @@ def _before(case: str, choice: Choice) -> Program:
 def test_slots_never_overlap(
     case: str, choice: Choice, distance: int, in_flight: int, budget: int | None
 ) -> None:
-    program = _before(case, choice)
+    program = before(case, choice, "prefetch-gathers")
     for made in (
         PrefetchGathers(distance=distance),
         SinkWaits(in_flight=in_flight),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from oracle import differences, execute
-from oracle_cases import Choice, captured, expected, make_state, stages
-from passes_compact import before, order, run
+from oracle_cases import Choice, expected, make_state
+from passes_compact import before, final, order, run
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.ir import ops
@@ -19,7 +19,7 @@ FINE = Choice(3, bucket_bytes=0, persist_below=0)
 
 
 def strict_peak(case: str, choice: Choice) -> int:
-    return peak_bytes(stages(captured(case), choice)[-1][1])
+    return peak_bytes(final(case, choice))
 
 
 def kept(program: Program) -> list[str]:

@@ -89,12 +89,12 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(st.sampled_from(["chain", "gpt", "adapters"]), SETTINGS, st.integers(0, 6))
 def test_never_more_than_distance_plus_one_in_flight(
     case: str, choice: Choice, distance: int
 ) -> None:
-    program = _before(case, choice)
+    program = before(case, choice, NAME)
     after = run(program, PrefetchGathers(distance=distance))
     for name in after.graphs:
         assert in_flight(after, name) <= distance + 1
@@ -104,12 +104,3 @@ def test_never_more_than_distance_plus_one_in_flight(
         launches = [row.split()[1] for row in order(after, name) if row.startswith("gather")]
         waits = [row.split()[2] for row in order(after, name) if row.startswith("wait gather")]
         assert launches == waits, "launched in the order of their waits"
-
-
-_BEFORE: dict[tuple[str, Choice], Program] = {}
-
-
-def _before(case: str, choice: Choice) -> Program:
-    if (case, choice) not in _BEFORE:
-        _BEFORE[case, choice] = before(case, choice, NAME)
-    return _BEFORE[case, choice]

@@ -168,17 +168,21 @@ class _Body:
         rows += [")", "", "", f"def {name}(args):"]
         if self.inputs:
             takes = [self.names[n] for n in self.inputs]
-            rows.append(f"    {wrap_tuple(takes)} = args")
+            rows.append(_indented(f"{wrap_tuple(takes, 12)} = args"))
         rows.append("    args.clear()")
         for statement, note in self.lines():
             rows.append(f"    {statement}" + (f"  # {note}" if note else ""))
         outs = [self.names[n] for n in self.outputs]
-        rows.append(f"    return {wrap_tuple(outs) if outs else '()'}")
+        rows.append(_indented(f"return {wrap_tuple(outs, 12) if outs else '()'}"))
         rows.append("")
         if not any("operator." in s for s, _ in self.lines()):
             rows.remove("import operator")
             rows.remove("")
         return "\n".join(rows)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {row}" for row in text.split("\n"))
 
 
 def _spec(val: object) -> tuple:

@@ -8,7 +8,7 @@ from torch import fx
 
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
-from zerofx.codegen.text import describe, wrap_tuple
+from zerofx.codegen.text import describe, wrap_list, wrap_tuple
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
@@ -130,11 +130,10 @@ class Function:
         first = call.nodes[0]
         takes = [self.names.bind(n) for n in call.inputs]
         gives = [self.names.bind(n) for n in call.outputs]
-        inner = wrap_tuple(takes, 0)[1:-1] if len(takes) > 1 else ", ".join(takes)
-        self._row(f"args = [{inner}]")
+        self._row(f"args = {wrap_list(takes, 11)}")
         gone = self._gone(first, but=set(call.outputs))
         if gone:
-            self._row(f"del {', '.join(gone)}")
+            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
         unit = next((info(n).unit for n in call.nodes if info(n).unit), "")
         result = f"{wrap_tuple(gives, 0)} = " if gives else ""
         self._row(f"{result}{call.code.name}(args)", unit)
@@ -150,8 +149,9 @@ class Function:
         bucket, _ = self.program.layout.where[info(run[0]).name]
         places = {p.offset: i for i, p in enumerate(bucket.params)}
         positions = tuple(places[n.args[1]] for n in run)  # type: ignore[index]
-        gives = wrap_tuple([self.names.bind(n) for n in run], 0)
-        self._row(f"{gives} = rt.unpack({self._buffer(full)}, {bucket.index}, {positions})")
+        call = f"rt.unpack({self._buffer(full)}, {bucket.index}, {positions})"
+        gives = wrap_tuple([self.names.bind(n) for n in run], len(call) + 7)
+        self._row(f"{gives} = {call}")
         return index
 
     def _buffer(self, node: fx.Node) -> str:  # type: ignore[override]
@@ -200,7 +200,7 @@ class Function:
         else:
             raise AssertionError(f"no statement for {target}")
         if gone := self._gone(node):
-            self._row(f"del {', '.join(gone)}")
+            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
 
     def _freed(self, release: fx.Node) -> str:
         return format_bytes(nbytes(value(release.args[0])))  # type: ignore[arg-type]
@@ -212,11 +212,11 @@ class Function:
         bucket = self.program.layout.buckets[info(node).index]
         places = {p.offset: i for i, p in enumerate(bucket.params)}
         positions = tuple(places[o] for o in offsets)  # type: ignore[union-attr,index]
-        values = ", ".join(self.names.bind(g) for g in grads)  # type: ignore[union-attr]
-        name = self.names.bind(buffer)  # type: ignore[arg-type]
-        self._row(f"rt.pack({name}, {bucket.index}, {positions}, [{values}])")
+        head = f"rt.pack({self.names.bind(buffer)}, {bucket.index}, {positions}, "  # type: ignore[arg-type]
+        values = wrap_list([self.names.bind(g) for g in grads], len(head) + 5)  # type: ignore[union-attr]
+        self._row(f"{head}{values})")
         if gone := self._gone(node):
-            self._row(f"del {', '.join(gone)}")
+            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
 
     def _return(self) -> None:
         groups: dict[Role, list[str]] = {}
@@ -232,6 +232,7 @@ class Function:
         updates = ", ".join(
             groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, [])
         )
-        self._row(f"return [{outs}], [{updates}], [{', '.join(groups.get(Role.SAVED, []))}]")
+        saved = wrap_list(groups.get(Role.SAVED, []), len(outs) + len(updates) + 20)
+        self._row(f"return [{outs}], [{updates}], {saved}")
 
 

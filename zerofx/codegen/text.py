@@ -45,18 +45,27 @@ def callee(target: Any) -> str:
     return f"{module}.{target.__name__}"
 
 
-def wrap_tuple(names: list[str], indent: int = 4, width: int = 98) -> str:
-    """Write names as a tuple target, over several lines where it is long."""
+def wrap_tuple(names: list[str], column: int = 4, width: int = 96) -> str:
+    """Write names as a tuple, over several lines where it would pass `width` from `column` on."""
     line = ", ".join(names) + ("," if len(names) == 1 else "")
-    if indent + len(line) <= width:
-        return line if len(names) <= 1 else f"({line})"
+    if len(names) <= 1:
+        return line
+    return f"({line})" if column + len(line) <= width else f"({_rows(names, width)})"
+
+
+def wrap_list(names: list[str], column: int = 4, width: int = 96) -> str:
+    """Write names as a list, over several lines where it would pass `width` from `column` on."""
+    line = ", ".join(names)
+    return f"[{line}]" if column + len(line) <= width else f"[{_rows(names, width)}]"
+
+
+def _rows(names: list[str], width: int) -> str:
     rows, row = [], ""
     for name in names:
         piece = f"{name}, "
-        if len(row) + len(piece) + indent + 4 > width:
+        if row and len(row) + len(piece) + 8 > width:
             rows.append(row.rstrip())
             row = ""
         row += piece
     rows.append(row.rstrip())
-    pad = " " * (indent + 4)
-    return "(\n" + "\n".join(pad + r for r in rows) + "\n" + " " * indent + ")"
+    return "\n" + "\n".join(f"    {r}" for r in rows) + "\n"

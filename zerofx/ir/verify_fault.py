@@ -28,16 +28,15 @@ def fault(program: Program, graph: str, node: fx.Node, message: str) -> ProgramE
 
 def user_line(node: fx.Node) -> str:
     """Return the user's line of a node, or of what it reads: communication has none itself."""
-    for candidate in (node, *node.all_input_nodes):
-        if info(candidate).line:
-            return info(candidate).line
-    return ""
+    reads = node.all_input_nodes if node.op == "call_function" else []
+    return next((info(n).line for n in (node, *reads) if info(n).line), "")
 
 
 def name_of(node: fx.Node) -> str:
     """Name a node for a message: by the user's name where it has one."""
-    where = info(node)
-    return where.name or node.name
+    if node.op == "output":
+        return "the result"
+    return info(node).name or node.name
 
 
 def _file_lines(program: Program, where: Info) -> list[str]:

@@ -98,27 +98,28 @@ class Walk:
         if node.target is ops.wait and read is buffer.made:
             return
         what = self.content(read, buffer)
+        reader = name_of(node) if node.op == "output" else node.name
         if read.target in ops.LAUNCHES:
             self.fail(
                 node,
-                f"{node.name} reads {what} before its wait: only what `wait` returns may be read",
+                f"{reader} reads {what} before its wait: only what `wait` returns may be read",
             )
         if not buffer.landed and buffer.kind is not Kind.PACKED:
-            self.fail(node, f"{node.name} reads {what} before its wait; move the wait before it")
+            self.fail(node, f"{reader} reads {what} before its wait; move the wait before it")
         if buffer.released is not None and node.target is not ops.release:
             self.fail(
                 node,
-                f"{node.name} reads {what} after its release; move the release behind the last "
+                f"{reader} reads {what} after its release; move the release behind the last "
                 "read, or gather the bucket again",
             )
         if buffer.taken is not None:
             self.fail(
                 node,
-                f"{node.name} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
+                f"{reader} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
                 "puts another buffer there; give one of the two another slot, or move them apart",
             )
         if buffer.kind in _MEANT:
-            self.fail(node, f"{node.name} reads {what}: {_MEANT[buffer.kind]}")
+            self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
 
     def content(self, read: fx.Node, buffer: Buffer) -> str:
         """Name what a read value holds: the parameter where it is a view of one."""
