@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from models import CASES
 from torch import fx
 
 from zerofx.capture import capture
+from zerofx.codegen.emit import render, write
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.machine import machine_for
@@ -37,6 +39,16 @@ def _rewritten(case: str, world: int, is_training: bool, plan: tuple[Any, ...]) 
 def program(case: str = "gpt", world: int = 2, is_training: bool = True, **plan: Any) -> Program:
     """Return a copy of a compiled program, to be broken."""
     return _rewritten(case, world, is_training, tuple(sorted(plan.items()))).clone()
+
+
+@cache
+def _files() -> dict[str, str]:
+    return render(program())
+
+
+def emitted(directory: Path) -> Path:
+    """Emit the GPT of the tests at stage 3 for 2 ranks, to be edited; return where."""
+    return write(_files(), directory / "program")
 
 
 def find(broken: Program, target: Any, bucket: int | None = None, graph: str = BACKWARD) -> fx.Node:

@@ -37,10 +37,10 @@ Seq = Annotated[int, typer.Option("--seq", min=1, help="sequence length of an hf
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run the command line; a ZerofxError ends it with its text and status 1."""
     try:
-        app()
+        app(argv, prog_name="zerofx")
     except ZerofxError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         sys.exit(1)

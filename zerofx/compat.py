@@ -13,6 +13,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -351,23 +352,44 @@ def compile_region(
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
 
-    The artifact is saved at `path`; the result takes one list of tensors, which it empties.
+    The artifact is saved at `path`, beside it the source that Inductor wrote (`wrapper_of`); the
+    result takes one list of tensors, which it empties.
     """
     from torch._inductor import standalone_compile
 
-    fakes = []
+    fakes: list[Any] = []
     with FakeTensorMode():
         for dtype, shape, stride, device in specs:
             made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
             fakes.append(made)
     # Inductor's own random numbers would differ from eager's
     options = {"config_patches": {"fallback_random": True}}
-    with torch.no_grad():
+    with torch.no_grad(), _generated_source() as sources:
         artifact = standalone_compile(
             gm, fakes, dynamic_shapes="from_example_inputs", options=options
         )
+    Path(wrapper_of(path)).write_text("".join(sources), encoding="utf-8")
     artifact.save(path=path, format="binary")
     return _boxed(artifact)
+
+
+def wrapper_of(path: str) -> str:
+    """Return where the source generated for the artifact at `path` lies."""
+    return f"{path.removesuffix('.bin')}.py"
+
+
+@contextlib.contextmanager
+def _generated_source() -> Iterator[list[str]]:
+    """Collect the module that Inductor generates, or finds in its cache, within the block."""
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+    before = GraphLowering.save_output_code
+    GraphLowering.save_output_code = sources.append
+    try:
+        yield sources
+    finally:
+        GraphLowering.save_output_code = before
 
 
 def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:

@@ -133,7 +133,7 @@ class CompiledModule(nn.Module):
         last = next(reversed(self._bound))
         raise CaptureError(
             f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
-            f"varies: {describe_difference(last[0], key[0])}; pad or bucket it to a few values"
+            f"varies: {describe_difference(key[0], last[0], self._state)}; pad or bucket it to a few values"
         )
 
     def _bind(self, program: Program, directory: Path) -> Bound:

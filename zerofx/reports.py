@@ -6,9 +6,20 @@ and importing this room, as the face and the api do, hands them in.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from zerofx import compat
+from zerofx.analysis.liveness import CompiledRegion
+from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
+from zerofx.codegen.regions import RegionCode, RegionLibrary
 from zerofx.ir.dump import dump_program
-from zerofx.ir.program import Program, register_reports
+from zerofx.ir.meta import value
+from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
+from zerofx.runtime.regions import artifact_key, cache_dir
 from zerofx.views import memory, schedule
 
 
@@ -16,4 +27,40 @@ def _dump(program: Program, level: str = "nodes") -> str:
     return dump_program(program, level=level)
 
 
-register_reports(dump=_dump, schedule=schedule.view, memory=memory.view, emit=emit)
+def _schedule(program: Program) -> schedule.ScheduleView:
+    return schedule.view(program, compiled_regions(program))
+
+
+def _memory(program: Program, **options: Any) -> memory.MemoryView:
+    return memory.view(program, compiled=compiled_regions(program), **options)
+
+
+def compiled_regions(program: Program) -> dict[fx.Node, CompiledRegion]:
+    """Return what this program's regions allocate, of those that Inductor has compiled here."""
+    plan = program.plan
+    if program.layout is None or plan.kernels != "inductor" or plan.debug:
+        return {}
+    library = RegionLibrary()
+    found: dict[fx.Node, CompiledRegion] = {}
+    traces: dict[str, RegionTrace | None] = {}
+    for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
+        for first, call in library.calls(program.graph(graph)).items():
+            if call.code.key not in traces:
+                traces[call.code.key] = _trace(call.code, call.inputs)
+            known = traces[call.code.key]
+            if known is not None and len(known.outputs) == len(call.outputs):
+                found[first] = CompiledRegion(call.nodes, call.inputs, call.outputs, known)
+    return found
+
+
+def _trace(code: RegionCode, inputs: tuple[fx.Node, ...]) -> RegionTrace | None:
+    device = value(inputs[0]).device.type if inputs else "cpu"
+    artifact = cache_dir() / "regions" / f"{artifact_key(code.source, device)}.bin"
+    path = Path(compat.wrapper_of(str(artifact)))
+    if not path.exists():
+        return None
+    found = trace(path.read_text(encoding="utf-8"))
+    return found if found is not None and found.num_inputs == len(inputs) else None
+
+
+register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit)

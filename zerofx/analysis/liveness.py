@@ -9,6 +9,7 @@ regions, whose callers keep nothing of what they hand over.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info, OutputInfo, Role, info, value
@@ -66,9 +68,25 @@ class Lifetimes:
         return max(len(self.nodes) - 1, 0)
 
 
-def lifetimes(program: Program) -> Lifetimes:
-    """Return the live range of every storage that the program's graphs make or are given."""
-    walk = _Walk(program)
+@dataclass(frozen=True)
+class CompiledRegion:
+    """One call of a region that Inductor compiled: what it reads and makes, and its allocations."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    trace: RegionTrace
+
+
+Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
+
+
+def lifetimes(program: Program, compiled: Compiled | None = None) -> Lifetimes:
+    """Return the live range of every storage that the program's graphs make or are given.
+
+    Regions are taken to run op by op, as ATen, but for those in `compiled`.
+    """
+    walk = _Walk(program, compiled or {})
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     return Lifetimes(tuple(walk.storages), tuple(walk.nodes))
@@ -77,8 +95,8 @@ def lifetimes(program: Program) -> Lifetimes:
 class _Walk:
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, compiled: Compiled) -> None:
+        self.program, self.compiled = program, compiled
         self.storages: list[Storage] = []
         self.nodes: list[tuple[str, fx.Node]] = []
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
@@ -91,17 +109,45 @@ class _Walk:
         self.start = len(self.nodes)
         nodes = list(self.program.graph(graph).nodes)
         self.nodes += [(graph, n) for n in nodes]
+        done: set[fx.Node] = set()
         for time, node in enumerate(nodes, self.start):
-            for read in node.all_input_nodes:
+            if node in done:
+                continue
+            region = self.compiled.get(node)
+            for read in region.inputs if region else node.all_input_nodes:
                 for storage in self.held[read]:
                     if storage.death < time:
                         storage.death = time
-            if node.op == "output":
+            if region:
+                self._run_compiled(region, time)
+                done.update(region.nodes)
+            elif node.op == "output":
                 self._leave(time)
             else:
                 self.held[node] = self._hold(node, time)
         for storage in self.forever:
             storage.death = len(self.nodes) - 1
+
+    def _run_compiled(self, region: CompiledRegion, time: int) -> None:
+        """Take a region as one step: its inputs are held until it returns."""
+        trace = region.trace
+        made = {
+            key: Storage(Category.TEMPORARIES, nbytes, "", time, time, info(region.nodes[0]))
+            for key, nbytes in trace.made_bytes.items()
+        }
+        for node, output in zip(region.outputs, trace.outputs, strict=True):
+            if output.made < 0:
+                self.held[node] = self.held[region.inputs[output.input]]
+                continue
+            storage = made[output.made]
+            storage.name = storage.name or node.name
+            storage.where, storage.category = info(node), self._category(node)
+            self.held[node] = (storage,)
+        self.storages += made.values()
+        inside = trace.peak_bytes - sum(trace.made_bytes.values())
+        where = info(region.nodes[0])
+        kind, name = Category.TEMPORARIES, "inside a compiled region"
+        self.storages.append(Storage(kind, max(inside, 0), name, time, time, where))
 
     # -- what a node's value lies in ------------------------------------------------------------
     def _hold(self, node: fx.Node, time: int) -> tuple[Storage, ...]:

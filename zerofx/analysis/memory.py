@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zerofx.analysis.liveness import Category, Lifetimes, Storage, lifetimes
+from zerofx.analysis.liveness import Category, Compiled, Lifetimes, Storage, lifetimes
 from zerofx.analysis.standing import is_slot, slot_name, standing
 from zerofx.ir.program import Program
 
@@ -81,12 +81,17 @@ def _at(storages: tuple[Storage, ...], time: int) -> list[Storage]:
     return [s for s in storages if s.birth <= time <= s.death and s.nbytes]
 
 
-def memory(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> Memory:
+def memory(
+    program: Program,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    compiled: Compiled | None = None,
+) -> Memory:
     """Walk the program's storages through one step.
 
     optimizer_bytes: bytes of optimizer state for each element of a trainable parameter.
+    compiled: what the regions that Inductor compiled allocate; others are taken op by op.
     """
-    life = lifetimes(program)
+    life = lifetimes(program, compiled)
     beside = standing(program, life, optimizer_bytes)
     storages = tuple(s for s in (*life.storages, *beside) if s.slot < 0)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.memory import Memory, memory
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
@@ -71,9 +72,9 @@ _VERBS: dict[Any, str] = {
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
 
-def schedule(program: Program) -> Schedule:
+def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
     """Return the program's steps with the bytes resident at each."""
-    report = memory(program)
+    report = memory(program, compiled=compiled)
     found: list[Step] = []
     for graph, nodes, first in _groups(program, report):
         last = first + len(nodes)

@@ -1,13 +1,12 @@
 """What a region that Inductor compiled allocates, read from the wrapper that it generated.
 
-Allocations, reuses and frees are statements of the wrapper's `call`, so walking them gives the bytes
+Allocations, reuses and frees are statements of its `call`, so walking them gives the bytes
 of a run without one. Its inputs are held by the caller until the region returns.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -160,7 +159,7 @@ def _span(shape: str, strides: str) -> int:
     sizes, steps = ast.literal_eval(shape), ast.literal_eval(strides)
     if 0 in sizes:
         return 0
-    return 1 + math.sumprod([s - 1 for s in sizes], steps)
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 def _itemsize(dtype: str) -> int:

@@ -83,9 +83,10 @@ def _verify(program: Program, emitted: Emitted) -> None:
     try:
         verify(program)
     except ProgramError as error:
-        regions = [name for name in emitted.edited if name.startswith("regions/")]
-        note = f" (edited: {', '.join(regions)})" if regions else ""
-        raise ProgramError(f"{emitted.directory}: {error}{note}") from None
+        what, _, lines = str(error).partition("\n")
+        if emitted.edited:
+            what += f"; edited: {', '.join(emitted.edited)}"
+        raise ProgramError(f"{emitted.directory}: {what}\n{lines}") from None
 
 
 def _function(emitted: Emitted, module: ModuleType, name: str) -> Callable[..., Any]:
@@ -128,9 +129,11 @@ class _Reading:
             results = self._match(recorder, specs, Role.OUTPUT, outs)
             roles = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
             results += self._match(recorder, specs, roles, updates)
+            order = {s: i for i, s in enumerate(specs)}
+            results.sort(key=lambda result: order[result[0]])
             self.saved = self._saved(recorder, specs, saved)
             results += [(spec, node) for spec, _, node in self.saved]
-            return self._finish(recorder, FORWARD, results)
+            return self._finish(recorder, FORWARD, results, function)
 
     def backward(self, function: Callable[..., Any]) -> fx.GraphModule:
         with self._recording(BACKWARD) as (recorder, calls, given):
@@ -145,7 +148,7 @@ class _Reading:
             for spec in specs:
                 if spec.role is Role.SHARD_GRAD:
                     results.append((spec, calls.stored.get(spec.index)))
-            return self._finish(recorder, BACKWARD, results)
+            return self._finish(recorder, BACKWARD, results, function)
 
     @contextmanager
     def _recording(self, name: str) -> Iterator[tuple[Recorder, Calls, dict[Role, dict]]]:
@@ -164,23 +167,22 @@ class _Reading:
         left = dict(enumerate(self.saved))
         for text, label, index, unit, spec in self.facts["placeholders"][name]:
             role = Role(text)
-            if role is Role.SAVED:
-                if index in left:
-                    spec = _spec(left.pop(index)[1])
-                else:
-                    continue
             fields = {"name": label, "index": index, "unit": unit}
+            if role is Role.SAVED:
+                if index not in left:
+                    continue
+                _, val, node = left.pop(index)
+                spec, fields = _spec(val), fields | _origin(node)
             made = recorder.placeholder(role, recorder.fake(*spec), **fields)
             if role is Role.SHARD:
                 recorder.shards.add(index, made)
             else:
                 given[role][label if role is Role.BUFFER else index] = made
         if name == BACKWARD:
-            for k, (said, val, _) in left.items():
+            for k, (said, val, node) in left.items():
+                fields = {"name": said.name, "index": k, **_origin(node)}
                 fake = recorder.fake(*_spec(val))
-                given[Role.SAVED][k] = recorder.placeholder(
-                    Role.SAVED, fake, name=said.name, index=k
-                )
+                given[Role.SAVED][k] = recorder.placeholder(Role.SAVED, fake, **fields)
         return given
 
     # -- what they return -------------------------------------------------------------------------
@@ -218,10 +220,15 @@ class _Reading:
         return found
 
     def _finish(
-        self, recorder: Recorder, name: str, results: list[tuple[OutputInfo, Any]]
+        self,
+        recorder: Recorder,
+        name: str,
+        results: list[tuple[OutputInfo, Any]],
+        function: Any,
     ) -> fx.GraphModule:
         self.outputs[name] = tuple(spec for spec, _ in results)
-        return recorder.finish(tuple(node for _, node in results))
+        last = max(line for _, _, line in function.__code__.co_lines() if line)
+        return recorder.finish(tuple(node for _, node in results), last)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -246,6 +253,11 @@ class _Reading:
 def _spec(val: Tensor) -> tuple[str, list[int], list[int], str]:
     dtype = str(val.dtype).removeprefix("torch.")
     return dtype, list(val.shape), list(val.stride()), val.device.type
+
+
+def _origin(node: fx.Node) -> dict[str, str]:
+    """Return where a saved value was computed."""
+    return {"line": info(node).line, "module": info(node).module}
 
 
 def _said(error: Exception) -> str:

@@ -25,6 +25,9 @@ class Launch:
     def __init__(self, node: fx.Node) -> None:
         self.node = node
 
+    def __repr__(self) -> str:
+        return "a launch that was not waited for"
+
 
 class Calls:
     """Stands for `rt`: each of the engine's methods becomes the zerofx op of its name."""
@@ -40,7 +43,7 @@ class Calls:
 
     # -- gathered parameters ----------------------------------------------------------------------
     def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> Launch:
-        return Launch(self._gather(ops.all_gather, shard, bucket, slot))
+        return Launch(self._gather(ops.all_gather, shard, bucket, *_slot(slot)))
 
     def refresh(self, shard: Tensor, bucket: int) -> Launch:
         return Launch(self._gather(ops.refresh, shard, bucket))
@@ -75,7 +78,7 @@ class Calls:
         node = self._recorder.node(full, "what rt.release gives back")
         launch = node.args[0] if node.target is ops.wait else None
         fields = _of(self._launched(launch)) if isinstance(launch, fx.Node) else {}
-        self._recorder.communicate(ops.release, node, slot, **fields)
+        self._recorder.communicate(ops.release, node, *_slot(slot), **fields)
 
     def _launched(self, launch: fx.Node) -> Bucket:
         index: Any = launch.args[1]
@@ -87,7 +90,7 @@ class Calls:
         like = self._recorder.shards[bucket]
         node = self._recorder.node(like, "the shard")
         made = self._recorder.communicate(
-            ops.grad_buffer, node, bucket, b.numel, zero, slot, **_of(b)
+            ops.grad_buffer, node, bucket, b.numel, zero, *_slot(slot), **_of(b)
         ).meta["val"]
         self._filling[id(made)] = bucket
         return made
@@ -150,6 +153,11 @@ class Calls:
 
 def _of(bucket: Bucket) -> dict[str, Any]:
     return {"unit": bucket.label(), "index": bucket.index}
+
+
+def _slot(slot: int) -> tuple[int, ...]:
+    """Return a slot as the graph's argument: left out where there is none."""
+    return () if slot == -1 else (slot,)
 
 
 class Shards:

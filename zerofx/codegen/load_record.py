@@ -184,9 +184,9 @@ class Recorder(TorchDispatchMode):
             place=f"schedule.py:{line}" if is_loose else self._place,
         )
 
-    def finish(self, results: tuple[Any, ...]) -> fx.GraphModule:
-        """Close the graph: the result tuple, and no getitems that nobody reads."""
-        self.graph.output(results)
+    def finish(self, results: tuple[Any, ...], line: int) -> fx.GraphModule:
+        """Close the graph: the result tuple (of this line), and no getitems that nobody reads."""
+        set_info(self.graph.output(results), place=f"schedule.py:{line}")
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)

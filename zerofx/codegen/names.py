@@ -43,7 +43,7 @@ class Names:
 
     def _stem(self, node: fx.Node) -> str:
         where = info(node)
-        if node.target is ops.wait and node.args[0].target in ops.REDUCES:  # type: ignore[union-attr]
+        if node.target is ops.wait and node.all_input_nodes[0].target in ops.REDUCES:
             return f"reduced_{where.index}"
         if node.target in _STEMS:
             return f"{_STEMS[node.target]}_{where.index}"  # type: ignore[index]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
+from zerofx.codegen.statements import buffer, slot_of, statement
 from zerofx.codegen.text import describe, wrap_list, wrap_tuple
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
@@ -16,6 +18,9 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.sizes import format_bytes
 
 RESERVED = ("rt", "shards", "buffers", "inputs", "saved", "tangents", "args", "torch", "zfx")
+
+
+_PASSED_ON = frozenset({ops.wait, ops.param_view, ops.pack})
 
 
 @dataclass
@@ -60,24 +65,19 @@ class Function:
         return self.calls[self._first_of[node]].outputs
 
     def _is_static(self, node: fx.Node) -> bool:
-        """Say whether a value lies in a slot or a resident buffer, so that dropping it frees nothing."""
+        """Say whether a value lies in a slot or a resident buffer: dropping it frees nothing."""
         if node.target in (ops.grad_buffer, ops.resident):
             return True
-        if node.target not in (ops.wait, ops.param_view, ops.pack):
+        if node.target not in _PASSED_ON:
             return False
         source = node
-        while source.op == "call_function" and source.target in (
-            ops.wait, ops.param_view, ops.pack
-        ):
-            source = source.args[0]  # type: ignore[assignment]
+        while source.op == "call_function" and source.target in _PASSED_ON:
+            source = source.all_input_nodes[0]
         if source.target is ops.all_gather:
-            return len(source.args) == 4 and source.args[3] >= 0  # type: ignore[operator]
-        return source.op == "placeholder" and info(source).role is Role.SHARD or (
-            source.target in ops.LAUNCHES | {ops.resident, ops.grad_buffer}
-        )
-
-    def _gone(self, node: fx.Node, but: set[fx.Node] = frozenset()) -> list[str]:  # type: ignore[assignment]
-        return [self.names.bind(n) for n in self.last.get(node, []) if n not in but]
+            return slot_of(source) >= 0
+        if source.op == "placeholder":
+            return info(source).role is Role.SHARD
+        return source.target in ops.LAUNCHES | {ops.resident, ops.grad_buffer}
 
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:
@@ -131,9 +131,7 @@ class Function:
         takes = [self.names.bind(n) for n in call.inputs]
         gives = [self.names.bind(n) for n in call.outputs]
         self._row(f"args = {wrap_list(takes, 11)}")
-        gone = self._gone(first, but=set(call.outputs))
-        if gone:
-            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
+        self._drop(first, but=call.outputs)
         unit = next((info(n).unit for n in call.nodes if info(n).unit), "")
         result = f"{wrap_tuple(gives, 0)} = " if gives else ""
         self._row(f"{result}{call.code.name}(args)", unit)
@@ -149,81 +147,30 @@ class Function:
         bucket, _ = self.program.layout.where[info(run[0]).name]
         places = {p.offset: i for i, p in enumerate(bucket.params)}
         positions = tuple(places[n.args[1]] for n in run)  # type: ignore[index]
-        call = f"rt.unpack({self._buffer(full)}, {bucket.index}, {positions})"
+        call = f"rt.unpack({buffer(full, self.names)}, {bucket.index}, {positions})"
         gives = wrap_tuple([self.names.bind(n) for n in run], len(call) + 7)
         self._row(f"{gives} = {call}")
         return index
 
-    def _buffer(self, node: fx.Node) -> str:  # type: ignore[override]
-        if info(node).role is Role.SHARD:
-            return f"shards[{info(node).index}]"
-        return self.names.bind(node)
-
     def _communicate(self, node: fx.Node) -> None:
-        where, target = info(node), node.target
-        size = format_bytes(nbytes(value(node)))
-        label = where.unit
-        if target is ops.all_gather:
-            slot = node.args[3] if len(node.args) == 4 else -1
-            shard = self._buffer(node.args[0])  # type: ignore[arg-type]
-            call = f"rt.all_gather({shard}, bucket={where.index}, slot={slot})"
-            self._row(f"{self.names.bind(node)} = {call}", f"{label}  {describe(value(node))}  +{size}")
-        elif target in (ops.refresh, ops.resident):
-            verb = "refresh" if target is ops.refresh else "resident"
-            shard = self._buffer(node.args[0])  # type: ignore[arg-type]
-            self._row(f"{self.names.bind(node)} = rt.{verb}({shard}, bucket={where.index})", label)
-        elif target is ops.wait:
-            launched = self.names.bind(node.args[0])  # type: ignore[arg-type]
-            self._row(f"{self.names.bind(node)} = rt.wait({launched})")
-        elif target is ops.release:
-            slot = node.args[1] if len(node.args) == 2 else -1
-            self._row(f"rt.release({self._buffer(node.args[0])}, slot={slot})", f"{label}  -{self._freed(node)}")  # type: ignore[arg-type]
-        elif target is ops.grad_buffer:
-            slot = node.args[4] if len(node.args) == 5 else -1
-            zero = f", zero={node.args[3]}" if node.args[3] else ""
-            call = f"rt.grad_buffer(bucket={where.index}{zero}, slot={slot})"
-            self._row(f"{self.names.bind(node)} = {call}", f"{label}  +{size}")
-        elif target is ops.pack:
-            self._pack(node)
-            return
-        elif target in ops.REDUCES:
-            verb = "all_reduce" if target is ops.all_reduce else "reduce_scatter"
-            packed, bucket, _, scale = node.args
-            call = f"rt.{verb}({self.names.bind(packed)}, bucket={bucket}, scale={scale!r})"  # type: ignore[arg-type]
-            self._row(f"{self.names.bind(node)} = {call}", label)
-        elif target is ops.store_grad:
-            self._row(f"rt.store_grad({self.names.bind(node.args[0])}, bucket={where.index})", label)  # type: ignore[arg-type]
-        elif target is ops.sync_buffers:
-            values = [self.names.bind(n) for n in node.args[0]]  # type: ignore[union-attr]
-            gives = [self.names.bind(u) for u in sorted(node.users, key=lambda u: u.args[1])]
-            self._row(f"{wrap_tuple(gives, 0)} = rt.sync_buffers([{', '.join(values)}])")
-        else:
-            raise AssertionError(f"no statement for {target}")
-        if gone := self._gone(node):
-            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
+        if node.target is ops.pack:
+            self.names.share(node, node.all_input_nodes[0])
+        text, note = statement(node, self.names, self.program)
+        self._row(text, note)
+        self._drop(node)
 
-    def _freed(self, release: fx.Node) -> str:
-        return format_bytes(nbytes(value(release.args[0])))  # type: ignore[arg-type]
-
-    def _pack(self, node: fx.Node) -> None:
-        assert self.program.layout is not None
-        buffer, grads, offsets = node.args
-        self.names.share(node, buffer)  # type: ignore[arg-type]
-        bucket = self.program.layout.buckets[info(node).index]
-        places = {p.offset: i for i, p in enumerate(bucket.params)}
-        positions = tuple(places[o] for o in offsets)  # type: ignore[union-attr,index]
-        head = f"rt.pack({self.names.bind(buffer)}, {bucket.index}, {positions}, "  # type: ignore[arg-type]
-        values = wrap_list([self.names.bind(g) for g in grads], len(head) + 5)  # type: ignore[union-attr]
-        self._row(f"{head}{values})")
-        if gone := self._gone(node):
-            self._row(f"del {wrap_tuple(gone, 4).removesuffix(',')}")
+    def _drop(self, node: fx.Node, but: Collection[fx.Node] = ()) -> None:
+        """Write the `del` of what nothing reads after this statement."""
+        gone = [self.names.bind(n) for n in self.last.get(node, []) if n not in but]
+        if gone:
+            self._row(f"del {wrap_tuple(gone).removesuffix(',')}")
 
     def _return(self) -> None:
         groups: dict[Role, list[str]] = {}
         for spec, node in zip(
             self.program.outputs[self.name], self.program.results(self.name), strict=True
         ):
-            text = self._buffer(node) if isinstance(node, fx.Node) else repr(node)
+            text = buffer(node, self.names) if isinstance(node, fx.Node) else repr(node)
             groups.setdefault(spec.role, []).append(text)
         if self.name == BACKWARD:
             self._row(f"return [{', '.join(groups.get(Role.INPUT_GRAD, []))}]")

@@ -78,7 +78,7 @@ def header(program: Program, entry: Entry) -> str:
     """
     before = program.history[-1] if program.history else entry
     parts = [f"{len(program.history):02d} {entry.pass_spec}"]
-    if program.plan is not None:
+    if program.layout is not None:
         parts.append(f"stage={program.plan.stage} world={program.world_size}")
     parts.append(f"nodes {before.num_nodes} -> {entry.num_nodes}")
     parts.append(f"comm {format_bytes(entry.comm_bytes)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -114,7 +115,7 @@ def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = No
     return node
 
 
-def set_results(graph: fx.Graph, results: Iterable[object]) -> None:
+def set_results(graph: fx.Graph, results: Iterable[Any]) -> None:
     """Replace the output tuple."""
     out = graph.output_node()
     out.args = (tuple(results),)

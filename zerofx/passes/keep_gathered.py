@@ -86,7 +86,7 @@ def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
         graph, name, value(backward), Role.SAVED, name=name, index=position,
         phase=Phase.BACKWARD, unit=info(backward).unit,
     )  # fmt: skip
-    launch = backward.args[0]
+    launch = backward.all_input_nodes[0]
     _erase_release(graph, backward)
     backward.replace_all_uses_with(held)
     graph.erase_node(backward)

@@ -38,8 +38,8 @@ class ShardGradients(Pass):
         others: list[tuple[OutputInfo, object]] = []
         for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True):
             if spec.role is Role.GRAD and isinstance(node, fx.Node):
-                bucket = program.layout.where[spec.name][0].index
-                by_bucket.setdefault(bucket, []).append((spec.name, node))
+                index = program.layout.where[spec.name][0].index
+                by_bucket.setdefault(index, []).append((spec.name, node))
             elif spec.role is not Role.GRAD:
                 others.append((spec, node))
         graph = program.graph(BACKWARD)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
@@ -25,6 +26,7 @@ class MemoryView:
     memory: Memory
     traffic: Traffic
     optimizer_bytes: int
+    basis: str
 
     @property
     def peak_bytes(self) -> int:
@@ -38,7 +40,7 @@ class MemoryView:
         report = self.memory
         held, lasting = report.by_category(report.peak_time), report.lasting()
         lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} a rank"]
-        lines += [f"at {self._place()}", ""]
+        lines += [f"at {self._place()}", self.basis, ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         for category, nbytes in held.items():
             if nbytes or lasting[category]:
@@ -99,6 +101,7 @@ class MemoryView:
             "peak_bytes": self.peak_bytes,
             "peak_at": self._place(),
             "optimizer_bytes_per_element": self.optimizer_bytes,
+            "basis": self.basis,
             "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
             "between_steps": {c.value: n for c, n in report.lasting().items()},
             "held_at_peak": [
@@ -126,7 +129,13 @@ def _stem(held: Held) -> str:
     return held.name if held.is_slot else re.sub(r"_?\d+$", "", held.name)
 
 
-def view(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> MemoryView:
+def view(
+    program: Program,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    compiled: Compiled | None = None,
+) -> MemoryView:
     """Return the memory of one rank over a step of a program."""
-    report = memory(program, optimizer_bytes)
-    return MemoryView(title(program), report, traffic(program), optimizer_bytes)
+    report = memory(program, optimizer_bytes, compiled)
+    known = f"{len(compiled or {})} regions as Inductor compiled them"
+    basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
+    return MemoryView(title(program), report, traffic(program), optimizer_bytes, basis)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.steps import Lane, Schedule, Step, schedule
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse
@@ -85,9 +86,9 @@ class ScheduleView:
         }
 
 
-def view(program: Program) -> ScheduleView:
+def view(program: Program, compiled: Compiled | None = None) -> ScheduleView:
     """Return the schedule of a program."""
-    return ScheduleView(title(program), schedule(program))
+    return ScheduleView(title(program), schedule(program, compiled))
 
 
 def title(program: Program) -> str:

@@ -130,13 +130,14 @@ def publish(written: Path, folder: Path) -> None:
     sync_file(written)
     new, old = _beside(folder, "new"), _beside(folder, "old")
     os.rename(written, new)
-    if os.path.lexists(folder):
-        os.rename(folder, old)
     try:
+        if os.path.lexists(folder):
+            os.rename(folder, old)
         os.rename(new, folder)
     except OSError:
-        if os.path.lexists(old):
+        if os.path.lexists(old) and not os.path.lexists(folder):
             os.rename(old, folder)
+        discard(new)
         raise
     sync_file(folder.parent)
     discard(old)

@@ -22,9 +22,9 @@ from zerofx.errors import SnapshotError
 from zerofx.module import CompiledModule
 from zerofx.runtime.shard_state import iter_full_state
 from zerofx.runtime.world import World
-from zerofx.snapshot_files import discard, place, sync_file, write_file
-from zerofx.snapshot_ranks import together
-from zerofx.snapshot_state import buffers_of
+from zerofx.snapshot.files import discard, place, sync_file, write_file
+from zerofx.snapshot.ranks import together
+from zerofx.snapshot.state import buffers_of
 
 _DTYPES = {
     torch.float64: "F64",
@@ -180,7 +180,7 @@ def _put(hidden: Path, plan: _File, name: str, tensor: Tensor) -> OSError | None
                 file.write(plan.header)
                 return None
             file.seek(plan.starts[name])
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     except OSError as error:
         return error
     return None

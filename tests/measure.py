@@ -1,0 +1,129 @@
+"""What a step really holds and sends: torch's allocator and the world's own counters."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.traffic import traffic
+from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.demo.measure import PeakMemory
+
+STEPS = 3
+BATCH, SEQ = 4, 64
+Call = Callable[[int], Tensor]  # runs a step's forward on the batch of that number
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's steady state, and what its program predicts.
+
+    sent: kind of collective -> (calls, bytes) in one step.
+    """
+
+    peak_bytes: int
+    predicted_bytes: int
+    predicted_as_aten_bytes: int
+    sent: dict[str, tuple[int, int]]
+    predicted_sent: dict[str, tuple[int, int]]
+    padded_numel: int
+
+
+# -- models large enough for tensors to outweigh what operators allocate inside ---------------
+def _gpt(model: nn.Module | None) -> nn.Module | Call:
+    if model is None:
+        return GPT(GPTConfig(layers=4, width=96, heads=4, seq=SEQ))
+    return lambda step: model(*_tokens(step))
+
+
+def _tokens(step: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+class Convs(nn.Module):
+    """Convolutions with batch statistics, whose buffers every step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 32, 64, 64]
+        self.convs = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(widths)
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def _convs(model: nn.Module | None) -> nn.Module | Call:
+    if model is None:
+        return Convs()
+    return lambda step: model(torch.randn(4, 3, 32, 32))
+
+
+def _hf(model: nn.Module | None) -> nn.Module | Call:
+    """GPT-2 of transformers, whose logits the caller drops at once."""
+    if model is None:
+        import transformers
+
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_embd=96, n_layer=3, n_head=4, n_positions=SEQ, vocab_size=512, bos_token_id=0,
+                eos_token_id=0, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            )
+        )  # fmt: skip
+
+    def call(step: int) -> Tensor:
+        tokens, _ = _tokens(step)
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return call
+
+
+MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
+    "gpt": _gpt, "convs": _convs, "hf-gpt2": _hf,
+}  # fmt: skip
+
+
+def measure(name: str, plan: dict[str, Any]) -> Measured:
+    """Train a model for some steps on this rank with AdamW, and measure the last one."""
+    gc.collect()
+    torch.manual_seed(0)
+    with PeakMemory(torch.device("cpu")) as memory:
+        model = zerofx.compile(MODELS[name](None), plan, device="cpu")
+        call = MODELS[name](model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for step in range(STEPS):
+            before = _counters(model)
+            with memory.step():
+                call(step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    after = _counters(model)
+    (program,) = model.programs
+    predicted = traffic(program, model._engine.world.rank).kinds
+    return Measured(
+        peak_bytes=memory.steps[-1].high_bytes,
+        predicted_bytes=program.memory().peak_bytes,
+        predicted_as_aten_bytes=peak_bytes(program),
+        sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
+        predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
+        padded_numel=sum(b.numel for b in program.layout.buckets),
+    )
+
+
+def _counters(model: zerofx.CompiledModule) -> dict[str, tuple[int, int]]:
+    counters = model._engine.world.counters
+    return {kind: (t.calls, t.sent_bytes) for kind, t in counters.items()}

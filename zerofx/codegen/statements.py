@@ -1,0 +1,122 @@
+"""One statement of the schedule per zerofx op: the call, and the comment beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from zerofx.codegen.names import Names
+from zerofx.codegen.text import describe, wrap_list, wrap_tuple
+from zerofx.ir import ops
+from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.program import Program
+from zerofx.sizes import format_bytes
+
+Statement = tuple[str, str]
+
+
+def statement(node: fx.Node, names: Names, program: Program) -> Statement:
+    """Return (statement, comment) of a communication node."""
+    return _WRITERS[node.target](node, names, program)
+
+
+def buffer(node: fx.Node, names: Names) -> str:
+    """Name a flat buffer: a shard by its place in `shards`, any other by its own name."""
+    if info(node).role is Role.SHARD:
+        return f"shards[{info(node).index}]"
+    return names.bind(node)
+
+
+def slot_of(node: fx.Node) -> int:
+    """Return the slot of an all_gather, grad_buffer or release; -1 where it has none."""
+    position = {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}[node.target]  # type: ignore[index]
+    args: Any = node.args
+    return int(args[position]) if len(args) > position else -1
+
+
+def _size(node: fx.Node) -> str:
+    return format_bytes(nbytes(value(node)))
+
+
+def _gather(node: fx.Node, names: Names, program: Program) -> Statement:
+    where = info(node)
+    shard = buffer(node.all_input_nodes[0], names)
+    call = f"rt.all_gather({shard}, bucket={where.index}, slot={slot_of(node)})"
+    note = f"{where.unit}  {describe(value(node))}  +{_size(node)}"
+    return f"{names.bind(node)} = {call}", note
+
+
+def _full(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
+    def write(node: fx.Node, names: Names, program: Program) -> Statement:
+        shard = buffer(node.all_input_nodes[0], names)
+        call = f"rt.{verb}({shard}, bucket={info(node).index})"
+        return f"{names.bind(node)} = {call}", info(node).unit
+
+    return write
+
+
+def _wait(node: fx.Node, names: Names, program: Program) -> Statement:
+    return f"{names.bind(node)} = rt.wait({names.bind(node.all_input_nodes[0])})", ""
+
+
+def _release(node: fx.Node, names: Names, program: Program) -> Statement:
+    full = node.all_input_nodes[0]
+    call = f"rt.release({buffer(full, names)}, slot={slot_of(node)})"
+    return call, f"{info(node).unit}  -{_size(full)}"
+
+
+def _grad_buffer(node: fx.Node, names: Names, program: Program) -> Statement:
+    where = info(node)
+    zero = ", zero=True" if node.args[3] else ""
+    call = f"rt.grad_buffer(bucket={where.index}{zero}, slot={slot_of(node)})"
+    return f"{names.bind(node)} = {call}", f"{where.unit}  +{_size(node)}"
+
+
+def _pack(node: fx.Node, names: Names, program: Program) -> Statement:
+    assert program.layout is not None
+    args: Any = node.args
+    flat, grads, offsets = args
+    bucket = program.layout.buckets[info(node).index]
+    places = {p.offset: i for i, p in enumerate(bucket.params)}
+    positions = tuple(places[o] for o in offsets)
+    head = f"rt.pack({names.bind(flat)}, {bucket.index}, {positions}, "
+    return f"{head}{wrap_list([names.bind(g) for g in grads], len(head) + 5)})", ""
+
+
+def _reduce(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
+    def write(node: fx.Node, names: Names, program: Program) -> Statement:
+        args: Any = node.args
+        packed, bucket, _, scale = args
+        call = f"rt.{verb}({names.bind(packed)}, bucket={bucket}, scale={scale!r})"
+        return f"{names.bind(node)} = {call}", info(node).unit
+
+    return write
+
+
+def _store(node: fx.Node, names: Names, program: Program) -> Statement:
+    reduced = names.bind(node.all_input_nodes[0])
+    return f"rt.store_grad({reduced}, bucket={info(node).index})", info(node).unit
+
+
+def _sync(node: fx.Node, names: Names, program: Program) -> Statement:
+    values = wrap_list([names.bind(n) for n in node.all_input_nodes], 40)
+    users: list[Any] = list(node.users)
+    gives = [names.bind(u) for u in sorted(users, key=lambda u: u.args[1])]
+    return f"{wrap_tuple(gives, 0)} = rt.sync_buffers({values})", ""
+
+
+_WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
+    ops.all_gather: _gather,
+    ops.refresh: _full("refresh"),
+    ops.resident: _full("resident"),
+    ops.wait: _wait,
+    ops.release: _release,
+    ops.grad_buffer: _grad_buffer,
+    ops.pack: _pack,
+    ops.reduce_scatter: _reduce("reduce_scatter"),
+    ops.all_reduce: _reduce("all_reduce"),
+    ops.store_grad: _store,
+    ops.sync_buffers: _sync,
+}

@@ -1,0 +1,37 @@
+"""One rank's part in a save or a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.optim.optimizer import Optimizer
+
+from zerofx.errors import SnapshotError
+from zerofx.module import CompiledModule
+from zerofx.snapshot import state
+
+
+class Job:
+    """A model, perhaps its optimizer, and the directory that they go to or come from."""
+
+    def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizer | None) -> None:
+        if not isinstance(model, CompiledModule):
+            raise SnapshotError(
+                f"{folder}: a snapshot is of what zerofx.compile returned, and this is a plain "
+                f"{type(model).__name__}; use torch.save(model.state_dict(), ...)"
+            )
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.store = model._engine.store
+        self.world = self.store.world
+
+    def describe(self) -> dict[str, Any]:
+        """Return the names, dtypes and shapes that a save and a model must share."""
+        return {
+            "parameters": state.describe(self.store.params),
+            "buffers": state.describe(state.buffers_of(self.model)),
+        }
+
+    def digest(self) -> str:
+        """Return what all ranks must have asked for alike."""
+        kind = "none" if self.optimizer is None else type(self.optimizer).__name__
+        return f"directory={self.folder.name};optimizer={kind}"

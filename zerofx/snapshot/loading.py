@@ -1,0 +1,118 @@
+"""load: check everything on all ranks, and only then fill."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from zerofx.errors import SnapshotError
+from zerofx.module import CompiledModule
+from zerofx.runtime.shard_state import flat_state
+from zerofx.snapshot import files, state
+from zerofx.snapshot.dcp import LoadSteps
+from zerofx.snapshot.generators import random_states, set_random_states
+from zerofx.snapshot.job import Job
+from zerofx.snapshot.ranks import together
+from zerofx.snapshot.values import unpack
+
+
+def load(
+    folder: str | os.PathLike[str], model: CompiledModule, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load what `save` saved, at any world size and stage, and return its `extra`.
+
+    A collective call. Everything is checked on all ranks before anything is changed. Without an
+    optimizer the saved one is left alone. At the world size of the save each rank gets its own
+    random generators back, at another one all ranks get rank 0's.
+
+    Raises:
+        SnapshotError: there is no whole snapshot of this model: names the file and the reason.
+        DesyncError: a rank did not make this call; names it.
+    """
+    job = _Load(files.place(folder), model, optimizer)
+    world, what = job.world, f"zerofx.load of {job.folder}"
+    world.agree("zerofx.load", job.digest())
+    found = together(world, what, job.check)
+    for rank, identity in enumerate(found):
+        if identity != found[0]:
+            raise SnapshotError(
+                f"{what}: rank {rank} sees another save there than rank 0; all ranks need one file "
+                "system"
+            )
+    together(world, what, job.fill)
+    return job.extra
+
+
+class _Load(Job):
+    """The steps of a load: check, which changes nothing, and fill."""
+
+    def check(self) -> str:
+        """Check everything there is to check; return what tells this save from any other."""
+        found = files.locate(self.folder)
+        manifest = files.read_manifest(found)
+        here = self.describe()
+        for kind in ("parameters", "buffers"):
+            state.check_same_model(kind, manifest[kind], here[kind])
+        sums = manifest["files"]
+        files.check_files(found, sums, self.world.rank, self.world.size)
+        self.values = unpack(found / files.VALUES)
+        self.extra: dict[str, Any] = self.values["extra"]
+        self.steps = LoadSteps(found, {name: num_bytes for name, (num_bytes, _) in sums.items()})
+        self.steps.plan(self._targets(manifest["world_size"]))
+        return files.identity(manifest)
+
+    def _targets(self, saved_ranks: int) -> dict[str, Any]:
+        """Return what is to be filled: shards and states in place, the rest in new memory."""
+        buffers = state.buffers_of(self.model)
+        self.buffers = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in buffers.items()}
+        device = self.world.device
+        saved = self.steps.keys("random")
+        states = {k: v for k, v in random_states(device).items() if k in saved}
+        self.random = {key: torch.empty_like(value) for key, value in states.items()}
+        row = self.world.rank if saved_ranks == self.world.size else 0
+        targets: dict[str, Any] = {
+            "model": {**flat_state(self.store), **self.buffers},
+            "random": state.one_row(self.random, row, saved_ranks),
+        }
+        if self.optimizer is not None:
+            self.states = self._optimizer_targets(self.optimizer)
+            targets["optimizer"] = state.pieces_of(self.states)
+        return {key: part for key, part in targets.items() if part}
+
+    def _optimizer_targets(self, optimizer: Optimizer) -> dict[str, Any]:
+        saved = self.values["optimizer"]
+        if not saved:
+            raise SnapshotError(
+                f"{self.folder} was saved without an optimizer; load it without one: "
+                "zerofx.load(dir, model)"
+            )
+        self.names = state.group_names(self.store, optimizer)
+        state.check_same_groups(optimizer, self.names, saved)
+        return state.optimizer_targets(self.store, optimizer, saved["pieces"])
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read everything into its place; the weight epoch moves on, so that no gather is stale."""
+        try:
+            self.steps.read()
+            self._apply()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise SnapshotError(
+                f"{error}: reading failed after all checks had passed, so the model is loaded in "
+                "part; load a snapshot again before going on"
+            ) from error
+        finally:
+            self.store.ledger.writes += 1
+
+    def _apply(self) -> None:
+        for name, buffer in state.buffers_of(self.model).items():
+            buffer.copy_(self.buffers[name])
+        for path, module in state.extra_states_of(self.model._model):
+            module.set_extra_state(self.values["modules"][path])
+        if self.optimizer is not None:
+            saved = self.values["optimizer"]
+            state.load_optimizer(self.optimizer, self.names, saved, self.states)
+        set_random_states(self.random, self.world.device)

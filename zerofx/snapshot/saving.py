@@ -1,0 +1,129 @@
+"""save: prepare, plan, write, publish, each on all ranks before any goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from zerofx.errors import SnapshotError
+from zerofx.module import CompiledModule
+from zerofx.runtime.shard_state import flat_state
+from zerofx.snapshot import files, state
+from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
+from zerofx.snapshot.generators import random_states
+from zerofx.snapshot.job import Job
+from zerofx.snapshot.ranks import together
+from zerofx.snapshot.values import pack
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: CompiledModule,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a training run to a directory of its own; a collective call, all ranks make it.
+
+    The directory appears whole or not at all: one that is there is replaced only once the new one
+    is complete and on disk.
+
+    extra: what else to keep, rank 0's: numbers, strings, tensors and containers of them, such as
+        the `state_dict()` of a learning rate scheduler or of a GradScaler.
+
+    Raises:
+        SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
+        DesyncError: a rank did not make this call; names it.
+    """
+    job = _Save(files.place(folder), model, optimizer, extra)
+    world, what = job.world, f"zerofx.save to {job.folder}"
+    world.agree("zerofx.save", job.digest())
+    try:
+        written = together(world, what, job.prepare)[0]
+        assert written is not None
+        plans = together(world, what, lambda: job.plan(written))
+        parts = together(world, what, lambda: job.write(plans))
+        together(world, what, lambda: job.publish(parts))
+    finally:
+        job.tidy()
+
+
+class _Save(Job):
+    """The steps of a save: prepare, plan, write, publish."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: CompiledModule,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__(folder, model, optimizer)
+        self.extra = {} if extra is None else extra
+        self.written: Path | None = None  # the hidden directory, known to rank 0
+
+    def prepare(self) -> Path | None:
+        """Make sure that all can be saved; on rank 0 return the directory to write into."""
+        optimizer, values = self.optimizer, {}
+        if optimizer is not None:
+            values = state.optimizer_values(optimizer, state.group_names(self.store, optimizer))
+        if self.world.rank != 0:
+            return None
+        if not isinstance(self.extra, Mapping):
+            raise SnapshotError(f"extra is a {type(self.extra).__name__}; give a dict")
+        modules = {
+            path: m.get_extra_state() for path, m in state.extra_states_of(self.model._model)
+        }
+        self.values = pack({"extra": dict(self.extra), "optimizer": values, "modules": modules})
+        files.check_place(self.folder)
+        self.written = files.begin(self.folder)
+        return self.written
+
+    def plan(self, written: Path) -> Any:
+        """Return what this rank could write."""
+        if not written.is_dir():
+            raise SnapshotError(
+                f"{written}, which rank 0 made, is not here; save to a file system that all ranks "
+                "share"
+            )
+        random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
+        tensors: dict[str, Any] = {"model": dict(flat_state(self.store)), "random": random}
+        if self.world.rank == 0:
+            buffers = state.buffers_of(self.model)
+            tensors["model"].update({n: b.detach() for n, b in buffers.items()})
+        if self.optimizer is not None:
+            pieces = state.optimizer_tensors(self.store, self.optimizer)
+            tensors.update({"optimizer": pieces} if pieces else {})
+        self.steps = SaveSteps(written, self.world.rank, tensors)
+        self.target = written
+        return self.steps.local()
+
+    @torch.no_grad()
+    def write(self, plans: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Write this rank's file; return what lies where, and its checksum."""
+        self.steps.combine(plans)
+        results = self.steps.write()
+        sums = {n: files.checksum(self.target / n) for n in sorted(written_files(results))}
+        return results, sums
+
+    def publish(self, parts: list[tuple[list[Any], dict[str, Any]]]) -> None:
+        """On rank 0 add what is no tensor and the manifest, and give the directory its name."""
+        if self.world.rank != 0:
+            return
+        self.steps.finish([results for results, _ in parts])
+        files.write_file(self.target / files.VALUES, self.values)
+        sums = {name: checksum for _, part in parts for name, checksum in part.items()}
+        sums.update({n: files.checksum(self.target / n) for n in (INDEX, files.VALUES)})
+        facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
+        plan = self.model._setting.plan.to_dict()
+        files.write_manifest(self.target, {**facts, **self.describe(), "plan": plan})
+        files.publish(self.target, self.folder)
+
+    def tidy(self) -> None:
+        """Remove what a failed save has written (a published one has left nothing there)."""
+        if self.written is not None:
+            files.discard(self.written)
