@@ -1,4 +1,4 @@
-"""Random draws: recompute equals keep bitwise, masks differ by rank, the visible state is shared."""
+"""Random draws: recompute equals keep bitwise, masks differ by rank, the state is shared."""
 
 from __future__ import annotations
 

@@ -32,10 +32,11 @@ def _loss(model: Any, step: int) -> Tensor:
 
 
 def _grads(model: Any) -> list[Tensor]:
-    return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+    grads = [p.grad for p in model.parameters()]
+    return [g.to_local() if hasattr(g, "to_local") else g for g in grads]
 
 
-# -- each sequence must leave the gradients of micro-batches 0 and 1, summed -------------------------
+# -- each sequence must leave the gradients of micro-batches 0 and 1, summed ----------------------
 def one_at_a_time(model: Any) -> None:
     _loss(model, 0).backward()
     _loss(model, 1).backward()
@@ -148,7 +149,7 @@ def test_any_order_is_bitwise_alike(pool: Any, world: int, plan: dict[str, Any])
         assert all(equal.values()), equal
 
 
-# -- refusals, after which the model still trains ---------------------------------------------------
+# -- refusals, after which the model still trains -------------------------------------------------
 def run_refusals(stage: int) -> list[str]:
     messages = []
     model = _model(stage)
@@ -190,7 +191,7 @@ def test_what_would_be_wrong_is_refused(pool: Any, stage: int) -> None:
         assert "changed in place" in in_place
 
 
-# -- stages 1 and 2 see every kind of update ---------------------------------------------------------
+# -- stages 1 and 2 see every kind of update ------------------------------------------------------
 def _update(kind: str, model: Any) -> None:
     params = list(model.parameters())
     if kind == "data":
@@ -231,9 +232,9 @@ def run_equal_updates(stage: int, kind: str) -> float:
         os.environ["RANK"] = rank
 
 
-# -- memory between steps ----------------------------------------------------------------------------
+# -- memory between steps -------------------------------------------------------------------------
 def run_rest() -> tuple[list[int], list[int], bool]:
-    """Return gradient bytes with gradients set, then in the next forward, and whether one is kept."""
+    """Return gradient bytes while set, then in the next forward, and whether one is kept."""
     from zerofx.demo.gpt import GPT as Model
     from zerofx.demo.gpt import GPTConfig
 

@@ -36,7 +36,7 @@ def _program(layers: int = 3, world: int = 2, **plan: Any) -> zerofx.ir.program.
     return zerofx.rewrite(zerofx.capture(model, args), zerofx.Plan(**plan), world)
 
 
-# -- no hooks ---------------------------------------------------------------------------------------
+# -- no hooks -------------------------------------------------------------------------------------
 def run_and_look_for_hooks(stage: int) -> list[str]:
     model = zerofx.compile(CASES["gpt"].make(), {"stage": stage, "kernels": "aten"})
     args, _ = CASES["gpt"].batch(0)
@@ -59,7 +59,7 @@ def test_no_hooks_anywhere(pool: Any, stage: int) -> None:
         assert found == []
 
 
-# -- the emitted module -----------------------------------------------------------------------------
+# -- the emitted module ---------------------------------------------------------------------------
 def test_the_schedule_imports_torch_and_the_runtime_only(tmp_path: Path) -> None:
     directory = _program(stage=3).emit(tmp_path / "emitted")
     names = set()
@@ -101,7 +101,7 @@ def test_ranks_emit_the_same_text() -> None:
     assert render(_program(stage=3)) == render(_program(stage=3))
 
 
-# -- one region a structure -------------------------------------------------------------------------
+# -- one region a structure -----------------------------------------------------------------------
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 16])
 def test_regions_do_not_grow_with_depth(bucket_bytes: int) -> None:
     counts = {
@@ -112,7 +112,7 @@ def test_regions_do_not_grow_with_depth(bucket_bytes: int) -> None:
     assert counts[4] == counts[12] <= 16, counts
 
 
-# -- bytes ------------------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------
 def count_bytes(stage: int) -> tuple[dict[str, int], int]:
     """Return what one step sends by kind, and the model's bytes (buckets with their padding)."""
     case = CASES["gpt"]

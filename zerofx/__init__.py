@@ -11,12 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerofx import capture
-    from zerofx.api import compile, load_program, rewrite
-    from zerofx.machine import Machine
-    from zerofx.module import CompiledModule, full_state_dict
-    from zerofx.plan import Offload, Plan, Precision
-    from zerofx.snapshot import export, load, save
+    from zerofx import capture as capture
+    from zerofx.api import compile as compile
+    from zerofx.api import load_program as load_program
+    from zerofx.api import rewrite as rewrite
+    from zerofx.machine import Machine as Machine
+    from zerofx.module import CompiledModule as CompiledModule
+    from zerofx.module import full_state_dict as full_state_dict
+    from zerofx.plan import Offload as Offload
+    from zerofx.plan import Plan as Plan
+    from zerofx.plan import Precision as Precision
+    from zerofx.snapshot import export as export
+    from zerofx.snapshot import load as load
+    from zerofx.snapshot import save as save
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""CompiledModule: the nn.Module that a user trains; it compiles each signature at its first call."""
+"""CompiledModule: the nn.Module that a user trains; each signature compiles at its first call."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class CompiledModule(nn.Module):
         last = next(reversed(self._bound))
         raise CaptureError(
             f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
-            f"varies: {describe_difference(key[0], last[0], self._state)}; pad or bucket it to a few values"
+            f"varies: {describe_difference(key[0], last[0], self._state)}; pad it to a few values"
         )
 
     def _bind(self, program: Program, directory: Path) -> Bound:

@@ -1,4 +1,4 @@
-"""Write a program as a directory of readable source: schedule.py, regions/, plan.yaml, fingerprint."""
+"""Write a program as a directory of readable source: schedule, regions, plan, fingerprint."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ class RegionLibrary:
 
     def _call(self, nodes: list[fx.Node]) -> RegionCall:
         inside = set(nodes)
-        inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        read = (a for n in nodes for a in n.all_input_nodes)
+        inputs = tuple(dict.fromkeys(a for a in read if a not in inside))
         outputs = tuple(
             n
             for n in nodes

@@ -13,9 +13,8 @@ from zerofx.codegen.statements import buffer, slot_of, statement
 from zerofx.codegen.text import describe, wrap_list, wrap_tuple
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
-from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, Program
-from zerofx.sizes import format_bytes
 
 RESERVED = ("rt", "shards", "buffers", "inputs", "saved", "tangents", "args", "torch", "zfx")
 

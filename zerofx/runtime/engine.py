@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CURRENT = threading.local()
 
 # What backward alone uses is freed between steps from this size on, so that the peak of forward
-# does not carry it; smaller buffers stay, since allocating them anew would cost more than they hold.
+# does not carry it; smaller buffers stay: allocating them anew would cost more than they hold.
 REST_BYTES = 1 << 20
 
 

@@ -49,7 +49,7 @@ class SlotPool:
         return sum(b.numel() for b in self._bytes)
 
     def take(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return `numel` elements at the slot's place; slot -1 is fresh memory of the call's own."""
+        """Return `numel` elements at the slot's place; slot -1 is memory of the call's own."""
         if slot < 0:
             return torch.empty(numel, dtype=dtype, device=self.device)
         if slot in self._asleep:

@@ -71,11 +71,15 @@ def run_standalone(schedule_file: str) -> None:
     inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
     with torch.no_grad():
         outs, _, saved = module.forward(engine, engine.store.shards, buffers, inputs)
-        print("forward returned", ", ".join(f"{list(o.shape)}" for o in outs))
+        _say("forward returned " + ", ".join(f"{list(o.shape)}" for o in outs))
         if "backward" in facts["placeholders"]:
             _, _, tangents = _placeholders(facts["placeholders"]["backward"])
             module.backward(engine, engine.store.shards, saved, tangents)
-            print(f"backward reduced {len(engine.store.grads)} buckets")  # type: ignore[attr-defined]
+            _say(f"backward reduced {len(engine.store.grads)} buckets")  # type: ignore[attr-defined]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
 
 
 def _placeholders(

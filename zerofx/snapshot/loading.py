@@ -53,6 +53,7 @@ class _Load(Job):
         """Check everything there is to check; return what tells this save from any other."""
         found = files.locate(self.folder)
         manifest = files.read_manifest(found)
+        self.store.check_bindings()
         here = self.describe()
         for kind in ("parameters", "buffers"):
             state.check_same_model(kind, manifest[kind], here[kind])
