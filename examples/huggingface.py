@@ -1,6 +1,9 @@
 """An unmodified transformers model, built on meta: no rank ever holds the whole of it.
 
 $ torchrun --standalone --nproc-per-node 2 examples/huggingface.py
+step  0  loss 5.6  logits [2, 32, 256]
+step 10  loss 4.3  logits [2, 32, 256]
+step 20  loss 3.6  logits [2, 32, 256]
 """
 
 import os
@@ -12,6 +15,7 @@ import zerofx
 
 
 def main():
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
         num_attention_heads=4, use_cache=False,

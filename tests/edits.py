@@ -132,7 +132,7 @@ def statements_split(directory: Path) -> None:
     assert names is not None
     source.lines[i : i + 1] = [
         f"    rt.pack(grads_1, 1, (14,), [{names[1]}])",
-        f"    rt.pack(grads_1, 1, [15], ({names[2]},))",
+        f"    rt.pack(grads_1, 1, (15,), ({names[2]},))",
     ]
     i = source.at(r"\(embed_weight, position_weight\) = ")
     source.lines[i : i + 1] = [
@@ -342,3 +342,13 @@ def saved_value_forgotten(directory: Path) -> None:
 @harmful(r"bucket 7 is none of the layout's 4")
 def unknown_bucket(directory: Path) -> None:
     edited(directory, r"(gather_2 = .*bucket=)2", r"\g<1>7")
+
+
+@harmful(r"positions of parameters are a tuple; this is \[14, 15\]")
+def positions_as_a_list(directory: Path) -> None:
+    edited(directory, r"rt.pack\(grads_1, 1, \(14, 15\)", "rt.pack(grads_1, 1, [14, 15]")
+
+
+@harmful(r"norm_forward takes one list, which it empties; this is a tuple")
+def arguments_as_a_tuple(directory: Path) -> None:
+    edited(directory, r"norm_forward\(args\)", "norm_forward(tuple(args))")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.analysis.memory import peak_bytes
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.measure import PeakMemory
@@ -31,7 +30,7 @@ class Measured:
 
     peak_bytes: int
     predicted_bytes: int
-    predicted_as_aten_bytes: int
+    predicted_loss_only_bytes: int
     sent: dict[str, tuple[int, int]]
     predicted_sent: dict[str, tuple[int, int]]
     padded_numel: int
@@ -41,11 +40,12 @@ class Measured:
 def _gpt(model: nn.Module | None) -> nn.Module | Call:
     if model is None:
         return GPT(GPTConfig(layers=4, width=96, heads=4, seq=SEQ))
-    return lambda step: model(*_tokens(step))
+    return lambda step: model(*_tokens(step, model))
 
 
-def _tokens(step: int) -> tuple[Tensor, Tensor]:
+def _tokens(step: int, model: nn.Module) -> tuple[Tensor, Tensor]:
     text = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    text = text.to(next(model.parameters()).device)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
@@ -86,7 +86,7 @@ def _hf(model: nn.Module | None) -> nn.Module | Call:
         )  # fmt: skip
 
     def call(step: int) -> Tensor:
-        tokens, _ = _tokens(step)
+        tokens, _ = _tokens(step, model)
         return model(input_ids=tokens, labels=tokens).loss
 
     return call
@@ -97,12 +97,13 @@ MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
 }  # fmt: skip
 
 
-def measure(name: str, plan: dict[str, Any]) -> Measured:
+def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
     """Train a model for some steps on this rank with AdamW, and measure the last one."""
     gc.collect()
     torch.manual_seed(0)
-    with PeakMemory(torch.device("cpu")) as memory:
-        model = zerofx.compile(MODELS[name](None), plan, device="cpu")
+    device = torch.device(on)
+    with PeakMemory(device) as memory:
+        model = zerofx.compile(MODELS[name](None), plan, device=device)
         call = MODELS[name](model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(STEPS):
@@ -117,7 +118,7 @@ def measure(name: str, plan: dict[str, Any]) -> Measured:
     return Measured(
         peak_bytes=memory.steps[-1].high_bytes,
         predicted_bytes=program.memory().peak_bytes,
-        predicted_as_aten_bytes=peak_bytes(program),
+        predicted_loss_only_bytes=program.memory(keeps_results=False).peak_bytes,
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),

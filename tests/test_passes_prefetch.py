@@ -52,6 +52,15 @@ def test_a_refresh_goes_with_the_next_gather_and_does_not_count() -> None:
     ]  # fmt: skip
 
 
+def test_a_refresh_before_all_gathers_stays() -> None:
+    """Every parameter is small but the last layer's: the first thing read is resident."""
+    program = before("convnet", Choice(3, bucket_bytes=0, persist_below=500), NAME)
+    after = run(program, PrefetchGathers(distance=1))
+    first = order(program, "forward").index("gather 1")
+    assert order(program, "forward")[:2] == ["refresh 0", "wait refresh 0"]
+    assert order(after, "forward")[: first + 1] == order(program, "forward")[: first + 1]
+
+
 def test_refreshes_alone_are_launched_ahead_as_well() -> None:
     after = run(before("chain", Choice(2, bucket_bytes=1500), NAME), PrefetchGathers(distance=1))
     assert order(after, "forward") == [

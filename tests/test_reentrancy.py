@@ -127,9 +127,11 @@ def run_sequences(plan: dict[str, Any]) -> dict[str, bool]:
     reference = _model(**plan)
     one_at_a_time(reference)
     expected = _grads(reference)
+    expected = [g.clone() for g in expected]
     equal = {}
+    model = _model(**plan)
     for name, sequence in SEQUENCES.items():
-        model = _model(**plan)
+        model.zero_grad()
         sequence(model)
         equal[name] = all(
             torch.equal(a, b) for a, b in zip(_grads(model), expected, strict=True)

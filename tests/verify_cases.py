@@ -42,13 +42,13 @@ def program(case: str = "gpt", world: int = 2, is_training: bool = True, **plan:
 
 
 @cache
-def _files() -> dict[str, str]:
-    return render(program())
+def _files(kernels: str) -> dict[str, str]:
+    return render(program(kernels=kernels))
 
 
-def emitted(directory: Path) -> Path:
+def emitted(directory: Path, kernels: str = "aten") -> Path:
     """Emit the GPT of the tests at stage 3 for 2 ranks, to be edited; return where."""
-    return write(_files(), directory / "program")
+    return write(_files(kernels), directory / "program")
 
 
 def find(broken: Program, target: Any, bucket: int | None = None, graph: str = BACKWARD) -> fx.Node:

@@ -100,11 +100,15 @@ def memory(
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
     ] = 8,
+    keeps_results: Annotated[
+        bool, typer.Option("--keep-results/--loss-only", help="what the loop holds until step()")
+    ] = True,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print what a rank holds: by category, and the names at the peak."""
     program = _program(model, world, _plan(plan, stage, set_), machine, batch, seq)
-    _show(program.memory(optimizer_bytes=optimizer_bytes), as_json)
+    options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
+    _show(program.memory(**options), as_json)
 
 
 @app.command()

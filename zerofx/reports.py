@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from zerofx import compat
-from zerofx.analysis.liveness import CompiledRegion
+from zerofx.analysis.storage import CompiledRegion
 from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import RegionCode, RegionLibrary

@@ -1,92 +1,43 @@
 """When each storage of a training step comes to life and dies, from forward through backward.
 
-Time is a number over the nodes of forward, then backward, in the order in which they run. Views
-count at the storage they look into, once. A storage lives from the node that makes it to the last
-node that reads it or a view of it: emitted code drops every variable at its last use, also inside
-regions, whose callers keep nothing of what they hand over.
+A storage lives from the node that makes it to the last node that reads it or a view of it: emitted
+code drops every variable at its last use, also inside regions, whose callers keep nothing of what
+they hand over.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from zerofx.analysis.wrapper import RegionTrace
+from zerofx.analysis.storage import (
+    Category,
+    Compiled,
+    CompiledRegion,
+    Lifetimes,
+    Storage,
+    is_view,
+    slot_of,
+    span_bytes,
+)
+from zerofx.analysis.workspace import workspace_bytes
 from zerofx.ir import ops
-from zerofx.ir.graphs import is_alias
-from zerofx.ir.meta import Info, OutputInfo, Role, info, value
+from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 
-class Category(str, Enum):
-    """What bytes are held for."""
-
-    PARAMETERS = "parameters"  # shards; full parameters before they are sharded
-    GATHERED = "gathered"  # resident and kept copies of full parameters
-    GRADIENTS = "gradients"  # what p.grad shows, and full gradients on their way into a bucket
-    OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"  # what backward reads of forward
-    TEMPORARIES = "temporaries"
-    COMMUNICATION = "communication"  # slots, and what reductions receive into
-    INPUTS = "inputs"
-    OUTPUTS = "outputs"
-    BUFFERS = "buffers"
-
-
-@dataclass(eq=False)
-class Storage:
-    """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
-
-    slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
-    """
-
-    category: Category
-    nbytes: int
-    name: str
-    birth: int
-    death: int
-    where: Info
-    slot: int = -1
-
-
-@dataclass(frozen=True)
-class Lifetimes:
-    """All storages of a step, and the node that runs at each time."""
-
-    storages: tuple[Storage, ...]
-    nodes: tuple[tuple[str, fx.Node], ...]
-
-    @property
-    def end(self) -> int:
-        return max(len(self.nodes) - 1, 0)
-
-
-@dataclass(frozen=True)
-class CompiledRegion:
-    """One call of a region that Inductor compiled: what it reads and makes, and its allocations."""
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    trace: RegionTrace
-
-
-Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
-
-
-def lifetimes(program: Program, compiled: Compiled | None = None) -> Lifetimes:
+def lifetimes(
+    program: Program, compiled: Compiled | None = None, keeps_results: bool = True
+) -> Lifetimes:
     """Return the live range of every storage that the program's graphs make or are given.
 
-    Regions are taken to run op by op, as ATen, but for those in `compiled`.
+    Regions are taken to run op by op, as ATen, but for those in `compiled`. The user holds the loss
+    to the end, and the other results too if `keeps_results`.
     """
-    walk = _Walk(program, compiled or {})
+    walk = _Walk(program, compiled or {}, keeps_results)
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     return Lifetimes(tuple(walk.storages), tuple(walk.nodes))
@@ -95,8 +46,9 @@ def lifetimes(program: Program, compiled: Compiled | None = None) -> Lifetimes:
 class _Walk:
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
-    def __init__(self, program: Program, compiled: Compiled) -> None:
+    def __init__(self, program: Program, compiled: Compiled, keeps_results: bool) -> None:
         self.program, self.compiled = program, compiled
+        self.keeps_results = keeps_results
         self.storages: list[Storage] = []
         self.nodes: list[tuple[str, fx.Node]] = []
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
@@ -125,6 +77,8 @@ class _Walk:
                 self._leave(time)
             else:
                 self.held[node] = self._hold(node, time)
+                if inside := workspace_bytes(node):
+                    self._briefly(inside, f"inside {node.name}", node, time)
         for storage in self.forever:
             storage.death = len(self.nodes) - 1
 
@@ -145,9 +99,12 @@ class _Walk:
             self.held[node] = (storage,)
         self.storages += made.values()
         inside = trace.peak_bytes - sum(trace.made_bytes.values())
-        where = info(region.nodes[0])
-        kind, name = Category.TEMPORARIES, "inside a compiled region"
-        self.storages.append(Storage(kind, max(inside, 0), name, time, time, where))
+        self._briefly(max(inside, 0), "inside a compiled region", region.nodes[0], time)
+
+    def _briefly(self, nbytes: int, name: str, node: fx.Node, time: int) -> None:
+        """Note what is held at one time only."""
+        kind = Category.TEMPORARIES
+        self.storages.append(Storage(kind, nbytes, name, time, time, info(node)))
 
     # -- what a node's value lies in ------------------------------------------------------------
     def _hold(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
@@ -238,7 +195,8 @@ class _Walk:
         is_new = storage.category is Category.TEMPORARIES
         if is_new and spec.role in _LEAVES:
             storage.category = _LEAVES[spec.role]
-        if spec.role in (Role.OUTPUT, Role.GRAD, Role.INPUT_GRAD):
+        is_kept = self.keeps_results or spec.index == self.program.calling.loss
+        if spec.role in (Role.GRAD, Role.INPUT_GRAD) or (spec.role is Role.OUTPUT and is_kept):
             self.forever.append(storage)
             if is_new and spec.name:
                 storage.name = spec.name
@@ -259,39 +217,3 @@ _LEAVES = {
     Role.GRAD: Category.GRADIENTS,
     Role.INPUT_GRAD: Category.GRADIENTS,
 }
-
-
-def slot_of(node: fx.Node) -> int:
-    """Return the slot of a gather or gradient buffer, -1 where it has memory of its own."""
-    place = 3 if node.target is ops.all_gather else 4
-    return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Say whether a node's value lies in the storage of its argument."""
-    if node.target is operator.getitem:
-        return is_view(node.all_input_nodes[0])
-    return node.op == "call_function" and _is_view_op(node)
-
-
-_VIEW_OPS: dict[Any, bool] = {}
-
-
-def _is_view_op(node: fx.Node) -> bool:
-    known = _VIEW_OPS.get(node.target)
-    if known is None:
-        known = _VIEW_OPS[node.target] = is_alias(node)
-    return known
-
-
-def span_bytes(val: torch.Tensor) -> int:
-    """Return the bytes of a fresh tensor's storage, from its shape and strides."""
-    return _span_bytes(val.shape, val.stride(), val.dtype)
-
-
-@lru_cache(maxsize=8192)
-def _span_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
-    if 0 in shape:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    return (last + 1) * dtype.itemsize

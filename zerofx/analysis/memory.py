@@ -1,7 +1,7 @@
 """How many bytes a rank holds, from the start of forward to the optimizer's step.
 
-What is counted is one rank's tensors in the steady state of an ordinary loop: the batch and the
-results are held by the user until the step ends, and gradients were dropped before it (zero_grad).
+What is counted is one rank's tensors in the steady state of an ordinary loop: the batch is held by
+the user until the step ends, and gradients were dropped before it (zero_grad).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zerofx.analysis.liveness import Category, Compiled, Lifetimes, Storage, lifetimes
+from zerofx.analysis.liveness import lifetimes
 from zerofx.analysis.standing import is_slot, slot_name, standing
+from zerofx.analysis.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Program
 
 ADAMW_STATE_BYTES = 8  # an element's two moments in fp32
@@ -85,13 +86,15 @@ def memory(
     program: Program,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
+    keeps_results: bool = True,
 ) -> Memory:
     """Walk the program's storages through one step.
 
     optimizer_bytes: bytes of optimizer state for each element of a trainable parameter.
     compiled: what the regions that Inductor compiled allocate; others are taken op by op.
+    keeps_results: the user holds all results to the end of the step; else the loss only.
     """
-    life = lifetimes(program, compiled)
+    life = lifetimes(program, compiled, keeps_results)
     beside = standing(program, life, optimizer_bytes)
     storages = tuple(s for s in (*life.storages, *beside) if s.slot < 0)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zerofx.analysis.liveness import Category, Lifetimes, Storage
+from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from zerofx.analysis.liveness import Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.analysis.scratch import receive_buffers
+from zerofx.analysis.storage import Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.memory import Memory, memory
+from zerofx.analysis.storage import Compiled
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import info

@@ -123,7 +123,9 @@ class _Reading:
     # -- the two functions ------------------------------------------------------------------------
     def forward(self, function: Callable[..., Any]) -> fx.GraphModule:
         with self._recording(FORWARD) as (recorder, calls, given):
-            returned = function(calls, recorder.shards, given[Role.BUFFER], given[Role.INPUT])
+            leaves = given[Role.INPUT]
+            inputs = [leaves.get(i) for i in range(self.facts["calling"]["in_leaves"])]
+            returned = function(calls, recorder.shards, given[Role.BUFFER], inputs)
             outs, updates, saved = self._lists(recorder, returned)
             specs = self._specs(FORWARD)
             results = self._match(recorder, specs, Role.OUTPUT, outs)

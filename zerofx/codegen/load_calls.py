@@ -62,7 +62,7 @@ class Calls:
         fields = _of(self._launched(flight.node))
         return self._recorder.communicate(ops.wait, flight.node, **fields).meta["val"]
 
-    def unpack(self, full: Tensor, bucket: int, params: Sequence[int]) -> tuple[Tensor, ...]:
+    def unpack(self, full: Tensor, bucket: int, params: tuple[int, ...]) -> tuple[Tensor, ...]:
         node = self._recorder.node(full, "what rt.unpack takes apart")
         views = []
         for piece in self._members(bucket, params):
@@ -96,7 +96,7 @@ class Calls:
         return made
 
     def pack(
-        self, buffer: Tensor, bucket: int, params: Sequence[int], grads: Sequence[Tensor]
+        self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         if self._filling.get(id(buffer), bucket) != bucket:
             mine = self._filling[id(buffer)]
@@ -142,8 +142,10 @@ class Calls:
             raise self._recorder.refuse(f"bucket {bucket!r} is none of the layout's {num}")
         return self._layout.buckets[bucket]
 
-    def _members(self, bucket: int, params: Sequence[int]) -> list[Any]:
+    def _members(self, bucket: int, params: tuple[int, ...]) -> list[Any]:
         held = self._bucket(bucket).params
+        if not isinstance(params, tuple):
+            raise self._recorder.refuse(f"positions of parameters are a tuple; this is {params!r}")
         if wrong := [i for i in params if type(i) is not int or not 0 <= i < len(held)]:
             raise self._recorder.refuse(
                 f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}"
@@ -212,6 +214,9 @@ class Regions:
     def _run(self, name: str, args: list[Any]) -> Any:
         recorder = self.recorder
         assert recorder is not None, "a region ran outside forward and backward"
+        if type(args) is not list:
+            kind = type(args).__name__
+            raise recorder.refuse(f"{name} takes one list, which it empties; this is a {kind}")
         for arg in args:
             recorder.node(arg, f"an argument of {name}")
         with recorder.region(recorder.unit_here()):

@@ -42,7 +42,9 @@ class PrefetchGathers(Pass):
         ahead, moved = 0, 0  # `ahead`: how many steps stand before the wait
         for wait in waits:
             target = steps[max(0, min(ahead, len(steps) - 1) - self.distance)]
-            if target is not wait and wait.args[0].next is not target:
+            # a refresh before the first step has nothing to go ahead of
+            is_behind_target = target is not wait and (wait in counted or ahead > 0)
+            if is_behind_target and wait.args[0].next is not target:
                 target.prepend(wait.args[0])
                 moved += 1
             ahead += wait in counted

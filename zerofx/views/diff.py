@@ -6,8 +6,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.liveness import Category
 from zerofx.analysis.memory import memory
+from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Program

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
+from zerofx.analysis.storage import Compiled
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
@@ -133,9 +133,10 @@ def view(
     program: Program,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
+    keeps_results: bool = True,
 ) -> MemoryView:
     """Return the memory of one rank over a step of a program."""
-    report = memory(program, optimizer_bytes, compiled)
+    report = memory(program, optimizer_bytes, compiled, keeps_results)
     known = f"{len(compiled or {})} regions as Inductor compiled them"
     basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
     return MemoryView(title(program), report, traffic(program), optimizer_bytes, basis)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofx.analysis.liveness import Compiled
 from zerofx.analysis.steps import Lane, Schedule, Step, schedule
+from zerofx.analysis.storage import Compiled
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.text import without_numbers

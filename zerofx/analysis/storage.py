@@ -1,0 +1,113 @@
+"""Storages: one allocation each, held from one time to another, for some purpose.
+
+Time is a number over the nodes of forward, then backward, in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.analysis.wrapper import RegionTrace
+from zerofx.ir import ops
+from zerofx.ir.graphs import is_alias
+from zerofx.ir.meta import Info
+
+
+class Category(str, Enum):
+    """What bytes are held for."""
+
+    PARAMETERS = "parameters"  # shards; full parameters before they are sharded
+    GATHERED = "gathered"  # resident and kept copies of full parameters
+    GRADIENTS = "gradients"  # what p.grad shows, and full gradients on their way into a bucket
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"  # what backward reads of forward
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"  # slots, and what reductions receive into
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    BUFFERS = "buffers"
+
+
+@dataclass(eq=False)
+class Storage:
+    """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
+
+    slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
+    """
+
+    category: Category
+    nbytes: int
+    name: str
+    birth: int
+    death: int
+    where: Info
+    slot: int = -1
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """All storages of a step, and the node that runs at each time."""
+
+    storages: tuple[Storage, ...]
+    nodes: tuple[tuple[str, fx.Node], ...]
+
+    @property
+    def end(self) -> int:
+        return max(len(self.nodes) - 1, 0)
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """One call of a region that Inductor compiled: what it reads and makes, and its allocations."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    trace: RegionTrace
+
+
+Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
+
+
+def slot_of(node: fx.Node) -> int:
+    """Return the slot of a gather or gradient buffer, -1 where it has memory of its own."""
+    place = 3 if node.target is ops.all_gather else 4
+    return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Say whether a node's value lies in the storage of its argument."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    return node.op == "call_function" and _is_view_op(node)
+
+
+_VIEW_OPS: dict[Any, bool] = {}
+
+
+def _is_view_op(node: fx.Node) -> bool:
+    known = _VIEW_OPS.get(node.target)
+    if known is None:
+        known = _VIEW_OPS[node.target] = is_alias(node)
+    return known
+
+
+def span_bytes(val: torch.Tensor) -> int:
+    """Return the bytes of a fresh tensor's storage, from its shape and strides."""
+    return _span_bytes(val.shape, val.stride(), val.dtype)
+
+
+@lru_cache(maxsize=8192)
+def _span_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize
