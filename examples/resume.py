@@ -1,11 +1,11 @@
 """Start on 2 ranks at stage 3, go on in one process at stage 1: the run does not notice.
 
 $ torchrun --standalone --nproc-per-node 2 examples/resume.py start
-step 10  loss 10.6004
-step 20  loss 6.1607
+step 10  loss 10.600
+step 20  loss 6.161
 $ python examples/resume.py go-on
-step 30  loss 4.1159
-step 40  loss 3.7914
+step 30  loss 4.116
+step 40  loss 3.791
 """
 
 import os

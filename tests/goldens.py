@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "goldens"
 
 
 def check(name: str, text: str) -> None:
-    """Compare `text` with the golden of that name; with the environment variable set, replace it."""
+    """Compare `text` with the golden of that name, or replace it where that was asked for."""
     path = FOLDER / f"{name}.txt"
     text = text.rstrip() + "\n"
     if os.environ.get("ZEROFX_UPDATE_GOLDENS"):

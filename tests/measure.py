@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import zerofx
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.measure import PeakMemory
+from zerofx.ir import ops
 
 STEPS = 3
 BATCH, SEQ = 4, 64
@@ -26,6 +28,7 @@ class Measured:
     """One rank's steady state, and what its program predicts.
 
     sent: kind of collective -> (calls, bytes) in one step.
+    padded_numel, regathered_numel: elements of all buckets, and of those that backward gathers.
     """
 
     peak_bytes: int
@@ -34,6 +37,7 @@ class Measured:
     sent: dict[str, tuple[int, int]]
     predicted_sent: dict[str, tuple[int, int]]
     padded_numel: int
+    regathered_numel: int
 
 
 # -- models large enough for tensors to outweigh what operators allocate inside ---------------
@@ -102,8 +106,11 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
     gc.collect()
     torch.manual_seed(0)
     device = torch.device(on)
-    with PeakMemory(device) as memory:
-        model = zerofx.compile(MODELS[name](None), plan, device=device)
+    compiled = zerofx.compile(MODELS[name](None), plan, device=device)
+    MODELS[name](compiled)(0).backward()
+    with PeakMemory(device) as memory:  # sees the copy from its first allocation on
+        model = copy.deepcopy(compiled)
+        del compiled
         call = MODELS[name](model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(STEPS):
@@ -122,6 +129,9 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),
+        regathered_numel=sum(
+            n.args[2] for n in program.graph("backward").nodes if n.target is ops.all_gather
+        ),
     )
 
 
