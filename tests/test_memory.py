@@ -54,7 +54,8 @@ def test_bytes_of_each_stage(pool: Any, stage: int) -> None:
     world = 2
     for measured in pool.run(world, measure, "gpt", {**ATEN, "stage": stage, "persist_below": 0}):
         numel = 2 * measured.padded_numel + measured.regathered_numel
-        assert sum(nbytes for _, nbytes in measured.sent.values()) == 4 * numel * (world - 1) / world
+        sent_bytes = sum(nbytes for _, nbytes in measured.sent.values())
+        assert sent_bytes == 4 * numel * (world - 1) / world
         assert measured.sent == measured.predicted_sent
         assert (measured.regathered_numel > 0.9 * measured.padded_numel) == (stage == 3)
 
