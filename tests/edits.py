@@ -62,9 +62,7 @@ class Source:
 
 def _simple(tree: ast.Module) -> list[ast.stmt]:
     """Return the statements that contain no others."""
-    return [
-        n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not getattr(n, "body", None)
-    ]
+    return [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not getattr(n, "body", None)]
 
 
 def edited(directory: Path, pattern: str, new: str, after: str = "def forward") -> None:
@@ -227,7 +225,9 @@ def wait_forgotten(directory: Path) -> None:
     edited(directory, r"full_2 = rt.wait\(gather_2\)", "full_2 = gather_2")
 
 
-@harmful(r"bucket 3 \(blocks.1\) into slot 1 while gathered bucket 2 \(blocks.0\) is in flight there")
+@harmful(
+    r"bucket 3 \(blocks.1\) into slot 1 while gathered bucket 2 \(blocks.0\) is in flight there"
+)
 def slot_taken_twice(directory: Path) -> None:
     edited(directory, r"(gather_3 = .*slot=)\d", r"\g<1>1")
     edited(directory, r"(rt.release\(full_3, slot=)\d", r"\g<1>1")

@@ -1,7 +1,8 @@
-"""Reloading an emitted directory: as written, after harmless edits, and refused after harmful ones."""
+"""Reloading an emitted directory: as written, after harmless edits, refused after harmful ones."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -93,7 +94,10 @@ def test_a_harmless_edit_loads(tmp_path: Path, edit: Edit) -> None:
     directory = emitted(tmp_path)
     edit(directory)
     loaded = zerofx.load_program(directory)
-    assert loaded.history[-1].summary in ("edited: schedule.py", "edited: regions/blocks_forward.py")
+    assert loaded.history[-1].summary in (
+        "edited: schedule.py",
+        "edited: regions/blocks_forward.py",
+    )
 
 
 @pytest.mark.parametrize(("edit", "message"), HARMFUL, ids=lambda e: getattr(e, "__name__", ""))
@@ -133,9 +137,46 @@ def test_changed_math_can_be_allowed(tmp_path: Path) -> None:
         zerofx.load_program(directory, allow_changed_math=True)
 
 
+# -- tensors that forward holds -----------------------------------------------------------------
+class Holding(torch.nn.Module):
+    """Reads tensors that are neither parameters nor buffers: made in forward, and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.plain = torch.randn(16, 16).t()  # base64, and transposed
+        self.odd = torch.tensor([float("nan"), float("inf"), -0.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * torch.tensor([1.0, 2.0]).repeat(8) @ self.plain
+        return x[torch.tensor([2, 0])].pow(2).sum() + torch.where(self.odd > 0, 1.0, 0.0).sum()
+
+
+def test_constants_are_emitted_and_come_back(tmp_path: Path) -> None:
+    plain, x = Holding(), torch.randn(4, 16)
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(kernels="aten"))
+    losses = [model(x), plain(x)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    grads = [m.linear.weight.grad for m in (model, plain)]
+    assert torch.equal(grads[0].to_local().view(16, 16), grads[1])
+    directory = model.programs[0].emit(tmp_path / "p")
+    text = (directory / "constants.py").read_text()
+    assert "zfx.constant([1.0, 2.0], 'float32', (2,), (1,), 'cpu')" in text
+    loaded = zerofx.load_program(directory)
+    assert loaded.signature == model.programs[0].signature
+    assert (emit(loaded, tmp_path / "q") / "constants.py").read_text() == text
+    (directory / "constants.py").write_text(text.replace("[1.0, 2.0]", "[1.0, 3.0]"))
+    with pytest.raises(ProgramError, match=r"does not compute what was captured: .*; edited: const"):
+        zerofx.load_program(directory)
+
+
 # -- files --------------------------------------------------------------------------------------
 def test_a_directory_without_a_program(tmp_path: Path) -> None:
-    with pytest.raises(ProgramError, match=r"holds no emitted program: fingerprint.json is missing"):
+    with pytest.raises(
+        ProgramError, match=r"holds no emitted program: fingerprint.json is missing"
+    ):
         zerofx.load_program(tmp_path / "nothing")
 
 

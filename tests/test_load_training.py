@@ -1,4 +1,4 @@
-"""Edited directories train: adopted by a model on 2 real ranks, bit for bit as what was compiled."""
+"""Edited directories train: adopted by a model on 2 real ranks, bit for bit as compiled."""
 
 from __future__ import annotations
 

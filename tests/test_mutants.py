@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 from models import CASES
-from mutants import BASES, generate
-from mutants_judge import Tally
+from mutants import BASES, Mutant, generate
+from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
 
+from zerofx.ir.meta import info
 from zerofx.ir.verify import verify
 
 FEW = BASES[:4]
@@ -46,6 +47,18 @@ def test_verify_tells_harm_from_harmless() -> None:
 def test_verify_tells_harm_from_harmless_on_many(seed: int) -> None:
     """A good thousand over the four seeds."""
     check(tally(8 * len(KINDS), seed), 0.05)
+
+
+def test_the_order_of_random_draws_is_part_of_the_program() -> None:
+    """Two dropouts of one shape that do not read each other: exchanged, each gets other masks."""
+    base = next(b for b in FEW if b.case == "branches")
+    program = base.program.clone()
+    first, second = [n for n in program.graph("forward").nodes if info(n).is_random]
+    first.prepend(second)
+    program.graph("forward").lint()
+    mutant = Mutant(0, "reorder-random", "", base, program)
+    assert (harm_of(mutant) or "").startswith("late: rank 0")
+    assert (refusal_of(mutant) or "").startswith("verify: ")
 
 
 def test_the_unmutated_programs_pass() -> None:

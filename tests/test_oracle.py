@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,14 @@ def test_ranks_see_their_own_batches_and_draw_their_own_masks() -> None:
     assert not torch.equal(*losses)
     assert first.gradients.keys() == second.gradients.keys()
     assert all(torch.equal(g, second.gradients[n]) for n, g in first.gradients.items())
+
+
+def test_it_shares_no_code_with_what_it_judges() -> None:
+    folder = Path(__file__).parent
+    for name in ("oracle", "oracle_rank", "oracle_ops", "oracle_exchange", "oracle_memory"):
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        found = set(re.findall(r"(?m)^\s*(?:from|import) (zerofx[\w.]*)", text))
+        assert found <= {"zerofx.ir.meta", "zerofx.ir.program"}, name
 
 
 # -- what it must see ---------------------------------------------------------------------------

@@ -159,7 +159,9 @@ def resident_without_refresh() -> Program:
 
 
 # -- slots --------------------------------------------------------------------------------------
-@broken(r"slots overlap: all_gather\w* puts gathered bucket 2 .* into slot 0 while gathered bucket 0")
+@broken(
+    r"slots overlap: all_gather\w* puts gathered bucket 2 .* into slot 0 while gathered bucket 0"
+)
 def two_in_flight_in_one_slot() -> Program:
     p = program()
     p.slots = {"bytes": [1 << 20] * 3}
@@ -216,7 +218,9 @@ def save(p: Program, node: fx.Node) -> None:
     add_placeholder(p.graph(BACKWARD), node.name, val, Role.SAVED, name=node.name, index=position)
 
 
-@broken(r"forward: the result reads \S+weight, a parameter of gathered bucket 2 .* after its release")
+@broken(
+    r"forward: the result reads \S+weight, a parameter of gathered bucket 2 .* after its release"
+)
 def saved_view_of_a_released_bucket() -> Program:
     p = program()
     save(p, next(u for u in gathered(p)[1].users if u.target is ops.param_view))
@@ -315,7 +319,9 @@ def packed_at_a_wrong_offset() -> Program:
     return p
 
 
-@broken(r"the gradient packed for blocks.0.attn.qkv.weight is torch.float32\[16, 64\]; the parameter")
+@broken(
+    r"the gradient packed for blocks.0.attn.qkv.weight is torch.float32\[16, 64\]; the parameter"
+)
 def packed_with_a_wrong_shape() -> Program:
     p = program()
     pack = find(p, ops.pack, 2)
@@ -430,7 +436,7 @@ def gradient_buffer_read_by_compute() -> Program:
 @broken(r"region \d+ is interrupted before \w+: communication may stand between regions only")
 def communication_inside_a_region() -> Program:
     p = program()
-    _, wait, release = gathered(p)
+    _, wait, _release = gathered(p)
     view = next(u for u in wait.users if u.target is ops.param_view)
     nodes = region_reading(view)
     later = find(p, ops.all_gather, 3, FORWARD)
@@ -561,7 +567,7 @@ def test_correct_programs_of_other_plans_are_accepted(plan: dict[str, Any]) -> N
 def test_harmless_freedoms() -> None:
     """What changes no result is no fault: a second wait, a dropped release, a recomputed node."""
     p = program()
-    launch, wait, release = gathered(p)
+    launch, wait, _release = gathered(p)
     with p.graph(FORWARD).inserting_after(wait):
         call(p.graph(FORWARD), ops.wait, (launch,), like=wait)
     node = next(n for n in p.graph(FORWARD).nodes if info(n).region == 1)
@@ -587,7 +593,7 @@ def test_the_pass_is_named() -> None:
     assert done.reference is not None
     node = find(done, ops.reduce_scatter)
     set_argument(node, 3, 0.25)
-    with pytest.raises(ProgramError, match="^assign-slots: backward: bucket .* at scale 0.25"):
+    with pytest.raises(ProgramError, match=r"^assign-slots: backward: bucket .* at scale 0.25"):
         run_pass(done, AssignSlots())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jinja2
 import torch
 
+from zerofx.codegen.constants import constants_source
 from zerofx.codegen.facts import program_facts
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function
@@ -42,13 +43,17 @@ def render(program: Program) -> dict[str, str]:
         if name in program.graphs
     ]
     codes = list(library.codes.values())
+    constants = constants_source(program)
     schedule = _TEMPLATES.get_template("schedule.py.j2").render(
         title=f"{program.model_name}: {_headline(program)}",
         summary=program.history[-1].summary if program.history else "",
         regions=[c.name for c in codes],
+        has_constants=bool(constants),
         functions=functions,
     )
     files = {"schedule.py": schedule}
+    if constants:
+        files["constants.py"] = constants
     files |= {f"regions/{c.name}.py": c.source for c in codes}
     files["plan.yaml"] = program.plan.to_yaml()
     facts = program_facts(program)

@@ -16,9 +16,10 @@ from torch import Tensor, fx
 
 from zerofx import compat
 from zerofx.codegen.facts import read_reference
-from zerofx.codegen.load_calls import Calls, Regions, Shards
+from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_files import Emitted, read_calling, read_directory, read_params
 from zerofx.codegen.load_record import Recorder
+from zerofx.codegen.load_sources import Files
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
@@ -26,7 +27,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Entry, ParamInfo, Program
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_fault import file_lines
 from zerofx.runtime.layout import Layout
-from zerofx.runtime.regions import import_file, regions_read_by
+from zerofx.runtime.regions import import_file, read_by
 from zerofx.runtime.standalone import layout_from_facts
 
 
@@ -116,8 +117,8 @@ class _Reading:
         self.device: str = rows[0][4][3] if rows else "cpu"
 
     def import_schedule(self) -> ModuleType:
-        self.regions = Regions(self.directory)
-        with regions_read_by(lambda _: self.regions), self._explained():
+        self.files = Files(self.directory)
+        with read_by(self.files), self._explained():
             return import_file(self.directory / "schedule.py", "zerofx_schedule")
 
     # -- the two functions ------------------------------------------------------------------------
@@ -155,10 +156,10 @@ class _Reading:
     @contextmanager
     def _recording(self, name: str) -> Iterator[tuple[Recorder, Calls, dict[Role, dict]]]:
         phase = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
-        recorder = Recorder(self.directory, phase, self.regions.files)
+        recorder = Recorder(self.directory, phase, self.files.paths)
         recorder.shards = Shards(recorder, self.layout, self.device)
         calls = Calls(recorder, self.layout, self.params)
-        self.regions.recorder = recorder
+        self.files.recorder = recorder
         with self._explained(), self.mode, torch.no_grad(), recorder:
             yield recorder, calls, self._placeholders(recorder, name)
 
@@ -240,7 +241,7 @@ class _Reading:
         except ProgramError:
             raise
         except Exception as error:
-            files = {str(self.directory / "schedule.py"), *self.regions.files}
+            files = {str(self.directory / "schedule.py"), *self.files.paths}
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
             if not frames:
                 raise

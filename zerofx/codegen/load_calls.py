@@ -1,22 +1,19 @@
-"""What a schedule is given while it is read: an engine, shards and regions that record."""
+"""What a schedule is given while it is read: an engine and shards that record."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 from zerofx.codegen.load_record import Recorder
-from zerofx.errors import ProgramError
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder
 from zerofx.ir.meta import Role
 from zerofx.ir.program import ParamInfo
 from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.regions import import_file
 
 
 class Launch:
@@ -187,37 +184,3 @@ class Shards:
         fields = {**_of(bucket), "name": name, "phase": self._recorder.phase}
         node = add_placeholder(self._recorder.graph, name, val, Role.SHARD, **fields)
         return self._recorder.bind(val, node)
-
-
-class Regions:
-    """Stands for the loaded regions: calling one runs its source on the recorder."""
-
-    def __init__(self, directory: Path) -> None:
-        self.recorder: Recorder | None = None  # of the function that runs now
-        self._functions: dict[str, Callable[[list[Any]], Any]] = {}
-        for path in sorted((directory / "regions").glob("*.py")):
-            module = import_file(path, f"zerofx_region_{path.stem}")
-            function = getattr(module, path.stem, None)
-            if not callable(function):
-                raise ProgramError(
-                    f"{path} has no function {path.stem}; restore it, or emit the program again"
-                )
-            self._functions[path.stem] = function
-        self.files = tuple(str(directory / "regions" / f"{n}.py") for n in self._functions)
-
-    def __getattr__(self, name: str) -> Callable[[list[Any]], Any]:
-        if name not in self._functions:
-            known = ", ".join(self._functions)
-            raise ProgramError(f"schedule.py: regions/{name}.py is missing; there are {known}")
-        return lambda args: self._run(name, args)
-
-    def _run(self, name: str, args: list[Any]) -> Any:
-        recorder = self.recorder
-        assert recorder is not None, "a region ran outside forward and backward"
-        if type(args) is not list:
-            kind = type(args).__name__
-            raise recorder.refuse(f"{name} takes one list, which it empties; this is a {kind}")
-        for arg in args:
-            recorder.node(arg, f"an argument of {name}")
-        with recorder.region(recorder.unit_here()):
-            return self._functions[name](args)

@@ -38,6 +38,8 @@ class Recorder(TorchDispatchMode):
         self.phase, self.region_files = phase, region_files
         self.schedule = str(directory / "schedule.py")
         self.shards: Any = None  # set by who reads: makes placeholders as they are asked for
+        self.root = torch.nn.Module()  # holds the constants
+        self._constants: dict[str, Tensor] = {}
         self.num_regions = 0
         self._region: int | None = None  # of the region call that runs now
         self._loose: int | None = None  # of compute in schedule.py itself, until something else
@@ -88,6 +90,18 @@ class Recorder(TorchDispatchMode):
         node.meta["val"] = val
         set_info(node, role=role, phase=self.phase, name=name, **fields)
         return self.bind(val, node)
+
+    def constant(self, name: str, held: Tensor) -> Tensor:
+        """Return what stands for a constant in this graph, made at its first use."""
+        if name not in self._constants:
+            node = self.graph.create_node("get_attr", name)
+            dtype = str(held.dtype).removeprefix("torch.")
+            val = self.fake(dtype, list(held.shape), list(held.stride()), held.device.type)
+            node.meta["val"] = val
+            set_info(node, phase=self.phase, place=self.place())
+            self.root.register_buffer(name, held)
+            self._constants[name] = self.bind(val, node)
+        return self._constants[name]
 
     def fake(self, dtype: str, shape: list[int], stride: list[int], device: str) -> Tensor:
         """Make a fake tensor without recording it."""
@@ -190,7 +204,7 @@ class Recorder(TorchDispatchMode):
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return fx.GraphModule(self.root, self.graph)
 
 
 def _from_comment(source: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from zerofx.codegen.constants import constant_name, constant_nodes
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.codegen.statements import buffer, slot_of, statement
@@ -16,7 +17,9 @@ from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, Program
 
-RESERVED = ("rt", "shards", "buffers", "inputs", "saved", "tangents", "args", "torch", "zfx")
+RESERVED = (
+    "rt", "shards", "buffers", "constants", "inputs", "saved", "tangents", "args", "torch", "zfx",
+)  # fmt: skip
 
 
 _PASSED_ON = frozenset({ops.wait, ops.param_view, ops.pack})
@@ -119,6 +122,9 @@ class Function:
                 Role.TANGENT: f"tangents[{where.index}]",
             }[role]  # type: ignore[index]
             self._row(f"{name} = {source}", describe(value(node)))
+        for node in constant_nodes(self.graph):
+            source = f"constants.{constant_name(node)}"
+            self._row(f"{self.names.bind(node)} = {source}", describe(value(node)))
         if self.name == BACKWARD:
             saved.sort(key=lambda n: info(n).index)
             if saved:

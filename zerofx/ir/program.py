@@ -95,7 +95,7 @@ class Program:
     outputs: per graph, what each element of its output tuple stands for.
     params: canonical name -> ParamInfo, in registration order.
     reference: what the captured graph computes; None before `merge-tied`, or given up by the user.
-    signature: digest of inputs, parameters and what is computed: equal for interchangeable programs.
+    signature: digest of inputs, parameters and computation: equal for interchangeable programs.
     directory: the emitted directory that the program was loaded from.
     """
 

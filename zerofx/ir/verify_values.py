@@ -257,13 +257,13 @@ def _plain(argument: Any) -> str:
 
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
-    """Return the digest of a constant of the graph: its bytes, where it has any."""
+    """Return the digest of a constant of the graph: its form and bytes."""
     held = functools.reduce(getattr, str(node.target).split("."), gm)
-    made = value(node)
-    text = f"constant {node.target} {getattr(made, 'dtype', '')} {list(getattr(made, 'shape', []))}"
-    if type(held) is torch.Tensor:
-        text = f"constant {held.dtype} {held.tolist()}"
-    return digest(text)
+    if held.is_meta or isinstance(held, compat.FakeTensor):
+        return digest(f"constant {node.target} {held.dtype} {list(held.shape)}")
+    flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
+    return digest(f"constant {held.dtype} {list(held.shape)} {content}")
 
 
 def _form(val: Any) -> tuple[Any, ...]:

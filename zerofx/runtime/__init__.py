@@ -1,7 +1,8 @@
 """What an emitted module needs: the engine's methods and the loading of regions."""
 
 from zerofx.runtime import recurrent as recurrent  # registers the ops that regions call
-from zerofx.runtime.regions import load_regions
+from zerofx.runtime.constants import constant
+from zerofx.runtime.regions import load_constants, load_regions
 from zerofx.runtime.standalone import run_standalone
 
-__all__ = ["load_regions", "run_standalone"]
+__all__ = ["constant", "load_constants", "load_regions", "run_standalone"]

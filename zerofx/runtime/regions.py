@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -48,17 +48,33 @@ def import_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-_READER: ContextVar[Callable[[Path], Any] | None] = ContextVar("reader", default=None)
+class Reader(Protocol):
+    """Stands in for `load_regions` and `load_constants`: how a schedule is read, not run."""
+
+    def regions(self, directory: Path) -> Any: ...
+
+    def constants(self, directory: Path) -> Any: ...
+
+
+_READER: ContextVar[Reader | None] = ContextVar("reader", default=None)
 
 
 @contextlib.contextmanager
-def regions_read_by(reader: Callable[[Path], Any]) -> Iterator[None]:
-    """Let `reader(directory)` stand in for `load_regions`: how a schedule is read, not run."""
+def read_by(reader: Reader) -> Iterator[None]:
+    """Give what is imported inside the reader's regions and constants."""
     token = _READER.set(reader)
     try:
         yield
     finally:
         _READER.reset(token)
+
+
+def load_constants(schedule_file: str) -> Any:
+    """Return the program's constants by name."""
+    directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader.constants(directory)
+    return import_file(directory / "constants.py", "zerofx_constants")
 
 
 def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
@@ -69,7 +85,7 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     """
     directory = Path(schedule_file).parent
     if (reader := _READER.get()) is not None:
-        return reader(directory)
+        return reader.regions(directory)
     facts = json.loads((directory / "fingerprint.json").read_text())
     kernels = kernels or facts["kernels"]
     found = SimpleNamespace()

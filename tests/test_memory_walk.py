@@ -1,0 +1,157 @@
+"""The walk over storages: views once, who dies when, and what generated wrappers allocate."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from stack import stack
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.analysis.liveness import lifetimes
+from zerofx.analysis.memory import Memory, memory, peak_bytes
+from zerofx.analysis.storage import Category, Storage
+from zerofx.analysis.traffic import traffic
+from zerofx.analysis.wrapper import Output, trace
+from zerofx.capture import capture
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+
+
+@cache
+def program(stage: int = 3, world: int = 4) -> Program:
+    plan = {"stage": stage, "bucket_bytes": 0, "persist_below": 0, "kernels": "aten"}
+    return zerofx.rewrite(capture(*stack()), plan, world)
+
+
+def named(report: Memory, name: str) -> list[Storage]:
+    return [s for s in report.storages if s.name == name]
+
+
+class Views(nn.Module):
+    """q, k, v are views of one product, and the last line reads two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(4, 3, 8).unbind(1)
+        return (q * k * v.exp()).sum()
+
+
+def test_views_count_once() -> None:
+    """Saved views of one storage are that storage, in forward and in backward."""
+    captured = capture(Views(), (torch.zeros(4, 8),))
+    report = memory(zerofx.rewrite(captured, {"stage": 0}, 1))
+    (product,) = named(report, "mm")
+    assert product.nbytes == 4 * 24 * 4 and product.category is Category.ACTIVATIONS
+    life = report.life
+    graphs = {graph for graph, _ in life.nodes[product.birth : product.death + 1]}
+    assert graphs == {FORWARD, BACKWARD}
+    held = report.by_category(report.peak_time)
+    assert held[Category.ACTIVATIONS] <= 2 * 4 * 24 * 4  # the product, and what v.exp() makes of it
+
+
+def test_a_tuple_holds_its_parts_until_it_is_taken_apart() -> None:
+    """The parts of a norm's result are three storages; those that are not read die at once."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    for p in model.parameters():
+        p.requires_grad_(False)
+    captured = capture(model, (torch.zeros(4, 8),))
+    parts = [s for s in lifetimes(captured).storages if s.name == "native_layer_norm"]
+    assert [s.nbytes for s in parts] == [4 * 8 * 4, 4 * 4, 4 * 4]
+    assert parts[0].death > parts[1].death >= parts[1].birth
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "sharded"),
+    [(0, 4, "none"), (1, 4, "states"), (3, 4, "all"), (3, 1, "none")],
+)
+def test_what_each_stage_shards(stage: int, world: int, sharded: str) -> None:
+    report = memory(program(stage, world))
+    lasting = report.lasting()
+    padded = sum(b.full_bytes for b in program(stage, world).layout.buckets)
+    own = padded if sharded == "none" else padded // world
+    assert lasting[Category.PARAMETERS] == own
+    assert lasting[Category.GATHERED] == (padded if sharded == "states" else 0)
+    used = sum(p.numel() for p in stack()[0].parameters()) * 8
+    assert lasting[Category.OPTIMIZER] <= 2 * own and (own < padded or used == 2 * padded - 8 * 12)
+
+
+def test_optimizer_bytes_are_the_callers() -> None:
+    free, adamw = (memory(program(), optimizer_bytes=n) for n in (0, 8))
+    assert free.lasting()[Category.OPTIMIZER] == 0
+    assert adamw.peak_bytes - free.peak_bytes == adamw.lasting()[Category.OPTIMIZER]
+    assert peak_bytes(program()) == adamw.peak_bytes
+
+
+def test_curve_is_the_sum_of_what_is_held() -> None:
+    report = memory(program())
+    for time in (0, report.peak_time, report.life.end):
+        assert report.curve[time] == sum(h.nbytes for h in report.held_at(time))
+        assert report.curve[time] == sum(report.by_category(time).values())
+    assert report.peak_bytes == max(report.curve) == report.curve[report.peak_time]
+
+
+def test_slots_say_what_lies_in_them() -> None:
+    report = memory(program())
+    first = next(s for s in report.in_slots if s.category is Category.GATHERED)
+    held = {h.name for h in report.held_at(first.birth)}
+    assert f"slot {first.slot}: gathered layers.0" in held
+    assert not any(name.startswith("slot") for name in (s.name for s in report.in_slots))
+
+
+def test_traffic_is_worked_out_for_any_world() -> None:
+    """Per rank n (w - 1) / w a gather or reduction; twice that for an all-reduce."""
+    for world in (2, 4, 64):
+        for stage, times in ((0, 2), (1, 2), (2, 2)):
+            q = program(stage, world)
+            numel = sum(b.numel for b in q.layout.buckets)
+            sent = [traffic(q, rank) for rank in range(world)]
+            assert sum(s.sent_numel for s in sent) == times * numel * (world - 1)
+            assert all(s.sent_bytes == 4 * s.sent_numel for s in sent)
+    assert traffic(program(3, 1)).sent_bytes == 0
+
+
+# -- wrappers ---------------------------------------------------------------------------------
+WRAPPER = """
+class Runner:
+    def call(self, args):
+        arg0_1, arg1_1 = args
+        args.clear()
+        assert_size_stride(arg0_1, (16, 8), (8, 1))
+        buf0 = empty_strided_cpu((16, 8), (8, 1), torch.float32)
+        extern_kernels.mm(arg0_1, reinterpret_tensor(arg1_1, (8, 8), (1, 8), 0), out=buf0)
+        del arg1_1
+        buf1 = empty_strided_cpu((16, 16), (16, 1), torch.float64)
+        cpp_fused_0(buf0, buf1)
+        del buf1
+        buf2 = buf0; del buf0  # reuse
+        buf3 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(buf2)
+        buf4 = buf3[0]
+        assert_size_stride(buf4, (16, 4), (4, 1), 'sdpa')
+        buf5 = buf3[1]
+        assert_size_stride(buf5, (16, ), (1, ), 'sdpa')
+        del buf3
+        return (reinterpret_tensor(arg0_1, (128, ), (1, ), 0), buf4, buf2, buf4, )
+"""
+
+
+def test_wrapper_is_read() -> None:
+    found = trace(WRAPPER)
+    assert found is not None and found.num_inputs == 2
+    assert found.outputs == (Output(input=0), Output(made=3), Output(made=0), Output(made=3))
+    assert found.made_bytes == {3: 16 * 4 * 4, 0: 16 * 8 * 4}
+    assert found.peak_bytes == 16 * 8 * 4 + 16 * 16 * 8  # while the kernel runs
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["(buf0,) = self.partitions[0](partition0_args)", "return (somewhere_else, )"],
+)
+def test_an_unknown_wrapper_is_left_to_aten(line: str) -> None:
+    source = WRAPPER.replace("        del arg1_1\n", f"        {line}\n")
+    assert trace(source) is None
+    assert trace("x = 1") is None
