@@ -2,7 +2,7 @@
 
 $ torchrun --standalone --nproc-per-node 2 examples/edit_emitted.py
 the edited schedule gives the same loss: True
-refused: forward: param_view_default reads gathered bucket 0 (fc0) af
+refused: forward: the view of fc0.weight reads gathered bucket 0 (fc0
 """
 
 import os

@@ -37,7 +37,7 @@ BELOW: dict[str, set[str]] = {
     "codegen": {"ir"},
     "capture": {"ir"},
     "running": {"capture", "ir", "runtime"},
-    "loading": {"ir", "runtime"},
+    "loading": {"ir", "runtime", "plan"},
     "hooks": set(),
     "module": {"capture", "passes", "codegen", "runtime", "running", "loading", "hooks"},
     "snapshot": {"module", "runtime"},

@@ -160,7 +160,7 @@ def test_constants_are_emitted_and_come_back(tmp_path: Path) -> None:
         loss.backward()
     assert torch.equal(*losses)
     grads = [m.linear.weight.grad for m in (model, plain)]
-    assert torch.equal(grads[0].to_local().view(16, 16), grads[1])
+    assert torch.equal(*grads)
     directory = model.programs[0].emit(tmp_path / "p")
     text = (directory / "constants.py").read_text()
     assert "zfx.constant([1.0, 2.0], 'float32', (2,), (1,), 'cpu')" in text
@@ -168,7 +168,9 @@ def test_constants_are_emitted_and_come_back(tmp_path: Path) -> None:
     assert loaded.signature == model.programs[0].signature
     assert (emit(loaded, tmp_path / "q") / "constants.py").read_text() == text
     (directory / "constants.py").write_text(text.replace("[1.0, 2.0]", "[1.0, 3.0]"))
-    with pytest.raises(ProgramError, match=r"does not compute what was captured: .*; edited: const"):
+    with pytest.raises(
+        ProgramError, match=r"does not compute what was captured: .*; edited: const"
+    ):
         zerofx.load_program(directory)
 
 

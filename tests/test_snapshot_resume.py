@@ -50,7 +50,7 @@ def test_relay_over_worlds_and_stages(
     pool: Pool, tmp_path: Path, name: str, optimizer: str
 ) -> None:
     handed_on, source = None, None
-    for number, (world, plan) in enumerate(RELAY):
+    for number, (world, plan) in enumerate(RELAY if name == "gpt" else RELAY[:3]):
         target = str(tmp_path / f"leg-{number}")
         results = pool.run(world, run_leg, name, plan, optimizer, source, target)
         for loaded, saved in results:

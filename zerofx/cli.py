@@ -1,7 +1,8 @@
 """The command line: what a plan does to a model, for any world size, without any ranks.
 
-A MODEL is `package.module:function` or `file.py:function`, which returns (module, args, kwargs), or
-`hf:path/config.json` for a transformers config (random weights on meta; --batch, --seq).
+A MODEL is `package.module:function` or `file.py:function`, which returns (module, args, kwargs);
+`hf:path/config.json` for a transformers config (random weights on meta; --batch, --seq); or the
+directory of an emitted program, which is verified and shown as it stands.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+RANKS = 2  # to plan for where nothing is said
+
 Model = Annotated[str, typer.Argument(help="package.module:function, file.py:function or hf:path")]
-World = Annotated[int, typer.Option("--world", min=1, help="ranks to plan for")]
+World = Annotated[int | None, typer.Option("--world", min=1, help="ranks to plan for [default: 2]")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="YAML or JSON file of plan fields")]
 Stage = Annotated[int | None, typer.Option("--stage", help="ZeRO stage, over the plan's")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="plan field: key=value; repeatable")]
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 @app.command()
 def passes(
     model: Annotated[str | None, typer.Argument(help="a model, to show what each does")] = None,
-    world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
 ) -> None:  # fmt: skip
     """List the passes in order, or what each of them does to a model."""
@@ -57,14 +60,14 @@ def passes(
     from zerofx.views import passes as view
 
     chosen = _plan(plan, stage, set_)
-    built = build(Setting(chosen, world, _machine(machine)))
+    built = build(Setting(chosen, world or RANKS, _machine(machine)))
     program = _program(model, world, chosen, machine, batch, seq) if model else None
     _show(view.PassesView.of(built, program), as_json)
 
 
 @app.command()
 def dump(
-    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
     after: Annotated[str | None, typer.Option("--pass", help="show it after this pass")] = None,
     level: Annotated[str, typer.Option(help="summary, units, regions, nodes or full")] = "nodes",
@@ -86,7 +89,7 @@ def dump(
 
 @app.command()
 def schedule(
-    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print what runs when: compute, gathers, reduces, and what is resident meanwhile."""
@@ -95,7 +98,7 @@ def schedule(
 
 @app.command()
 def memory(
-    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
@@ -113,7 +116,7 @@ def memory(
 
 @app.command()
 def diff(
-    model: Model, world: World = 2, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
     to: Annotated[list[str] | None, typer.Option(help="field of the second: key=value")] = None,
     to_plan: Annotated[Path | None, typer.Option(help="file of the second plan")] = None,
@@ -191,15 +194,32 @@ def _capture(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 
 def _program(
-    model: str, world: int, plan: Plan, machine: str | None, batch: int, seq: int,
+    model: str, world: int | None, plan: Plan, machine: str | None, batch: int, seq: int,
     until: str | None = None,
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.passes.pipeline import Setting, run
 
+    if Path(model).is_dir():
+        return _emitted(model, world, plan, until)
     plan.require_supported()
     captured = _capture(model, plan, batch, seq)
-    return run(captured, Setting(plan, world, _machine(machine)), until)
+    return run(captured, Setting(plan, world or RANKS, _machine(machine)), until)
+
+
+def _emitted(directory: str, world: int | None, plan: Plan, until: str | None) -> Program:
+    """Load an emitted program, whose plan and world are settled."""
+    from zerofx import reports  # noqa: F401  # gives Program its methods
+    from zerofx.api import load_program
+    from zerofx.plan import Plan
+
+    program = load_program(directory)
+    if plan != Plan() or until or world not in (None, program.world_size):
+        raise PlanError(
+            f"{directory} is an emitted program for world {program.world_size}: its plan is in "
+            "plan.yaml; leave out --plan, --stage, --set, --pass and --world"
+        )
+    return program
 
 
 def _show(view: Any, as_json: bool) -> None:

@@ -32,7 +32,8 @@ def dump_program(program: Program, title: str = "", level: str = "nodes") -> str
     Raises:
         PlanError: no such level.
     """
-    title = title or (program.history[-1].header if program.history else program.model_name)
+    last = program.history[-1].header if program.history else ""
+    title = title or last or program.model_name
     body = dump_body(program, level)
     return f"# {title}\n\n{body}" if body else f"# {title}"
 

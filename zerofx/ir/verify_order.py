@@ -98,7 +98,7 @@ class Walk:
         if node.target is ops.wait and read is buffer.made:
             return
         what = self.content(read, buffer)
-        reader = name_of(node) if node.op == "output" else node.name
+        reader = _reader(node)
         if read.target in ops.LAUNCHES:
             self.fail(
                 node,
@@ -253,6 +253,12 @@ class Walk:
                     f"saves {name_of(buffer.made)} for backward, which is updated after forward; "
                     "save a clone",
                 )
+
+
+def _reader(node: fx.Node) -> str:
+    if node.target is ops.param_view:
+        return f"the view of {name_of(node)}"
+    return name_of(node) if node.op == "output" else node.name
 
 
 _MEANT = {

@@ -258,7 +258,7 @@ def _plain(argument: Any) -> str:
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
     """Return the digest of a constant of the graph: its form and bytes."""
-    held = functools.reduce(getattr, str(node.target).split("."), gm)
+    held: Any = functools.reduce(getattr, str(node.target).split("."), gm)
     if held.is_meta or isinstance(held, compat.FakeTensor):
         return digest(f"constant {node.target} {held.dtype} {list(held.shape)}")
     flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)

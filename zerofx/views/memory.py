@@ -45,10 +45,11 @@ class MemoryView:
         for category, nbytes in held.items():
             if nbytes or lasting[category]:
                 share = nbytes / max(self.peak_bytes, 1)
-                lines.append(
+                line = (
                     f"{category.value:<16}{format_bytes(lasting[category]):>16}"
                     f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
                 )
+                lines.append(line.rstrip())
         total = format_bytes(sum(lasting.values()))
         lines += [f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}", ""]
         return lines + self._names() + self._sent()
