@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stack import stack
 
+import zerofx
 from zerofx import cli
+from zerofx.capture import capture
 
 STACK = str(Path(__file__).parent / "stack.py") + ":stack"
 PLAN = ["--set", "bucket_bytes=0", "--set", "persist_below=0", "--set", "kernels=aten"]
@@ -68,6 +71,18 @@ def test_plan_files_and_fields(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     path.write_text("stage: 1\nbucket_bytes: 0\nkernels: aten\n")
     assert "stage=1 world=3" in run(capsys, "memory", STACK, "--plan", str(path), "--world", "3")
     assert "stage=2" in run(capsys, "memory", STACK, "--plan", str(path), "--stage", "2")
+
+
+def test_an_emitted_directory_is_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = {"bucket_bytes": 0, "persist_below": 0, "kernels": "aten"}
+    program = zerofx.rewrite(capture(*stack()), plan, 4)
+    folder = str(program.emit(tmp_path / "emitted"))
+    twin = run_json(capsys, "memory", folder)
+    assert twin["peak_bytes"] == program.memory().peak_bytes
+    assert "def forward" in run(capsys, "dump", folder, "--level", "regions")
+    assert "its plan is in plan.yaml" in run(capsys, "memory", folder, "--stage", "2", status=1)
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,11 @@ def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
     return run
 
 
+# --- reload --------------------------------------------------------------------------------------
+# Reading emitted source back needs to see every op as it is dispatched on fake tensors; the mode
+# that shows them has no public home yet.
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402, F401
+
 # --- autograd ------------------------------------------------------------------------------------
 # Whether retain_graph was asked for has no public accessor, and saved values can be freed during
 # backward only if it was not.

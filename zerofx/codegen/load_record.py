@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx import compat
 from zerofx.errors import ProgramError
@@ -25,7 +24,7 @@ from zerofx.ir.verify_fault import file_lines
 _LINE = re.compile(r"\S+\.\w+:\d+$")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """Writes one graph: compute as it is dispatched, communication as `Calls` asks for it.
 
     Values are told apart by the tensor objects that stand for them. `region` is the region that
