@@ -89,6 +89,14 @@ def test_emitting_what_was_loaded_gives_the_same_regions(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_the_caller_s_modes_do_not_matter(tmp_path: Path, mode: Any) -> None:
+    directory = emitted(tmp_path)
+    expected = shape_of(zerofx.load_program(directory))
+    with mode():
+        assert shape_of(zerofx.load_program(directory)) == expected
+
+
 @pytest.mark.parametrize("edit", HARMLESS, ids=lambda e: e.__name__)
 def test_a_harmless_edit_loads(tmp_path: Path, edit: Edit) -> None:
     directory = emitted(tmp_path)

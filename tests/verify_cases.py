@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import CASES
 from torch import fx
 
 from zerofx.capture import capture
 from zerofx.codegen.emit import render, write
-from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.errors import ProgramError
+from zerofx.ir import ops
+from zerofx.ir.meta import Role, info
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.verify import verify
 from zerofx.machine import machine_for
 from zerofx.passes.pipeline import Setting, run
 from zerofx.plan import Plan
@@ -67,3 +73,47 @@ def region_reading(view: fx.Node) -> list[fx.Node]:
 
 def set_argument(node: fx.Node, position: int, new: Any) -> None:
     node.args = (*node.args[:position], new, *node.args[position + 1 :])
+
+
+def gathered(p: Program, graph: str = FORWARD) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return (launch, wait, release) of the first bucket gathered into a slot."""
+    release = find(p, ops.release, graph=graph)
+    wait: Any = release.args[0]
+    return wait.args[0], wait, release
+
+
+def find_placeholder(p: Program, graph: str, role: Role, index: int | None = None) -> fx.Node:
+    return next(n for n in p.placeholders(graph, role) if index in (None, info(n).index))
+
+
+Maker = Callable[[], Program]
+
+
+class Breaks:
+    """Functions that return broken programs, each with what its refusal says (a pattern)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Maker, str]] = []
+
+    def __call__(self, message: str) -> Callable[[Maker], Maker]:
+        """Register the function below."""
+
+        def register(make: Maker) -> Maker:
+            self.found.append((make, message))
+            return make
+
+        return register
+
+    @property
+    def names(self) -> list[str]:
+        return [make.__name__ for make, _ in self.found]
+
+
+def check_refused(p: Program, message: str) -> None:
+    """Demand a refusal with this message, and the lines around the fault, one of them marked."""
+    with pytest.raises(ProgramError) as caught:
+        verify(p)
+    first, *context = str(caught.value).split("\n")
+    assert re.search(message, first), first
+    assert sum(line.startswith(">") for line in context) == 1
+    assert 5 <= len(context) <= 24

@@ -84,8 +84,8 @@ def _read_facts(directory: Path) -> dict[str, Any]:
 
 
 _KEYS = {
-    "torch", "model", "training", "world_size", "kernels", "slots", "layout", "placeholders",
-    "outputs", "params", "buffers", "calling", "reference", "signature", "files",
+    "torch", "model", "training", "world_size", "kernels", "debug", "slots", "layout",
+    "placeholders", "outputs", "params", "buffers", "calling", "reference", "signature", "files",
 }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
     writer = dump_nodes.Writer(program, graph)
     at = writer.nodes.index(node)
     first, last = max(0, at - around), min(len(writer.nodes), at + around + 1)
-    shown = [row.write([row.volatile]) for row in writer.all_rows()[first:last]]
+    shown = [writer.line(n) for n in writer.nodes[first:last]]
     marks = ["> " if i == at else "  " for i in range(first, last)]
     lines = [mark + line[2:] for mark, line in zip(marks, shown, strict=True)]
     return "\n".join([f"in {graph}:", *lines])

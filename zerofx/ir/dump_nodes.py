@@ -50,14 +50,11 @@ class Writer:
     # -- frame ----------------------------------------------------------------------------------
     def frame(self, fold: Callable[[Sequence[Row]], list[str]]) -> list[str]:
         """Return the function's lines: placeholders, body and results, each folded by itself."""
-        rows = self.all_rows()
+        rows = [self._row(n) for n in self.nodes]
         num = sum(n.op == "placeholder" for n in self.nodes)
         lines = [f"def {self.graph}(", *fold(rows[:num]), "):"]
         lines += [*fold(rows[num:]), "    return (", *fold(self._results()), "    )"]
         return lines
-
-    def all_rows(self) -> list[Row]:
-        return [self._row(n) for n in self.nodes]
 
     def _row(self, node: fx.Node) -> Row:
         where = info(node)
@@ -111,6 +108,10 @@ class Writer:
         return argument if isinstance(argument, (int, float, str, bool)) else str(argument)
 
     # -- text -----------------------------------------------------------------------------------
+    def line(self, node: fx.Node) -> str:
+        """Return the line of one node."""
+        return self._line(node, spans([_volatile(node)]))
+
     def _line(self, node: fx.Node, volatile: tuple[str, ...]) -> str:
         where, val = info(node), value(node)
         name = self.names[node]
