@@ -23,7 +23,7 @@ class Options:
 
     ranks: int = option(2, "processes to start")
     stage: int = option(3, "ZeRO stage, 0 to 3")
-    steps: int = option(600, f"training steps, at least {FEWEST_STEPS}")
+    steps: int = option(300, f"training steps, at least {FEWEST_STEPS}")
     layers: int = option(4, "transformer blocks")
     width: int = option(128, "width of the residual stream")
     heads: int = option(4, "attention heads")
