@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-_UNKNOWN = 4  # bytes an element where nothing says which dtype: an op's output beside others
+_UNKNOWN = 4  # bytes an element where nothing says which dtype
+_OTHER = {("native_dropout", 1): 1, ("max_pool2d_with_indices", 1): 8}  # (op, result) -> bytes
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class _Walk:
     names: dict[str, list[int]] = field(default_factory=dict)  # a tuple's name holds several
     size: dict[int, int] = field(default_factory=dict)
     itemsize: dict[int, int] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)  # a tuple's name -> the op that made it
     peak: int = 0
 
     def run(self, body: list[ast.stmt]) -> list[Output] | None:
@@ -103,6 +105,7 @@ class _Walk:
                 raise _Unreadable(function)
             elif function.startswith(("torch.ops.", "aten.", "extern_kernels.")):
                 self._make(name, 0, self._like(value))
+                self.called[name] = function
 
     def _make(self, name: str, numel: int, itemsize: int) -> None:
         made = len(self.size)
@@ -123,6 +126,9 @@ class _Walk:
         whole = self.names[source]
         made = len(self.size)
         self.size[made], self.itemsize[made] = 0, self.itemsize[whole[0]]
+        for (op, result), itemsize in _OTHER.items():
+            if op in self.called.get(source, "") and result == index.value:
+                self.itemsize[made] = itemsize
         whole.append(made)
         self.names[name] = [made]
 

@@ -230,7 +230,9 @@ class Engine:
     # -- buffers ----------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's values of these tensors on every rank."""
-        flat = torch.cat([v.reshape(-1).float() for v in values])
+        wide = any(v.dtype == torch.float64 for v in values)
+        dtype = torch.float64 if wide else torch.float32  # exact for every narrower one
+        flat = torch.cat([v.reshape(-1).to(dtype) for v in values])
         self.world.broadcast(flat, 0).wait()
         pieces = flat.split([v.numel() for v in values])
         return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
