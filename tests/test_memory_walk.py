@@ -155,3 +155,12 @@ def test_an_unknown_wrapper_is_left_to_aten(line: str) -> None:
     source = WRAPPER.replace("        del arg1_1\n", f"        {line}\n")
     assert trace(source) is None
     assert trace("x = 1") is None
+
+
+def test_results_of_another_dtype_are_known() -> None:
+    """A wrapper does not say that the mask of a dropout has one byte an element."""
+    source = WRAPPER.replace("_scaled_dot_product_flash_attention_for_cpu", "native_dropout")
+    found, plain = trace(source.replace("buf4, buf2", "buf5, buf2")), trace(WRAPPER)
+    assert found is not None and plain is not None
+    assert found.made_bytes[found.outputs[1].made] == 16
+    assert plain.outputs[1] != found.outputs[1]

@@ -76,7 +76,7 @@ def _connect(
     described = machine_for(guess, machine)
 
     def algorithm(kind: str, nbytes: int, ranks: int) -> str:
-        collective = "gather" if kind == "all-gather" else "reduce"
+        collective = "gather" if kind == "all_gather" else "reduce"
         return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
 
     shard_size = 1 if plan.stage == 0 else plan.shard_axis_size
