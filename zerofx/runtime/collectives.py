@@ -137,7 +137,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._lent: dict[int, Tensor] = {}  # data_ptr of what was lent -> the whole buffer
+        self._lent: dict[int, Tensor] = {}  # address of its storage -> a lent buffer, whole
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Lend a flat buffer of `numel` elements of the dtype and device of `like`."""
@@ -149,16 +149,17 @@ class Scratch:
             if free:  # one size serves all in the end: a larger one takes a smaller one's place
                 del free[max(range(len(free)), key=lambda i: free[i].numel())]
             with torch.inference_mode(False):  # it outlives the mode that first asked for it
-                whole = torch.empty(numel, dtype=like.dtype, device=like.device)
+                # An empty tensor has no address to know it by.
+                whole = torch.empty(max(numel, 1), dtype=like.dtype, device=like.device)
             free.append(whole)
         free[:] = [b for b in free if b is not whole]
-        self._lent[whole.data_ptr()] = whole
+        self._lent[whole.untyped_storage().data_ptr()] = whole
         return whole[:numel]
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
         """Take lent buffers back; nothing in flight may still use them."""
         for buffer in buffers:
-            whole = self._lent.pop(buffer.data_ptr())
+            whole = self._lent.pop(buffer.untyped_storage().data_ptr())
             self._free.setdefault(buffer.dtype, []).append(whole)
 
     def rest(self, least_bytes: int) -> None:
