@@ -1,6 +1,6 @@
 """Texts that must not change unseen: kept in tests/goldens/, written anew on request.
 
-    ZEROFX_UPDATE_GOLDENS=1 pytest tests/test_dump.py      # then read the diff
+ZEROFX_UPDATE_GOLDENS=1 pytest tests/test_dump.py      # then read the diff
 """
 
 from __future__ import annotations

@@ -131,5 +131,3 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
 def final(case: str, choice: Choice) -> Program:
     """Return the program behind the whole pipeline. Do not change it: tests share it."""
     return stages(captured(case, choice.units), choice)[-1][1]
-
-

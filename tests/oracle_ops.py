@@ -140,9 +140,7 @@ class Communication:
             names.add(members[offset].name)
         return buffer
 
-    def _reduce(
-        self, kind: str, packed: Tensor, bucket: int, numel: int, scale: float
-    ) -> Blocking:
+    def _reduce(self, kind: str, packed: Tensor, bucket: int, numel: int, scale: float) -> Blocking:
         if self._filling.get(packed.data_ptr(), (-1, set()))[0] != bucket:
             raise OracleError(f"{kind} of bucket {bucket} is given another buffer")
         size = self.layout.shard_size

@@ -1,9 +1,9 @@
 """Programs in a line a statement, and passes run one by one: what the tests of passes share.
 
-    gather 0          launch of bucket 0's all-gather     region 2 layers.0   compute
-    wait gather 0     its wait                            grads 0             a gradient buffer
-    view 0: w, b      its parameters                      pack 0: w           gradients packed
-    release 0                                             reduce 0, store 0
+gather 0          launch of bucket 0's all-gather     region 2 layers.0   compute
+wait gather 0     its wait                            grads 0             a gradient buffer
+view 0: w, b      its parameters                      pack 0: w           gradients packed
+release 0                                             reduce 0, store 0
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_the_longest_cover_wins() -> None:
 
 def test_collapse_shows_what_differs() -> None:
     rows = [
-        Row(f"layers.{i // 2}", i % 2, lambda layers, i=i: f"{i} {[v for v, in layers]}", (i,))
+        Row(f"layers.{i // 2}", i % 2, lambda layers, i=i: f"{i} {[v for (v,) in layers]}", (i,))
         for i in range(12)
     ]
     assert collapse(rows) == [

@@ -104,7 +104,8 @@ def overwrite_while_sending(program: Program) -> None:
     pack = launch.args[0]
     with program.graph(BACKWARD).inserting_after(launch):
         scaled = program.graph(BACKWARD).call_function(
-            torch.ops.aten.zero_.default, (pack.args[0],)  # type: ignore[union-attr]
+            torch.ops.aten.zero_.default,
+            (pack.args[0],),  # type: ignore[union-attr]
         )
     assert scaled
 

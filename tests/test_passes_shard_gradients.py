@@ -88,9 +88,7 @@ def test_every_gradient_is_packed_once_and_every_bucket_reduced_once(case: str) 
         program = before(case, choice, NAME)
         wanted = {
             s.name
-            for s, n in zip(
-                program.outputs["backward"], program.results("backward"), strict=True
-            )
+            for s, n in zip(program.outputs["backward"], program.results("backward"), strict=True)
             if s.role is Role.GRAD and n is not None
         }
         rows = communication(run(program, pass_named(choice, NAME)))

@@ -61,9 +61,7 @@ def test_saved_values_meet_their_placeholders(case: str) -> None:
 def test_no_parameter_and_no_view_of_one_is_saved(case: str) -> None:
     for activations in ("keep", "recompute"):
         program = split(case, activations)
-        for spec, node in zip(
-            program.outputs["forward"], program.results("forward"), strict=True
-        ):
+        for spec, node in zip(program.outputs["forward"], program.results("forward"), strict=True):
             assert spec.role is not Role.SAVED or not is_param_alias(node)
 
 
@@ -141,5 +139,3 @@ def test_what_forward_overwrites_is_saved_as_a_copy() -> None:
 def test_inference_has_nothing_to_split() -> None:
     program = captured_inference("chain")
     assert not Split().run(program.clone()).changed
-
-

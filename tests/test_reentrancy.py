@@ -133,9 +133,7 @@ def run_sequences(plan: dict[str, Any]) -> dict[str, bool]:
     for name, sequence in SEQUENCES.items():
         model.zero_grad()
         sequence(model)
-        equal[name] = all(
-            torch.equal(a, b) for a, b in zip(_grads(model), expected, strict=True)
-        )
+        equal[name] = all(torch.equal(a, b) for a, b in zip(_grads(model), expected, strict=True))
     return equal
 
 

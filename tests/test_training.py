@@ -69,9 +69,7 @@ def test_full_matrix(pool: Any, name: str, kernels: str) -> None:
     for (world, stage), cell in product(product(worlds, stages), list(rest)):
         activations, accumulation, clip, optimizer = cell
         plan = {"kernels": kernels, "stage": stage, "activations": activations}
-        reports = pool.run(
-            world, train, name, plan, optimizer, accumulation, clip, timeout_s=600
-        )
+        reports = pool.run(world, train, name, plan, optimizer, accumulation, clip, timeout_s=600)
         for report in reports:
             judge(report, optimizer)
 

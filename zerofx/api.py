@@ -70,8 +70,10 @@ def _connect(
     mesh: DeviceMesh | None,
     machine: Machine | str | os.PathLike[str] | None,
 ) -> tuple[World, Machine]:
-    guess = torch.device(device) if device is not None else torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
+    guess = (
+        torch.device(device)
+        if device is not None
+        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )
     described = machine_for(guess, machine)
 
@@ -118,9 +120,7 @@ def rewrite(
     return run(program, Setting(checked, world_size, described))
 
 
-def load_program(
-    directory: str | os.PathLike[str], *, allow_changed_math: bool = False
-) -> Program:
+def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Program:
     """Parse an emitted directory back into a Program, also after a hand edit, and verify it.
 
     The files are Python and are executed: load only what you trust. `CompiledModule.adopt` runs

@@ -54,9 +54,7 @@ def contract(program: Program) -> Contract:
         updates=tuple(updates),
         guarded=_guarded(program),
         is_training=program.is_training,
-        is_random=any(
-            info(n).is_random for gm in program.graphs.values() for n in gm.graph.nodes
-        ),
+        is_random=any(info(n).is_random for gm in program.graphs.values() for n in gm.graph.nodes),
         label=program.model_name,
         digest=collective_digest(program),
     )

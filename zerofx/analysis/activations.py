@@ -112,8 +112,11 @@ def _boundary(parts: JointParts) -> set[fx.Node]:
         if is_param_alias(node) or not isinstance(value(node), torch.Tensor):
             continue
         unit = info(node).unit
-        if any(info(u).phase is Phase.FORWARD and info(u).unit != unit for u in node.users
-               if u.op == "call_function"):
+        if any(
+            info(u).phase is Phase.FORWARD and info(u).unit != unit
+            for u in node.users
+            if u.op == "call_function"
+        ):
             crossing.add(node)
     return crossing
 

@@ -12,7 +12,6 @@ from zerofx.ir import ops
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.machine import Machine, preset
-from zerofx.runtime.engine import REST_BYTES
 
 
 @dataclass(eq=False)
@@ -33,6 +32,7 @@ class _Pool:
     """One axis's receive buffers, lent as runtime/collectives.py's Scratch lends them."""
 
     end: int
+    rest_bytes: int
     free: list[_Buffer] = field(default_factory=list)
     made: list[_Buffer] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class _Pool:
 
     def rest(self) -> None:
         """End a step: large buffers are freed, small ones are there when the next one begins."""
-        self.free = [b for b in self.free if b.nbytes < REST_BYTES]
+        self.free = [b for b in self.free if b.nbytes < self.rest_bytes]
         self.made = list(self.free)
         for buffer in self.free:
             buffer.birth = 0
@@ -67,7 +67,8 @@ def receive_buffers(program: Program, life: Lifetimes) -> list[Storage]:
     machine = program.machine or preset("cpu-gloo")
     if program.layout is None or machine.backend != "gloo":
         return []
-    pools = _Pool(life.end), _Pool(life.end)
+    rest_bytes = program.layout.rest_bytes
+    pools = _Pool(life.end, rest_bytes), _Pool(life.end, rest_bytes)
     for _ in range(2):  # the first step leaves behind what the second finds
         for pool in pools:
             pool.rest()

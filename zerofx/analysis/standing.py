@@ -9,12 +9,11 @@ from zerofx.analysis.storage import Category, Lifetimes, Storage, slot_of, span_
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
-from zerofx.runtime.engine import REST_BYTES
 
 
 def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
     """Return what a rank holds during a step in the steady state, each from when to when."""
-    found = [*_unread_shards(program, life), *_resident(life), *_gradients(life)]
+    found = [*_unread_shards(program, life), *_resident(life), *_gradients(program, life)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
     return found + receive_buffers(program, life)
 
@@ -47,16 +46,15 @@ def _resident(life: Lifetimes) -> list[Storage]:
     ]
 
 
-def _gradients(life: Lifetimes) -> list[Storage]:
+def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
     """Return the reduced gradients, which p.grad shows from the reduction to zero_grad."""
     found = []
+    least = program.layout.rest_bytes if program.layout else 0
     for time, (_, node) in enumerate(life.nodes):
         if node.target in ops.REDUCES:
             size = span_bytes(value(node))
-            birth = time if size >= REST_BYTES else 0
-            found.append(
-                Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node))
-            )
+            birth = time if size >= least else 0
+            found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node)))
     return found
 
 
@@ -84,9 +82,10 @@ def _slots(program: Program, life: Lifetimes) -> list[Storage]:
         if node.target is ops.all_gather or node.target is ops.grad_buffer:
             first.setdefault(slot_of(node), (time, graph))
     found = []
+    least = program.layout.rest_bytes if program.layout else 0
     for slot, nbytes in enumerate(program.slots.get("bytes", [])):
         birth, graph = first.get(slot, (0, BACKWARD))
-        rests = graph == BACKWARD and nbytes >= REST_BYTES
+        rests = graph == BACKWARD and nbytes >= least
         found.append(
             Storage(
                 Category.COMMUNICATION, nbytes, slot_name(slot), birth if rests else 0, life.end,

@@ -108,5 +108,3 @@ def _publish(staging: Path, target: Path) -> None:
 def emit(program: Program, directory: str | os.PathLike[str]) -> Path:
     """Write a program's emitted module into a directory of the user's choice."""
     return write(render(program), directory)
-
-

@@ -94,8 +94,10 @@ class _Body:
 
     def _relative(self, name: str) -> str:
         inner = name.removeprefix(self.unit + ".") if self.unit else name
-        return re.sub(r"\d+", "", identifier(inner)) if inner == name and "." in name else (
-            identifier(inner)
+        return (
+            re.sub(r"\d+", "", identifier(inner))
+            if inner == name and "." in name
+            else (identifier(inner))
         )
 
     def _base(self, node: fx.Node) -> str:

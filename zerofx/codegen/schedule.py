@@ -181,10 +181,6 @@ class Function:
             self._row(f"return [{', '.join(groups.get(Role.INPUT_GRAD, []))}]")
             return
         outs = ", ".join(groups.get(Role.OUTPUT, []))
-        updates = ", ".join(
-            groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, [])
-        )
+        updates = ", ".join(groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, []))
         saved = wrap_list(groups.get(Role.SAVED, []), len(outs) + len(updates) + 20)
         self._row(f"return [{outs}], [{updates}], {saved}")
-
-

@@ -139,8 +139,10 @@ class Writer:
                 parts.append(self._write(argument))
         if node.target is operator.getitem:
             return f"{parts[0]}[{parts[1]}]"
-        return f"{callee(node.target)}({', '.join(parts)})" if node.op != "get_attr" else str(
-            node.target
+        return (
+            f"{callee(node.target)}({', '.join(parts)})"
+            if node.op != "get_attr"
+            else str(node.target)
         )
 
     def _write(self, argument: Any) -> str:

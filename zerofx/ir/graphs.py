@@ -106,9 +106,7 @@ def add_placeholder(
 def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = None) -> fx.Node:
     """Create a call at the graph's insertion point with its fake value computed."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
-    values = compat.pytree.tree_map(
-        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args
-    )
+    values = compat.pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
     node.meta["val"] = target(*values)  # type: ignore[operator]
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})

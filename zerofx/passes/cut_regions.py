@@ -40,8 +40,10 @@ def _getitems_behind_producers(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is operator.getitem:
             root = root_producer(node)
             last = root
-            while last.next.op == "call_function" and last.next.target is operator.getitem and (
-                root_producer(last.next) is root
+            while (
+                last.next.op == "call_function"
+                and last.next.target is operator.getitem
+                and (root_producer(last.next) is root)
             ):
                 last = last.next
             if last is not node and node.prev is not last:

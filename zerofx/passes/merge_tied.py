@@ -68,13 +68,19 @@ def _merge_gradients(program: Program, canonical: dict[str, str]) -> int:
         if before is None or node is None:
             results[where[name]] = before if node is None else node
             continue
-        late, early = (before, node) if _position(graph, before) > _position(graph, node) else (
-            node,
-            before,
+        late, early = (
+            (before, node)
+            if _position(graph, before) > _position(graph, node)
+            else (
+                node,
+                before,
+            )
         )
         # a placeholder gradient may be the later one only if both are: then append at the end
-        point = graph.inserting_after(late) if late.op != "placeholder" else (
-            graph.inserting_before(out)
+        point = (
+            graph.inserting_after(late)
+            if late.op != "placeholder"
+            else (graph.inserting_before(out))
         )
         with point:
             total = call(graph, torch.ops.aten.add.Tensor, (early, late), like=late)

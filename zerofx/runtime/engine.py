@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 _CURRENT = threading.local()
 
-# What backward alone uses is freed between steps from this size on, so that the peak of forward
-# does not carry it; smaller buffers stay: allocating them anew would cost more than they hold.
-REST_BYTES = 1 << 20
-
 
 def current_engine() -> Engine:
     """Return the engine that graph execution runs under (each simulated rank has its own)."""
@@ -83,8 +79,8 @@ class Engine:
 
     def rest(self) -> None:
         """Free what only a backward needs, after one."""
-        self.slots.rest(self._forward_slots, REST_BYTES)
-        self.world.rest(REST_BYTES)
+        self.slots.rest(self._forward_slots, self.layout.rest_bytes)
+        self.world.rest(self.layout.rest_bytes)
 
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""

@@ -8,11 +8,16 @@ the gathered parameters are views of it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+# What backward alone uses is freed between steps from this size on, so that the peak of forward
+# does not carry it; smaller buffers stay: allocating them anew would cost more than they hold.
+REST_BYTES = 1 << 20
 
 ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
 
@@ -79,6 +84,16 @@ class Layout:
     buckets: tuple[Bucket, ...]
     shard_size: int
     replicate_size: int = 1
+
+    @property
+    def rest_bytes(self) -> int:
+        """Return the size from which buffers of backward alone are freed between steps.
+
+        Plain data parallel frees none, as DDP keeps its buckets: there the buffers are whole
+        models, and mapping their pages anew each step cost 100 ms of 800 (50 M parameters, CPU).
+        """
+        is_data_parallel = self.shard_size == 1 and self.replicate_size > 1
+        return sys.maxsize if is_data_parallel else REST_BYTES
 
     def shard_numel(self, bucket: Bucket) -> int:
         """Return the elements of `bucket` that one rank owns."""

@@ -123,8 +123,10 @@ def cache_dir() -> Path:
 
 def artifact_key(source: str, device: str) -> str:
     """Return the cache key of a region: its source, torch's version, and the machine's flags."""
-    flags = torch.backends.cpu.get_cpu_capability() if device == "cpu" else (
-        torch.cuda.get_device_name()
+    flags = (
+        torch.backends.cpu.get_cpu_capability()
+        if device == "cpu"
+        else (torch.cuda.get_device_name())
     )
     ours = (Path(__file__).parent / "recurrent.py").read_text()  # ops that regions may call
     whole = json.dumps([source, ours, torch.__version__, platform.machine(), device, flags])

@@ -136,10 +136,10 @@ class ShardStore:
         """Set p.grad of the bucket's parameters (those among `names`) that require one."""
         self._grad_shard(bucket).publish(names, self.layout.buckets[bucket].names)
 
-    def rest(self, least_bytes: int) -> None:
-        """Free gradient shards of at least this size that no p.grad shows."""
+    def rest(self) -> None:
+        """Free large gradient shards that no p.grad shows."""
         for shard in self._grads.values():
-            shard.rest(least_bytes)
+            shard.rest(self.layout.rest_bytes)
 
     def _grad_shard(self, bucket: int) -> GradShard:
         shard = self._grads.get(bucket)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerofx import compat
 from zerofx.errors import GradientError
-from zerofx.runtime.engine import REST_BYTES, Engine
+from zerofx.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Executable:
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
         if self.contract.is_training:
-            engine.store.rest(REST_BYTES)
+            engine.store.rest()
         kind = "forward" if self.contract.is_training else "inference"
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
         with self._guard(), self._own_random():
