@@ -23,13 +23,14 @@ LEAVES = {"errors", "sizes", "fields", "compat"}  # errors, and below it nothing
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "compat": {"errors"},
+    "collector": set(),
     "sizes": {"errors"},
     "fields": {"errors", "sizes"},
     "plan_parts": {"errors", "sizes", "fields"},
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
     "machine": {"errors", "sizes", "fields"},
-    "runtime": {"errors", "compat"},
+    "runtime": {"errors", "compat", "collector"},
     "ir": {"runtime"} | LEAVES,
     "analysis": {"ir", "machine"},
     "views": {"analysis"},

@@ -347,6 +347,20 @@ def inductor_problem() -> str:
     return ""
 
 
+def probe_compiler() -> None:
+    """Find out which vector instructions the C++ compiler has; Inductor remembers the answer."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.pick_vec_isa()
+
+
+def import_inductor() -> None:
+    """Import what compiling regions needs, so that a thread beside this one imports nothing."""
+    import torch._inductor.compile_fx
+    import torch._inductor.cpu_vec_isa
+    import torch._inductor.standalone_compile  # noqa: F401
+
+
 def compile_region(
     gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
 ) -> Callable[[list[torch.Tensor]], Any]:

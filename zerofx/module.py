@@ -29,7 +29,7 @@ from zerofx.passes.pipeline import Setting, run
 from zerofx.plan import as_plan
 from zerofx.running import Bound
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.regions import cache_dir
+from zerofx.runtime.regions import cache_dir, prepare_regions
 from zerofx.runtime.shard_state import flat_state, full_state
 from zerofx.runtime.shards import ShardStore
 
@@ -76,6 +76,7 @@ class CompiledModule(nn.Module):
             return self._bind(*self._known[key])
         self._check_limit(key)
         plan = self._setting.plan
+        prepare_regions(plan.kernels, self._engine.world.device)
         program = capture(
             self._model,
             args,

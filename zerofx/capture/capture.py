@@ -19,10 +19,12 @@ from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
+from zerofx.collector import paused_collector
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program, copy_graph
 
 
+@paused_collector()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -121,7 +123,7 @@ def label(gm: fx.GraphModule, names: Names) -> tuple[fx.GraphModule, tuple[Outpu
     check_graph(gm)
     infos = label_results(gm, names)
     label_placeholders(gm, names)
-    return fx.GraphModule(gm, copy_graph(gm.graph)), infos
+    return compat.LazyGraphModule(gm, copy_graph(gm.graph)), infos
 
 
 def make_calling(call: Call, results: Results) -> Calling:

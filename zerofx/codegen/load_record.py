@@ -203,7 +203,7 @@ class Recorder(compat.TorchDispatchMode):
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        return fx.GraphModule(self.root, self.graph)
+        return compat.LazyGraphModule(self.root, self.graph)
 
 
 def _from_comment(source: str) -> tuple[str, str]:

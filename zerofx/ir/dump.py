@@ -72,18 +72,19 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
     return "\n".join([f"in {graph}:", *lines])
 
 
-def header(program: Program, entry: Entry) -> str:
+def header(program: Program, entry: Entry, comm_bytes: int, peak_bytes: int) -> str:
     """Return an entry's first line: its number, pass, setting, and what the pass changed.
 
     The program's history holds what came before.
     """
-    before = program.history[-1] if program.history else entry
+    before = program.history[-1] if program.history else None
     parts = [f"{len(program.history):02d} {entry.pass_spec}"]
     if program.layout is not None:
         parts.append(f"stage={program.plan.stage} world={program.world_size}")
-    parts.append(f"nodes {before.num_nodes} -> {entry.num_nodes}")
-    parts.append(f"comm {format_bytes(entry.comm_bytes)}")
-    parts.append(f"peak {_change(before.peak_bytes, entry.peak_bytes)}")
+    num_before = before.num_nodes if before else entry.num_nodes
+    parts.append(f"nodes {num_before} -> {entry.num_nodes}")
+    parts.append(f"comm {format_bytes(comm_bytes)}")
+    parts.append(f"peak {_change(before.peak_bytes if before else peak_bytes, peak_bytes)}")
     return "   ".join(parts)
 
 

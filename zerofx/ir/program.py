@@ -66,24 +66,45 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line of a program's history.
+class Record:
+    """What a program was behind a pass, in full.
 
     comm_bytes: what a rank sends in a step; peak_bytes: the most that it holds in one.
     """
 
-    pass_spec: str
-    summary: str
-    num_nodes: int
     comm_bytes: int = 0
     peak_bytes: int = 0
     header: str = ""
     body: str = ""
 
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a program's history; its record is made when first asked for."""
+
+    pass_spec: str
+    summary: str
+    num_nodes: int
+    record: Callable[[], Record] = field(default=Record, repr=False, compare=False)
+
+    @property
+    def comm_bytes(self) -> int:
+        """What a rank sends in a step."""
+        return self.record().comm_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a rank holds in a step."""
+        return self.record().peak_bytes
+
+    @property
+    def header(self) -> str:
+        return self.record().header
+
     @property
     def dump(self) -> str:
         """The program's text behind the pass, identical layers once."""
-        return f"# {self.header}\n\n{self.body}"
+        return f"# {self.header}\n\n{self.record().body}"
 
 
 @dataclass

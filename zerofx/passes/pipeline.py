@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.analysis.traffic import traffic
+from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
 from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
-from zerofx.ir.program import Entry, Program
+from zerofx.ir.program import Entry, Program, Record
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_reference import take_reference, take_signature
 from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
-from zerofx.passes.base import Fact, Pass
+from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
@@ -111,22 +113,28 @@ def _names(facts: frozenset[Fact]) -> str:
 def run_pass(program: Program, p: Pass) -> Program:
     """Copy, run, lint, verify, record. The given program is left as it was."""
     after = program.clone()
-    report = p.run(after)
-    for gm in after.graphs.values():
-        gm.graph.lint()
-        gm.recompile()
+    report = _apply(after, p)
     if not report.changed:
         assert _shape(after) == _shape(program), f"{p.name} says it changed nothing, but it did"
-    after.facts = program.facts | p.provides
-    if after.reference is None and Fact.TIED_MERGED in after.facts:
-        after.reference = take_reference(after)
-        after.signature = take_signature(after)
+    after.history.append(_recorded(after, p.spec(), report.summary))
+    return after
+
+
+def _apply(program: Program, p: Pass) -> Report:
+    """Run, lint and verify a pass, in place."""
+    report = p.run(program)
+    for gm in program.graphs.values():
+        gm.graph.lint()
+        gm.recompile()
+    program.facts = program.facts | p.provides
+    if program.reference is None and Fact.TIED_MERGED in program.facts:
+        program.reference = take_reference(program)
+        program.signature = take_signature(program)
     try:
-        verify(after)
+        verify(program)
     except ProgramError as error:
         raise ProgramError(f"{p.name}: {error}") from None
-    after.history.append(_entry(after, p.spec(), report.summary))
-    return after
+    return report
 
 
 def _shape(program: Program) -> list[tuple]:
@@ -136,14 +144,25 @@ def _shape(program: Program) -> list[tuple]:
     ]
 
 
-def _entry(program: Program, spec: str, summary: str) -> Entry:
-    num = sum(len(gm.graph.nodes) for gm in program.graphs.values())
-    entry = Entry(spec, summary, num, traffic(program).sent_bytes, peak_bytes(program))
-    return replace(entry, header=header(program, entry), body=dump_body(program))
+def _num_nodes(program: Program) -> int:
+    return sum(len(gm.graph.nodes) for gm in program.graphs.values())
 
 
+def _recorded(program: Program, spec: str, summary: str) -> Entry:
+    """Return the entry of a pass that has just run, its record made at once."""
+    entry = Entry(spec, summary, _num_nodes(program))
+    comm, peak = traffic(program).sent_bytes, peak_bytes(program)
+    record = Record(comm, peak, header(program, entry, comm, peak), dump_body(program))
+    return replace(entry, record=lambda: record)
+
+
+@paused_collector()
 def run(program: Program, setting: Setting, until: str | None = None) -> Program:
     """Run the whole pipeline on a captured program, or up to the pass named `until`.
+
+    The given program is left as it was. The history's records (dumps, peaks) are made when first
+    asked for, by running the pipeline once more with everything recorded: passes are functions of
+    the program and their options alone, and recording takes longer than they do.
 
     Raises:
         PlanError: no pass has that name.
@@ -152,11 +171,31 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
     names = ["capture", *(p.name for p in passes)]
     if until is not None and until not in names:
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
+    passes = passes[: names.index(until) if until is not None else len(passes)]
     program = program.clone()
     program.plan, program.machine = setting.plan, setting.machine
+    source = program.clone()
+    recorded = functools.cache(lambda: _run_recorded(source, passes).history)
+    history = program.history
+
+    def note(spec: str, summary: str) -> None:
+        at = len(history)
+        entry = Entry(spec, summary, _num_nodes(program), lambda: recorded()[at].record())
+        history.append(entry)
+
+    if not history:
+        note("capture", program.model_name)
+    for p in passes:
+        report = _apply(program, p)
+        note(p.spec(), report.summary)
+    return program
+
+
+@paused_collector()
+def _run_recorded(program: Program, passes: Sequence[Pass]) -> Program:
+    program = program.clone()
     if not program.history:
-        program.history.append(_entry(program, "capture", program.model_name))
-    last = names.index(until) if until is not None else len(passes)
-    for p in passes[:last]:
+        program.history.append(_recorded(program, "capture", program.model_name))
+    for p in passes:
         program = run_pass(program, p)
     return program

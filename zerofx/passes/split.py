@@ -17,6 +17,7 @@ from zerofx.analysis.activations import (
     kept_values,
     must_keep,
 )
+from zerofx.compat import LazyGraphModule
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
@@ -88,7 +89,7 @@ def _forward(
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
             graph.erase_node(node)
-    return fx.GraphModule(joint, graph)
+    return LazyGraphModule(joint, graph)
 
 
 def _place(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
@@ -140,7 +141,7 @@ class _Backward:
             self._emit(node)
         outs = tuple(self._read(g, None) if isinstance(g, fx.Node) else g for g in gradients)
         self.graph.output(outs)
-        return fx.GraphModule(self.joint, self.graph)
+        return LazyGraphModule(self.joint, self.graph)
 
     def _placeholder(self, node: fx.Node, **changes: object) -> fx.Node:
         new = self.graph.placeholder(node.name)

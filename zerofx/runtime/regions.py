@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from zerofx import compat
+from zerofx.collector import paused_collector
 from zerofx.errors import ProgramError
 from zerofx.runtime.debug import checked
 
@@ -107,6 +109,22 @@ def _has_compiler() -> bool:
     return not problem
 
 
+_PROBE: list[threading.Thread] = []
+
+
+def prepare_regions(kernels: str, device: torch.device) -> None:
+    """Begin, in the background, what compiling regions needs and capture does not wait for.
+
+    With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
+    in which this process has a capture and the passes to run.
+    """
+    if kernels != "inductor" or device.type != "cpu" or _PROBE or compat.inductor_problem():
+        return
+    compat.import_inductor()
+    _PROBE.append(threading.Thread(target=compat.probe_compiler, daemon=True))
+    _PROBE[0].start()
+
+
 # -- the artifact cache ---------------------------------------------------------------------
 def cache_dir() -> Path:
     """Return this user's cache of compiled regions and emitted programs, private to them."""
@@ -133,8 +151,11 @@ def artifact_key(source: str, device: str) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 
+@paused_collector()
 def _compile_all(modules: dict[str, ModuleType]) -> dict[str, Region]:
     """Compile or load every region; ranks of one host share the work, one region at a time each."""
+    for probe in _PROBE:
+        probe.join()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     names = sorted(modules)
     turn = rank * len(names) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
