@@ -64,6 +64,8 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan.stage" in text and "+    refresh b0" in text
     twin = run_json(capsys, "diff", STACK, *PLAN, "--to-world", "4")
     assert {row["field"] for row in twin["plan"]} == {"world"}
+    twin = run_json(capsys, "diff", STACK, *PLAN, "--stage", "3", "--to", "stage=1")
+    assert twin["plan"] == [{"field": "plan.stage", "left": 3, "right": 1}]
 
 
 def test_plan_files_and_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

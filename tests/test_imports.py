@@ -225,4 +225,4 @@ def test_the_rules_are_seen(tmp_path: Path) -> None:
     assert room_of("zerofx") == "zerofx"
     assert room_of("zerofx.passes.base") == "passes"
     assert "api" not in allowed("passes") and "ir" in allowed("views")
-    assert allowed("runtime") == {"errors", "compat"}
+    assert allowed("runtime") == {"errors", "compat", "collector"}

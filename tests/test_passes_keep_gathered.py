@@ -8,6 +8,7 @@ from oracle_cases import Choice, expected, make_state
 from passes_compact import before, final, order, run
 
 from zerofx.analysis.memory import peak_bytes
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
@@ -44,6 +45,12 @@ def test_plenty_keeps_all_in_the_order_of_need() -> None:
     assert {v.args[0] for v in views} == set(held)
 
 
+def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
+    tight = strict_peak("chain", FINE)
+    with pytest.raises(PlanError, match=rf"needs .* \({tight} bytes\) a rank at stage 3 and world"):
+        run(before("chain", FINE, NAME), KeepGathered(budget_bytes=tight - 1))
+
+
 def test_some_room_keeps_the_last_of_forward() -> None:
     tight = strict_peak("chain", FINE)
     counts = set()
@@ -64,10 +71,6 @@ def test_the_final_program_stays_under_the_budget(case: str, prefetch: int) -> N
     for extra in (0, 2000, 13_000, 26_000):
         after = run(run(program, KeepGathered(budget_bytes=tight + extra)), AssignSlots())
         assert peak_bytes(after) <= tight + extra
-
-
-def test_a_budget_below_the_strict_peak_keeps_nothing() -> None:
-    assert not KeepGathered(budget_bytes=1).run(before("chain", FINE, NAME)).changed
 
 
 @pytest.mark.parametrize("case", ["chain", "gpt-dropout"])

@@ -129,8 +129,7 @@ def diff(
     if not (to or to_plan or to_world):
         raise PlanError("diff: say what is different: --to stage=2, --to-plan FILE or --to-world N")
     left = _plan(plan, stage, set_)
-    changed = [*(set_ or []), *(to or [])]
-    right = _plan(to_plan, None, to) if to_plan else _plan(plan, stage, changed)
+    right = _with_fields(_plan(to_plan, None, None) if to_plan else left, "--to", to)
     before = _program(model, world, left, machine, batch, seq)
     after = _program(model, to_world or world, right, machine, batch, seq)
     _show(DiffView(before, after), as_json)
@@ -160,18 +159,24 @@ def demo(context: typer.Context) -> None:
 
 # -- shared -----------------------------------------------------------------------------------
 def _plan(file: Path | None, stage: int | None, fields: list[str] | None) -> Plan:
+    from zerofx.plan import Plan
+
+    plan = _with_fields(Plan.load(file) if file else Plan(), "--set", fields)
+    return plan if stage is None else _with_fields(plan, "--stage", [f"stage={stage}"])
+
+
+def _with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
+    """Return the plan with fields given as `key=value` in their place."""
     import yaml
 
     from zerofx.plan import Plan
 
-    given = Plan.load(file).to_dict() if file else {}
+    given = plan.to_dict()
     for text in fields or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise PlanError(f"--set {text}: write key=value, for example stage=2")
+            raise PlanError(f"{option} {text}: write key=value, for example stage=2")
         given[key.strip()] = yaml.safe_load(value)
-    if stage is not None:
-        given["stage"] = stage
     return Plan.from_dict(given)
 
 

@@ -249,6 +249,20 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the model's own attributes on the model; what was compiled with the old is dropped.
+
+        Programs have the values of attributes baked in, so the next call captures anew.
+        """
+        model = self.__dict__.get("_model")
+        if model is None or name in self.__dict__ or hasattr(CompiledModule, name):
+            return super().__setattr__(name, value)
+        if not (name in model.__dict__ or hasattr(type(model), name)):
+            return super().__setattr__(name, value)
+        setattr(model, name, value)
+        self._bound.clear()
+        self._known.clear()
+
     def __repr__(self) -> str:
         plan, world = self._setting.plan, self._engine.world
         return f"CompiledModule(stage={plan.stage}, world={world.size}, {self._model!r})"

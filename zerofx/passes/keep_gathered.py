@@ -8,12 +8,14 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.analysis.memory import peak_bytes
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
+from zerofx.sizes import format_bytes
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class KeepGathered(Pass):
     Buckets are taken from the last of forward to the first: the last ones are needed again
     soonest, so a kept byte is held for the shortest time. What fits is measured on the final
     order, slots included. Without a budget nothing is kept.
+
+    Raises:
+        PlanError: the budget is below what the program needs with nothing kept.
     """
 
     name: ClassVar[str] = "keep-gathered"
@@ -35,6 +40,14 @@ class KeepGathered(Pass):
     def run(self, program: Program) -> Report:
         if self.budget_bytes is None or BACKWARD not in program.graphs:
             return Report(False, "no budget to spend")
+        if (least := _peak_with(program, 0)) > self.budget_bytes:
+            raise PlanError(
+                f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
+                f"a rank at stage {program.plan.stage} and world {program.world_size} with nothing "
+                f"kept, optimizer states of AdamW included, but the budget is "
+                f"{format_bytes(self.budget_bytes)}; raise it, shard more (stage, ranks), or set "
+                "activations='recompute'"
+            )
         fits, too_many = 0, len(_candidates(program)) + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,6 @@ from zerofx.runtime.hosts import meet
 from zerofx.runtime.nccl import NcclAxis
 from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, timeout_s
 
-log = logging.getLogger("zerofx")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,13 +59,9 @@ def initialise_under_torchrun(device: torch.device | str | None) -> None:
     if here.type == "cuda":
         torch.cuda.set_device(here)
     dist.init_process_group(backend)
-    log.info(
-        "initialised torch.distributed with %s: rank %d of %d on %s",
-        backend,
-        dist.get_rank(),
-        dist.get_world_size(),
-        here,
-    )
+    if dist.get_rank() == 0:
+        ranks = dist.get_world_size()
+        sys.stderr.write(f"zerofx: made a process group: {backend}, {ranks} ranks, here {here}\n")
 
 
 def rank_grid(mesh: DeviceMesh | None, shard_size: int | None) -> Tensor:
