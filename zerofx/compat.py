@@ -431,13 +431,18 @@ def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402, F401
 
 # --- autograd ------------------------------------------------------------------------------------
-# Whether retain_graph was asked for has no public accessor, and saved values can be freed during
-# backward only if it was not.
+# Whether retain_graph was asked for, and which gradients, has no public accessor: saved values can
+# be freed during backward only if it was not, and autograd.grad must leave p.grad alone.
 
 
 def keeps_graph() -> bool:
     """Return whether the backward now running was called with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the backward now running will reach this node of autograd's graph."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 # --- many small tensors --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir import ops
+from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.plan import Plan
@@ -53,8 +54,15 @@ def contract(program: Program) -> Contract:
         input_grads=tuple(input_grads),
         updates=tuple(updates),
         guarded=_guarded(program),
+        shared=_shared(program),
+        returned=_returned(program),
+        detached=_detached(program, input_grads),
         is_training=program.is_training,
-        is_random=any(info(n).is_random for gm in program.graphs.values() for n in gm.graph.nodes),
+        draws=frozenset(
+            name
+            for name, gm in program.graphs.items()
+            if any(info(n).is_random for n in gm.graph.nodes)
+        ),
         label=program.model_name,
         digest=collective_digest(program),
     )
@@ -95,14 +103,45 @@ def forward_slots(program: Program) -> set[int]:
     return {n.args[3] for n in gathers if len(n.args) == 4 and n.args[3] >= 0}
 
 
-def _guarded(program: Program) -> tuple[int, ...]:
-    """Return the positions of saved values that the user holds too: inputs and outputs."""
-    results = program.results(FORWARD)
-    specs = program.outputs[FORWARD]
-    handed_out = {r for s, r in zip(specs, results, strict=True) if s.role is Role.OUTPUT}
-    saved = [r for s, r in zip(specs, results, strict=True) if s.role is Role.SAVED]
-    return tuple(
-        i
-        for i, node in enumerate(saved)
-        if isinstance(node, fx.Node) and (info(node).role is Role.INPUT or node in handed_out)
-    )
+def _results(program: Program, role: Role) -> list[Any]:
+    """Return forward's results of one role, in order."""
+    pairs = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
+    return [result for spec, result in pairs if spec.role is role]
+
+
+def _guarded(program: Program) -> tuple[tuple[str, str | int], ...]:
+    """Return whose memory the saved values lie in, as far as the user can write to it."""
+    outputs: dict[fx.Node, int] = {}
+    for position, node in enumerate(_results(program, Role.OUTPUT)):
+        outputs.setdefault(alias_source(node), position)
+    found: dict[tuple[str, str | int], None] = {}
+    for node in _results(program, Role.SAVED):
+        root = alias_source(node) if isinstance(node, fx.Node) else None
+        if root is None:
+            continue
+        if info(root).role is Role.INPUT:
+            found["input", info(root).index] = None
+        elif info(root).role is Role.BUFFER:
+            found["buffer", info(root).name] = None
+        elif root in outputs:
+            found["output", outputs[root]] = None
+    return tuple(found)
+
+
+def _shared(program: Program) -> tuple[int, ...]:
+    """Return the positions of saved values that are outputs too."""
+    outputs = set(_results(program, Role.OUTPUT))
+    return tuple(i for i, n in enumerate(_results(program, Role.SAVED)) if n in outputs)
+
+
+def _returned(program: Program) -> dict[int, int]:
+    """Return the positions of outputs that are inputs as they stand, with the inputs' leaves."""
+    outputs = enumerate(_results(program, Role.OUTPUT))
+    return {i: info(n).index for i, n in outputs if info(n).role is Role.INPUT}
+
+
+def _detached(program: Program, input_grads: list[int]) -> frozenset[int]:
+    """Return the positions of outputs in the memory of inputs that get no gradient."""
+    roots = enumerate(alias_source(n) for n in _results(program, Role.OUTPUT))
+    inputs = {i: info(n).index for i, n in roots if info(n).role is Role.INPUT}
+    return frozenset(i for i, leaf in inputs.items() if leaf not in input_grads)

@@ -57,6 +57,7 @@ class Engine:
         self.layout = store.layout
         self.slots = SlotPool(store.world.device, poison)
         self.no_sync = False
+        self.discards = False  # backward runs for inputs only: no parameter gets a gradient
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
         self._views: dict[tuple, tuple[Tensor, ...]] = {}
@@ -185,6 +186,8 @@ class Engine:
 
     def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
+        if self.discards:
+            return Flight(None, None, bucket)
         if self.no_sync:
             waiting = self._unsynced.get(bucket)
             if waiting is None:

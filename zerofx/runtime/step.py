@@ -25,7 +25,11 @@ class Contract:
     tangents: output leaf -> (shape, strides, dtype) of the gradient that backward takes.
     input_grads: input leaves whose gradients backward returns, in order.
     updates: (kind, name or leaf) of each updated buffer or input, in order.
-    guarded: positions in `saved` that the user can write to (inputs, outputs).
+    guarded: whose memory saved values lie in and the user can write to: ("input", leaf),
+        ("buffer", name) or ("output", position); a view of it that is saved counts too.
+    shared: positions in `saved` of values that are outputs as they stand.
+    returned: positions of outputs that are inputs as they stand -> the input's leaf.
+    detached: positions of outputs that lie in inputs which no gradient is asked for.
     digest: readable "name=value" items that must be equal on all ranks before a call.
     """
 
@@ -35,9 +39,12 @@ class Contract:
     tangents: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     input_grads: tuple[int, ...]
     updates: tuple[tuple[str, str | int], ...]
-    guarded: tuple[int, ...]
+    guarded: tuple[tuple[str, str | int], ...]
+    shared: tuple[int, ...]
+    returned: dict[int, int]
+    detached: frozenset[int]
     is_training: bool
-    is_random: bool
+    draws: frozenset[str]  # of "forward" and "backward": those that draw random numbers
     label: str
     digest: str
 
@@ -49,7 +56,7 @@ class Call:
     leaves: list[Any]
     saved: list[Tensor] | None = None
     writes: int = 0
-    versions: list[int] = field(default_factory=list)
+    watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
 
 
 class Executable:
@@ -66,6 +73,7 @@ class Executable:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
         self._anchor = torch.zeros((), requires_grad=True)
+        self._accumulate = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
         """Run forward; return its output leaves in order."""
@@ -74,7 +82,11 @@ class Executable:
             with torch.no_grad():
                 return self.run_forward(call)
         inputs = [leaves[i] for i in self.contract.input_grads]
-        return list(_Step.apply(self, call, self._anchor, *inputs))
+        outs = list(_Step.apply(self, call, self._anchor, *inputs))
+        for position, leaf in self.contract.returned.items():
+            if position in self.contract.detached:
+                outs[position] = leaves[leaf]
+        return outs
 
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
@@ -83,15 +95,29 @@ class Executable:
             engine.store.rest()
         kind = "forward" if self.contract.is_training else "inference"
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
-        with self._guard(), self._own_random():
+        with self._guard(), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
             )
         self._apply_updates(call, updates)
         call.writes = engine.store.writes
+        for position in self.contract.shared:  # the output itself will refer to this call
+            saved[position] = saved[position].detach()
         call.saved = saved
-        call.versions = [saved[i]._version for i in self.contract.guarded]
+        call.watched = self._watch(call, outs)
         return outs
+
+    def _watch(self, call: Call, outs: Sequence[Tensor]) -> list[tuple[str, Tensor, int]]:
+        """Return what backward needs unchanged, as aliases: they share its version counter."""
+        found = []
+        for kind, where in self.contract.guarded:
+            if kind == "input":
+                held = call.leaves[int(where)]
+            else:
+                held = self.buffers()[str(where)] if kind == "buffer" else outs[int(where)]
+            if not held.is_inference():  # those count no versions
+                found.append((f"{kind} {where}", held.detach(), held._version))
+        return found
 
     def run_backward(self, call: Call, incoming: Sequence[Tensor | None]) -> list[Tensor]:
         engine = self.engine
@@ -103,10 +129,16 @@ class Executable:
                 "or an in-place write) between this forward and its backward, so its gradients "
                 "would be wrong; run backward before the change"
             )
-        self._agree(f"backward of {self.contract.label}", f"no_sync={engine.no_sync}")
-        with self._guard(), torch.no_grad():
-            assert self.backward is not None
-            grads = self.backward(engine, engine.store.shards, saved, tangents)
+        # autograd.grad(loss, inputs) asks for no gradient of a parameter
+        engine.discards = not compat.will_run(self._accumulate)
+        state = f"no_sync={engine.no_sync};inputs_only={engine.discards}"
+        try:
+            self._agree(f"backward of {self.contract.label}", state)
+            with self._guard(), torch.no_grad(), self._own_random("backward"):
+                assert self.backward is not None
+                grads = self.backward(engine, engine.store.shards, saved, tangents)
+        finally:
+            engine.discards = False
         engine.rest()
         return grads
 
@@ -127,10 +159,10 @@ class Executable:
                 f"{self.contract.label}: backward ran a second time, but its saved values are "
                 "gone; pass retain_graph=True the first time"
             )
-        for position, version in zip(self.contract.guarded, call.versions, strict=True):
-            if call.saved[position]._version != version:
+        for what, held, version in call.watched:
+            if held._version != version:
                 raise GradientError(
-                    f"{self.contract.label}: an input or output that backward needs was changed in "
+                    f"{self.contract.label}: {what}, which backward needs, was changed in "
                     "place after forward; clone it before changing it"
                 )
         saved = call.saved
@@ -188,10 +220,10 @@ class Executable:
             raise
 
     @contextlib.contextmanager
-    def _own_random(self) -> Iterator[None]:
+    def _own_random(self, graph: str) -> Iterator[None]:
         """Draw from a stream of this rank's own; the user's generator moves alike on all ranks."""
         world = self.engine.world
-        if not self.contract.is_random or world.size == 1:
+        if graph not in self.contract.draws or world.size == 1:
             yield
             return
         generator = _generator(world.device)
@@ -216,9 +248,17 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Executable, call: Call, anchor: Tensor, *inputs: Tensor) -> Any:
         outs = run.run_forward(call)
+        for position in run.contract.returned:  # autograd would take the user's own as ours
+            outs[position] = outs[position].detach()
         ctx.run, ctx.call = run, call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[o for o in outs if not o.is_floating_point()])
+        ctx.mark_non_differentiable(
+            *[
+                o
+                for i, o in enumerate(outs)
+                if i in run.contract.detached or not (o.is_floating_point() or o.is_complex())
+            ]
+        )
         call.leaves = []
         return tuple(outs)
 
