@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -271,23 +273,19 @@ def under_torchrun() -> tuple:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the agent (here rank 0) serves the store
-    import logging
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zerofx").addHandler(handler)
-    logging.getLogger("zerofx").setLevel(logging.INFO)
-    worlds = [World.connect("cpu") for _ in range(2)]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        worlds = [World.connect("cpu") for _ in range(2)]
     backend = dist.get_backend()
     worlds[1].agree("end", "")  # nobody takes the store away before both have joined
     dist.barrier()
-    return said, backend, worlds[0].rank == rank
+    return said.getvalue(), backend, worlds[0].rank == rank
 
 
 def test_torchrun_without_a_process_group_gets_one_and_is_told(pool: Pool) -> None:
     for rank, (said, backend, placed) in enumerate(pool.run(2, under_torchrun)):
-        assert said == [f"initialised torch.distributed with gloo: rank {rank} of 2 on cpu"]
+        told = "zerofx: made a process group: gloo, 2 ranks, here cpu\n"
+        assert said == (told if rank == 0 else "")
         assert backend == "gloo" and placed
 
 
