@@ -65,12 +65,8 @@ def expected(case: str, world_size: int) -> list[Outcome]:
 
 
 def following_rank_0(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the same with rank 0's running statistics on every rank: what sync-buffers is for."""
-    first = {
-        key: value
-        for key, value in outcomes[0].results.items()
-        if key[0] == "buffer" and value.is_floating_point()
-    }
+    """Return the same with rank 0's buffers on every rank: what sync-buffers is for."""
+    first = {key: value for key, value in outcomes[0].results.items() if key[0] == "buffer"}
     return [replace(o, results={**o.results, **first}) for o in outcomes]
 
 

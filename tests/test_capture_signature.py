@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zerofx.capture import ModelState, Signature, describe_difference, signature_key
 from zerofx.errors import CaptureError
@@ -66,6 +70,9 @@ X = torch.zeros(2, 4)
         (({"b": X},), ({"a": X},), "args[0]: key 'b', was 'a'"),
         ((Batch(X[:, :1]),), (Batch(X),), "args[0].x.shape[1]: 1, was 4; args[0].x.stride()"),
         ((Batch(X, 2.0),), (Batch(X),), "args[0].scale: 2.0, was 1.0"),
+        ((X, -0.0), (X, 0.0), "args[1]: '-0.0', was 0.0"),
+        ((X, complex(0.0, -0.0)), (X, 0j), "args[1]: '-0j', was '0j'"),
+        ((X, partial(F.gelu, approximate="tanh")), (X, partial(F.gelu)), "args[1]"),
     ],
 )
 def test_difference_is_named(
@@ -117,3 +124,94 @@ def test_modes_of_torch_and_of_the_model(model: nn.Module) -> None:
 def test_argument_that_cannot_be_a_key(model: nn.Module, kwargs: dict[str, Any], name: str) -> None:
     with pytest.raises(CaptureError, match=f"argument {name}, which is neither a tensor nor"):
         key(model, **kwargs)
+
+
+class Config:
+    k = 1.0
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+
+@pytest.mark.parametrize("make", [Config, Slotted, lambda: Config().scale], ids=str)
+def test_argument_that_would_be_baked_in(model: nn.Module, make: Callable[[], Any]) -> None:
+    given = make()
+    setattr(getattr(given, "__self__", given), "k", 5.0)  # noqa: B010  (a variable)
+    with pytest.raises(CaptureError, match=r"argument options is a \w+, whose attributes .* baked"):
+        key(model, X, options=given)
+
+
+def test_constants_that_hash_by_identity_but_have_no_state(model: nn.Module) -> None:
+    for constant in (F.gelu, torch.tanh, object(), range(2), partial(F.gelu), torch.float32):
+        assert key(model, constant) == key(model, constant)
+    frozen = types.MappingProxyType({})
+    with pytest.raises(CaptureError, match="neither a tensor nor"):
+        key(model, [{1}, frozen])
+
+
+def difference(model: nn.Module, change: Callable[[nn.Module], Any]) -> str:
+    """Return what a change makes different; the key is not the same, and is that of a copy."""
+    state = ModelState(model)
+    old = signature_key(state, (X,), {})
+    assert signature_key(state, (X,), {}) == old
+    change(model)
+    new = signature_key(state, (X,), {})
+    assert new != old and hash(new) != hash(old)
+    assert signature_key(ModelState(copy.deepcopy(model)), (X,), {}) == new
+    return describe_difference(new, old, state)
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any
+        self.twin: Any
+        self.register_buffer("scale", torch.ones(2, 2))
+        self.register_buffer("twin", self.scale)
+        self.drop = nn.Dropout(0.5)
+        self.eps, self.sizes, self.act, self.cache = 0.0, (1, 2.0), F.relu, None
+
+
+def assign(path: str, value: Any) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (assign("twin", torch.ones(2, 2)), "buffer twin: tensor, was one with scale"),
+        (lambda m: (m.double(), setattr(m, "twin", m.scale)), "buffer scale.dtype: torch.float64"),
+        (assign("scale", None), "buffer scale: None, was tensor; buffer twin: tensor, was one"),
+        (lambda m: m.scale.unsqueeze_(0), "buffer scale.ndim: 3, was 2"),
+        (lambda m: m.scale.t_(), "buffer scale.stride(): (1, 2), was (2, 1)"),
+        (lambda m: delattr(m, "twin"), "buffer twin: gone"),
+        (lambda m: m.register_buffer("late", torch.ones(1)), "buffer late: new"),
+        (assign("drop.p", 0.25), "attribute drop.p: 0.25, was 0.5"),
+        (assign("drop.inplace", 0), "attribute drop.inplace: int, was bool"),
+        (assign("eps", -0.0), "attribute eps: '-0.0', was 0.0"),
+        (assign("sizes", (1, 3.0)), "attribute sizes[1]: 3.0, was 2.0"),
+        (assign("act", F.gelu), "attribute act: "),
+        (assign("cache", []), "attribute cache: list, was NoneType"),
+        (assign("drop.late", 1), "attribute drop.late: new"),
+        (lambda m: (delattr(m, "eps"), setattr(m, "eps2", 0.0)), "attribute eps2: new; "),
+    ],
+)
+def test_changes_in_the_model(change: Callable[[nn.Module], Any], expected: str) -> None:
+    assert expected in difference(Owner(), change)
+
+
+def test_a_value_set_again_is_no_change() -> None:
+    model = Owner()
+    state = ModelState(model)
+    old = signature_key(state, (X,), {})
+    model.drop.p, model.sizes, model.scale = float("0.5"), (1, float("2")), torch.zeros(2, 2)
+    model.twin = model.scale
+    assert signature_key(state, (X,), {}) == old

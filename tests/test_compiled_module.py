@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.errors import ShardError
 
 
 class Scaled(nn.Module):
@@ -56,3 +58,37 @@ def test_an_attribute_of_ones_own_stays_on_the_wrapper() -> None:
     model(x)
     model.tag = "mine"
     assert model.tag == "mine" and len(model.programs) == 1
+
+
+def test_a_sequential_can_be_indexed() -> None:
+    model = zerofx.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), {"kernels": "aten"})
+    assert tuple(model[0].weight.shape) == (4, 3) and len(model) == 2 and bool(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU]
+
+
+def test_no_program_before_the_first_call_is_said() -> None:
+    _, model, _ = compiled()
+    assert model.programs == []
+    with pytest.raises(IndexError, match="compiled at the first call"):
+        model.programs[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_left_behind_is_refused(stage: int) -> None:
+    plain = Scaled()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = zerofx.compile(plain, {"kernels": "aten", "stage": stage})
+    model(torch.ones(2, 4)).backward()
+    with pytest.raises(ShardError, match=r"SGD was built before .* optimizer=optimizer"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_that_was_handed_over_is_not() -> None:
+    plain = Scaled()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = zerofx.compile(plain, {"kernels": "aten"}, optimizer=optimizer)
+    before = model.fc.weight.detach().clone()
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    assert not torch.equal(model.fc.weight, before)

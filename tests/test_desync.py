@@ -71,7 +71,7 @@ def _step_forward(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [("plan", "bucket"), ("missing batch", "loader"), ("state_dict", "full state"),
+    [("plan", "bucket"), ("missing batch", "loader"), ("state_dict", "state_dict"),
      ("eval", "inference")],
 )  # fmt: skip
 def test_a_rank_that_does_something_else_is_named(pool: Any, what: str, named: str) -> None:

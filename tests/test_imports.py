@@ -39,7 +39,7 @@ BELOW: dict[str, set[str]] = {
     "capture": {"ir"},
     "running": {"capture", "ir", "runtime"},
     "loading": {"ir", "runtime", "plan"},
-    "hooks": set(),
+    "hooks": {"compat"},
     "module": {"capture", "passes", "codegen", "runtime", "running", "loading", "hooks"},
     "snapshot": {"module", "runtime"},
     "reports": {"views", "codegen", "ir"},

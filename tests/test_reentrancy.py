@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
+from pool import Pool
 from torch import Tensor
 
 import zerofx
@@ -149,6 +150,33 @@ def test_any_order_is_bitwise_alike(pool: Any, world: int, plan: dict[str, Any])
         assert all(equal.values()), equal
 
 
+# -- what the first call makes and keeps outlives the mode of that call ---------------------------
+def run_after_first_call(plan: dict[str, Any], mode: str) -> list[Tensor]:
+    model = _model(**plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if mode:
+        with getattr(torch, mode)():
+            _loss(model, 6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        one_at_a_time(model)
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "persist_below": 1 << 20},
+     {"stage": 3, "persist_below": 0}],
+    ids=["0", "1", "2", "3-persistent", "3"],
+)  # fmt: skip
+def test_a_first_call_for_inference(pool: Pool, plan: dict[str, Any]) -> None:
+    expected = pool.run(2, run_after_first_call, plan, "")
+    for mode in ("inference_mode", "no_grad"):
+        for got, want in zip(pool.run(2, run_after_first_call, plan, mode), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 # -- refusals, after which the model still trains -------------------------------------------------
 def run_refusals(stage: int) -> list[str]:
     messages = []
@@ -198,15 +226,33 @@ def _update(kind: str, model: Any) -> None:
         for p in params:
             p.data.add_(p.grad, alpha=-0.1)
         return
+    if kind == "cached-local":
+        _step_through_cached_locals(params)
+        return
     options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
     torch.optim.SGD(params, lr=0.1, **options[kind]).step()  # type: ignore[arg-type]
+
+
+_locals: list[torch.nn.Parameter] = []
+
+
+def _step_through_cached_locals(params: list[Any]) -> None:
+    """Step with a fused optimizer, which moves no version, over aliases taken once."""
+    if not hasattr(params[0], "to_local"):
+        torch.optim.SGD(params, lr=0.1).step()
+        return
+    if not _locals:
+        _locals.extend(torch.nn.Parameter(p.to_local()) for p in params)
+    for alias, param in zip(_locals, params, strict=True):
+        alias.grad = param.grad.to_local()
+    torch.optim.SGD(_locals, lr=0.1, fused=True).step()
 
 
 def _same_batch() -> None:
     os.environ["RANK"] = "0"
 
 
-@pytest.mark.parametrize("kind", ["fused", "foreach", "loop", "data"])
+@pytest.mark.parametrize("kind", ["fused", "foreach", "loop", "data", "cached-local"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_update_is_seen(pool: Any, stage: int, kind: str) -> None:
     for gap in pool.run(2, run_equal_updates, stage, kind):
@@ -230,6 +276,7 @@ def run_equal_updates(stage: int, kind: str) -> float:
         return float((mine - theirs).abs() / theirs)
     finally:
         os.environ["RANK"] = rank
+        _locals.clear()
 
 
 # -- memory between steps -------------------------------------------------------------------------

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pool import Pool
 from shard_cases import build, deliver, gradients, on_ranks, small_model, whole, wholes
 from torch import Tensor, nn
 
-from zerofx.errors import ShardError
+import zerofx
+from zerofx.errors import ShardError, ZerofxError
 from zerofx.runtime.shard_optimizer import check_optimizer, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
@@ -235,3 +239,26 @@ def test_grad_scaler_finds_infinities_of_every_rank(overflow: bool) -> None:
         assert stepped is not overflow
         assert scale == (2.0 if overflow else 4.0)
         assert torch.equal(grad, gradients(small_model(), 0)["1.weight"])
+
+
+def give_a_refused_optimizer(folder: str) -> list[str]:
+    model = zerofx.compile(nn.Linear(8, 8, bias=False), {"kernels": "aten"})
+    muon = torch.optim.Muon(model.parameters())
+    messages: list[str] = []
+    calls: list[Callable[[], Any]] = [
+        lambda: zerofx.save(folder, model, muon),
+        lambda: zerofx.load(folder, model, muon),
+        lambda: zerofx.compile(nn.Linear(8, 8), {"kernels": "aten"}, optimizer=muon),
+    ]
+    for give in calls:
+        if len(messages) == 1:
+            zerofx.save(folder, model)
+        with pytest.raises(ZerofxError) as caught:
+            give()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_every_way_in_refuses_by_name(pool: Pool, tmp_path: Path) -> None:
+    for messages in pool.run(2, give_a_refused_optimizer, str(tmp_path / "snapshot")):
+        assert all("Muon is not supported on sharded parameters" in m for m in messages), messages

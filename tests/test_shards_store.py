@@ -30,7 +30,7 @@ def test_every_rank_gets_rank_0s_values(size: int, shard_size: int) -> None:
                     p.fill_(world.rank)
         store = build(model, world)
         owned = sum(s.numel() for s in store.shards)
-        padding = sum(b.numel - b.used_numel for b in store.layout.buckets)
+        padding = sum(b.numel - sum(p.numel for p in b.params) for b in store.layout.buckets)
         assert owned == (sum(t.numel() for t in expected.values()) + padding) // shard_size
         return wholes(model)
 
@@ -66,7 +66,6 @@ def test_tied_names_flat_rnn_weights_flags_attributes_and_buffers() -> None:
         assert model.scale.decay is False and model.scale.shape == torch.Size([])
         assert torch.equal(whole(model.scale), torch.tensor(2.0))
         assert whole(model.empty).shape == (0, 4)
-        assert store.requires_grad_key() == tuple(p.requires_grad for p in model.parameters())
 
     torch.manual_seed(0)
     base = Tied()
@@ -124,6 +123,41 @@ def test_what_cannot_be_laid_out_is_named() -> None:
     on_ranks(1, twice)
 
 
+class Joined(nn.Module):
+    """Two tensors over the same memory, which no Parameter is shared for."""
+
+    def __init__(self, kind: str, device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False, device=device)
+        self.head = nn.Linear(4, 4, bias=False, device=device)
+        values = self.embed.weight.data
+        if kind == "data":
+            self.head.weight.data = values
+        elif kind == "transposed":
+            self.head.weight = nn.Parameter(values.t())
+        elif kind == "part":
+            self.head.weight = nn.Parameter(values.view(-1)[8:])
+        elif kind == "buffer":
+            self.register_buffer("seen", values[1:3])
+        elif kind == "apart":  # neighbours in one storage, as an RNN's flat weights
+            both = torch.zeros(2, 4, 4, device=device)
+            self.embed.weight.data, self.head.weight.data = both[0], both[1]
+            self.register_buffer("one", torch.zeros(4)[:3])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_that_two_tensors_share_is_refused_by_both_names(device: str) -> None:
+    world = World.single()
+    for kind in ("data", "transposed", "part"):
+        with pytest.raises(ShardError, match=r"embed.weight and head.weight share .*Parameter"):
+            model = Joined(kind, device)
+            build(model, world)
+        assert type(model.embed.weight) is nn.Parameter
+    with pytest.raises(ShardError, match=r"embed.weight and seen share memory.*in forward"):
+        build(Joined("buffer", device), world)
+    build(Joined("apart", device), world)
+
+
 # -- bindings ----------------------------------------------------------------------------------
 
 
@@ -138,7 +172,7 @@ class TestBindings:
             model[0].weight = nn.Parameter(values, requires_grad=False)
             store.check_bindings()
             assert model[0].weight is ours and not ours.requires_grad
-            assert store.requires_grad_key()[0] is False and store.writes > before
+            assert store.writes > before
             assert torch.equal(whole(ours), values)
             assert store.local_view("0.weight").data_ptr() == address
 
@@ -245,7 +279,7 @@ def test_a_copy_is_independent(size: int) -> None:
         assert all(torch.equal(v, before[n] + 1) for n, v in wholes(twin).items())
         assert twin.head.weight is twin.embed.weight and twin.scale.decay is False
         assert [id(w) for w in twin.rnn._flat_weights] == [id(p) for p in twin.rnn.parameters()]
-        assert their_store.requires_grad_key() == store.requires_grad_key()
+        assert not twin.rnn.weight_hh_l0.requires_grad and twin.rnn.weight_ih_l0.requires_grad
         their_store.check_bindings()
         deliver(their_store, gradients(twin, 0))
         assert model.scale.grad is None and twin.scale.grad is not None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from zerofx.errors import DesyncError
-from zerofx.runtime.agreement import Agreement, describe_difference
+from zerofx.runtime import board
+from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.board import FAILED, LEFT, PRESENT, ROW_BYTES, Entry, MemoryBoard
+from zerofx.runtime.differences import describe_difference
 
 LONG = "; ".join(f"blocks.{i}.weight=f32[1024, 1024]" for i in range(500))
 
@@ -18,8 +24,8 @@ LONG = "; ".join(f"blocks.{i}.weight=f32[1024, 1024]" for i in range(500))
 def two_rows() -> tuple[MemoryBoard, MemoryBoard]:
     memory = bytearray(2 * ROW_BYTES)
     boards = MemoryBoard(memory, 0, 2), MemoryBoard(memory, 1, 2)
-    for board in boards:
-        board.attach()
+    for each in boards:
+        each.attach()
     return boards
 
 
@@ -72,6 +78,46 @@ def test_a_dead_process_is_seen_even_unreaped() -> None:
     assert not theirs.is_alive(0)
     child.communicate()
     assert not theirs.is_alive(0)
+
+
+def test_a_process_reaped_while_it_is_looked_at_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    @contextlib.contextmanager
+    def reap_after_opening(path: str, mode: str) -> Iterator[Any]:
+        with open(path, mode) as file:
+            child.kill()
+            child.communicate()
+            yield file
+
+    monkeypatch.setattr(board, "open", reap_after_opening, raising=False)
+    assert board.process_started(child.pid) == 0
+
+
+def test_a_rank_is_no_dead_one_where_the_system_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, theirs = two_rows()
+
+    def no_descriptor_left(path: str, mode: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(board, "open", no_descriptor_left, raising=False)
+    assert theirs.is_alive(0)
+
+
+def test_the_last_two_calls_may_be_broken_off() -> None:
+    mine, theirs = two_rows()
+    assert theirs.broke_off(0, 0) is None
+    for call in (1, 2, 3):
+        mine.post(call, f"forward {call}", "")
+        if call != 2:
+            mine.break_off(call, f"ValueError({call})")
+    assert [theirs.broke_off(0, call) for call in (2, 3)] == [None, "ValueError(3)"]
+    mine.break_off(3, "out of memory" * 100)
+    mine.set_busy("compiling GPT" * 100)
+    assert len(theirs.broke_off(0, 3) or "") < 512 and len(theirs.busy(0)) < 512
+    assert theirs.entry(0, 3) is not None and theirs.reason(0) == ""
 
 
 def test_differences_name_the_items_that_differ() -> None:

@@ -171,42 +171,6 @@ def test_a_rank_gone_on_to_another_call_is_named_in_mid_call(pool: Pool) -> None
         )
 
 
-def announced_too_late() -> str:
-    """A difference found after the launch: the launch can never complete, so the world ends."""
-    world = World.connect("cpu")
-    world.announce("forward of program 3fa0", "")
-    out = torch.empty(2 * 4096)
-    world.all_gather(out, torch.zeros(4096), LABEL).wait()
-    world.announce(("forward of program 3fa1", "save")[world.rank], "")
-    out = torch.empty(2 * (100 + world.rank))
-    work = world.all_gather(out, torch.zeros(100 + world.rank), LABEL)  # unequal sizes
-    first = error_of(work.wait)
-    error_of(lambda: world.agree("forward of program 3fa2", ""))
-    return first
-
-
-def test_unequal_launches_neither_abort_nor_hang(pool: Pool) -> None:
-    for message in pool.run(2, announced_too_late):
-        assert message.startswith(
-            "rank 1 is about to run save (call 2) while rank 0 runs forward of program 3fa1"
-        )
-
-
-def a_native_launch_waits_for_the_comparison() -> str:
-    """gloo's own collectives abort the process on unequal sizes: compared before the launch."""
-    world = World.connect("cpu", algorithm=lambda kind, nbytes, ranks: "native")
-    world.announce(("forward of program 3fa1", "save")[world.rank], "")
-    numel = 100 + world.rank
-    message = error_of(lambda: world.all_gather(torch.empty(2 * numel), torch.zeros(numel)))
-    step(world, 2)
-    return message
-
-
-def test_a_native_launch_comes_after_the_comparison(pool: Pool) -> None:
-    for message in pool.run(2, a_native_launch_waits_for_the_comparison):
-        assert message.startswith("rank 1 is about to run save (call 1) while rank 0")
-
-
 def three_ranks(world: World) -> str:
     what = "state_dict" if world.rank == 2 else "forward of program 3fa0"
     return error_of(lambda: world.agree(what, ""))

@@ -20,8 +20,9 @@ from zerofx.runtime.world import World
 def spread(per_host: int) -> World:
     """Connect as if every `per_host` ranks were a host."""
     name = f"host-{int(os.environ['RANK']) // per_host}"
-    hosts.host_key = lambda: name  # type: ignore[assignment]
-    return World.connect("cpu")
+    with pytest.MonkeyPatch.context() as patch:  # the next test runs in this process too
+        patch.setattr(hosts, "host_key", lambda: name)
+        return World.connect("cpu")
 
 
 def agree_and_differ(per_host: int) -> list[str]:

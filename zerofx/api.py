@@ -22,7 +22,7 @@ from zerofx.passes.placement import plan_layout
 from zerofx.plan import Plan, as_plan
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Layout, UnitParam
-from zerofx.runtime.shard_optimizer import swap_optimizer
+from zerofx.runtime.shard_optimizer import check_type, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 
@@ -57,6 +57,8 @@ def compile(
     world, described = _connect(checked, device, mesh, machine)
     layout = make_layout(model, checked, world.size, described)
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
+    if optimizer is not None and layout.shard_size > 1:
+        check_type(optimizer)
     store = ShardStore.build(model, layout, world)
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)

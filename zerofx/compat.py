@@ -46,6 +46,12 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Return where torch keeps the hooks that it calls for every module."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}") for kind in kinds]
+
+
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -278,12 +284,16 @@ make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 
 # The properties of Tensor behind those that a subclass overrides: `.__get__(t)`, `.__set__(t, v)`.
 raw_data: Any = torch.Tensor.data
-raw_requires_grad: Any = torch.Tensor.requires_grad
 raw_version: Any = torch.Tensor._version
 
 # What clipping and GradScaler call with whole lists.
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 unscale_and_check: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common which share a storage, also on meta."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
@@ -363,14 +373,16 @@ def import_inductor() -> None:
 
 def compile_region(
     gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
-) -> Callable[[list[torch.Tensor]], Any]:
+) -> Callable[[list[torch.Tensor]], Any] | None:
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
 
     The artifact is saved at `path`, beside it the source that Inductor wrote (`wrapper_of`); the
-    result takes one list of tensors, which it empties.
+    result takes one list of tensors, which it empties. None where there is nothing to compile.
     """
     from torch._inductor import standalone_compile
 
+    if all(_is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
+        return None  # Inductor makes no code of views, and warns that it has nothing to save
     fakes: list[Any] = []
     with FakeTensorMode():
         for dtype, shape, stride, device in specs:
@@ -382,9 +394,17 @@ def compile_region(
         artifact = standalone_compile(
             gm, fakes, dynamic_shapes="from_example_inputs", options=options
         )
+    if not sources:  # all was simplified away
+        return None
     Path(wrapper_of(path)).write_text("".join(sources), encoding="utf-8")
     artifact.save(path=path, format="binary")
     return _boxed(artifact)
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def wrapper_of(path: str) -> str:

@@ -5,33 +5,33 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofx import compat
+
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class HookWatch:
-    """Gives the hooks of a module tree a version number, at the cost of one comparison a call.
+    """Tells which hooks a module tree has, at the cost of one comparison a call where it has none.
 
     Every new hook takes a handle from one counter, so the tree is searched only when that counter
-    moved; known hooks are looked at each time, since a removal leaves no trace.
+    moved; known hooks are looked at each time, since a removal leaves no trace. Handles are unique
+    in a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
+
+    Hooks of all modules (`register_module_forward_hook` and the like) count as each module's; like
+    any wrapper, the compiled model itself is one more module that they are called for.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._dicts = [getattr(m, kind) for m in model.modules() for kind in _KINDS]
+        self._dicts += compat.global_module_hooks()
         self._seen = -1
         self._occupied: list[dict] = []
-        self._hooks: tuple[tuple[int, ...], ...] = ()
-        self._versions: dict[tuple[tuple[int, ...], ...], int] = {}
-        self._version = 0
 
-    def version(self) -> int:
-        """Return a number that is equal for equal sets of hooks."""
-        if RemovableHandle.next_id == self._seen and not self._occupied:
-            return self._version
+    def handles(self) -> tuple[tuple[int, ...], ...]:
+        """Return the handles of all hooks, in the order of their calls; () for none."""
         if RemovableHandle.next_id != self._seen:
             self._occupied = [d for d in self._dicts if d]
             self._seen = RemovableHandle.next_id
-        hooks = tuple(tuple(d) for d in self._occupied if d)
-        if hooks != self._hooks or not self._versions:
-            self._hooks = hooks
-            self._version = self._versions.setdefault(hooks, len(self._versions))
-        return self._version
+        if not self._occupied:
+            return ()
+        return tuple([tuple(d) for d in self._occupied if d])

@@ -1,4 +1,4 @@
-"""What zerofx knows of a machine before it runs there: sizes, algorithms, speeds.
+"""What zerofx knows of a machine before it runs there: sizes and algorithms.
 
 Planning reads a description and never measures, so every rank, and a laptop, decides alike.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +15,11 @@ import torch
 
 from zerofx.errors import PlanError
 from zerofx.fields import (
-    Patterns,
     check_names,
     load_mapping,
     nearest,
     one_of,
     read_fields,
-    real,
-    refuse,
     size,
     spec_field,
     text,
@@ -32,20 +28,12 @@ from zerofx.fields import (
 
 Algorithm = Literal["direct", "native"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REQUIRED: Any = dataclasses.MISSING
-
-
-def _flops(where: str, value: Any) -> Patterns:
-    if not isinstance(value, Mapping) or "fp32" not in value:
-        raise refuse(where, value, "is {dtype: rate} for fp32, and bf16 or fp16")
-    check_names(where, value, DTYPES)
-    return Patterns({k: real(0, above=True)(f"{where}[{k!r}]", v) for k, v in value.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's share of a machine: its device, its link to the other ranks, its sizes.
+    """One rank's share of a machine: its device, its backend, its sizes.
 
     name: for dumps, and for finding a preset.
     device_type, backend: what `torch.device(...).type` and the process group are called.
@@ -53,11 +41,7 @@ class Machine:
     bucket_bytes: smaller units are merged into one collective up to this.
     direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
     direct_gather_min_bytes, direct_reduce_min_bytes: from this many bytes of a full bucket.
-    prefetch: distance, in units, where times alone do not decide it.
-    link_latency_us: from one rank's launch to another's first byte.
-    link_bandwidth_bytes_per_s: what one rank can send while it receives as much.
-    flops_per_s: dtype name -> rate of a large matrix product.
-    memory_bandwidth_bytes_per_s: reads plus writes of device memory.
+    prefetch: distance, in units.
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
@@ -72,10 +56,6 @@ class Machine:
     direct_gather_min_bytes: int = spec_field(_REQUIRED, size(0))
     direct_reduce_min_bytes: int = spec_field(_REQUIRED, size(0))
     prefetch: int = spec_field(_REQUIRED, whole(0))
-    link_latency_us: float = spec_field(_REQUIRED, real(0))
-    link_bandwidth_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
-    flops_per_s: Mapping[str, float] = spec_field(_REQUIRED, _flops)
-    memory_bandwidth_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
 
     def __post_init__(self) -> None:
         read_fields(self, "Machine")
@@ -96,15 +76,9 @@ class Machine:
         is_direct = backend == "gloo" and 2 <= world_size <= self.direct_exchange_max_world
         return "direct" if is_direct and nbytes >= least else "native"
 
-    def flops_of(self, dtype: torch.dtype) -> float:
-        """Return the rate for `dtype`, the fp32 rate where the description has none for it."""
-        names = {v: k for k, v in DTYPES.items()}
-        return self.flops_per_s.get(names.get(dtype, "fp32"), self.flops_per_s["fp32"])
-
     def to_dict(self) -> dict[str, Any]:
         """Return every field in plain values, as a machine file holds them."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return fields | {"flops_per_s": dict(self.flops_per_s)}
+        return dataclasses.asdict(self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Machine:
@@ -146,13 +120,6 @@ CPU_GLOO = Machine(
     direct_reduce_min_bytes=0,
     # One unit ahead hides as much as two: transfers share the cores with compute.
     prefetch=1,
-    # Measured over loopback, 2 ranks: 70 us for 4 KiB, 4 MiB each way in 2.2 ms.
-    link_latency_us=70.0,
-    link_bandwidth_bytes_per_s=1.9e9,
-    # Measured on one server core, 1024 x 1024 torch.mm; many cores have no faster bf16 or fp16.
-    flops_per_s={"fp32": 8e10, "bf16": 8e10, "fp16": 8e10},
-    # Measured on one core beside another busy one, large copy.
-    memory_bandwidth_bytes_per_s=2.5e10,
 )
 
 CUDA_NCCL = Machine(
@@ -162,20 +129,14 @@ CUDA_NCCL = Machine(
     # Like DeepSpeed's stage3_param_persistence_threshold (1e5 elements), but in bytes: norms and
     # biases to 25,600 fp32 wide, a few MiB on the largest models.
     persist_below_bytes=100 * 2**10,
-    # At 25 GB/s 64 MiB take 2.7 ms, so that launch and latency are under 2 % of a collective.
+    # At 25 GB/s (one 200 Gbit/s port a GPU) 64 MiB take 2.7 ms, so that launch and latency are
+    # under 2 % of a collective.
     bucket_bytes=64 * 2**20,
     direct_exchange_max_world=0,
     direct_gather_min_bytes=0,
     direct_reduce_min_bytes=0,
     # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
     prefetch=2,
-    # One 200 Gbit/s InfiniBand port a GPU: the slowest link of a common cluster decides whether
-    # a transfer is hidden. NVLink inside a host is faster; describe yours in a machine file.
-    link_latency_us=30.0,
-    link_bandwidth_bytes_per_s=2.5e10,
-    # A100 80 GB data sheet: dense tensor-core bf16 and fp16, plain fp32, HBM2e.
-    flops_per_s={"fp32": 1.95e13, "bf16": 3.12e14, "fp16": 3.12e14},
-    memory_bandwidth_bytes_per_s=2.04e12,
 )
 
 PRESETS = {machine.name: machine for machine in (CPU_GLOO, CUDA_NCCL)}

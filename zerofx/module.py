@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture import capture
-from zerofx.capture.signature import ModelState, Signature, describe_difference, signature_key
+from zerofx.capture.model_state import ModelState
+from zerofx.capture.signature import Signature, describe_difference, signature_key
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
@@ -35,7 +36,16 @@ from zerofx.runtime.shards import ShardStore
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
-_Key = tuple[Signature, int]
+_Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
+
+
+class Programs(list[Program]):
+    """The programs of a model; says why there is none yet."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self:
+            raise IndexError("no program yet: one is compiled at the first call of each signature")
+        return super().__getitem__(index)
 
 
 class CompiledModule(nn.Module):
@@ -65,10 +75,11 @@ class CompiledModule(nn.Module):
         """Call the model; the first call of each signature compiles it."""
         self._engine.store.check_bindings()
         self._model.training = self.training
-        key = signature_key(self._state, args, kwargs), self._hooks.version()
+        key = signature_key(self._state, args, kwargs), self._hooks.handles()
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[key] = self._compile(key, args, kwargs)
+            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
+                bound = self._bound[key] = self._compile(key, args, kwargs)
         return bound(args, kwargs)
 
     def _compile(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
@@ -147,23 +158,26 @@ class CompiledModule(nn.Module):
         for name in program.buffers:
             path, _, key = name.rpartition(".")
             owners.append((name, self._model.get_submodule(path)._buffers, key))
-        return lambda: {name: held[key] for name, held, key in owners if held[key] is not None}
+        return lambda: {name: held[key] for name, held, key in owners}
 
     # -- what users ask of it -----------------------------------------------------------------
     @property
     def programs(self) -> list[Program]:
-        """One Program a signature, in the order of first calls."""
-        return [b.program for b in self._bound.values()]
+        """One Program a signature, in the order of first calls; none before the first."""
+        return Programs(b.program for b in self._bound.values())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Sum gradients locally until the first backward outside (stages 0 and 1).
+        """Sum gradients locally until the first backward outside, which reduces all of the sum.
 
-        At stages 2 and 3 whole gradients are never held: there each backward reduces into the
-        shards, which is the same sum, and this changes nothing.
+        At stage 0, `p.grad` is the local sum meanwhile, as under DistributedDataParallel. At
+        stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
+        drops the sum, and anything else raises. At stages 2 and 3 whole gradients are never held:
+        there each backward reduces into the shards, which is the same sum, and this changes
+        nothing.
         """
         engine, before = self._engine, self._engine.no_sync
-        engine.no_sync = self._setting.plan.stage <= 1
+        engine.no_sync = self._setting.plan.stage <= 1 and engine.world.size > 1
         try:
             yield
         finally:
@@ -177,11 +191,6 @@ class CompiledModule(nn.Module):
         """Yield names and parameters, after taking in what was put in a parameter's place."""
         self._engine.store.check_bindings()
         return super().named_parameters(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, also those that `no_sync` has summed and not yet reduced."""
-        self._engine.drop_unsynced()
-        super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.
@@ -210,7 +219,10 @@ class CompiledModule(nn.Module):
 
     # -- what it refuses, by name ---------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
-        """Run `to`, `half`, `cuda` and the like: accepted where they change nothing."""
+        """Run `to`, `half`, `cuda` and the like: accepted where they leave the shards as they are.
+
+        Buffers take another dtype, upon which the next call compiles anew; nothing moves.
+        """
         for bucket in self._engine.layout.buckets:
             before = torch.empty(0, dtype=bucket.dtype, device=self._engine.world.device)
             after = fn(before)
@@ -220,7 +232,26 @@ class CompiledModule(nn.Module):
                     f"to {after.dtype} on {after.device} would need another layout: convert the "
                     "model before zerofx.compile, or pass device="
                 )
+        self._convert_buffers(fn)
         return self
+
+    def _convert_buffers(self, fn: Callable[[Tensor], Tensor]) -> None:
+        made: dict[int, Tensor] = {}
+        for path, module in self._model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+                if after.device != buffer.device:
+                    raise ShardError(
+                        f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
+                        f"move to {after.device}; pass device= to zerofx.compile"
+                    )
+                if after.dtype != buffer.dtype:
+                    made.setdefault(id(buffer), fn(buffer))
+        for module in self._model.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = made.get(id(buffer), buffer)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
@@ -232,7 +263,10 @@ class CompiledModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """Return an independent model over shards of its own; the compiled programs are shared."""
+        """Return an independent model over shards of its own; the compiled programs are shared.
+
+        As with any deepcopy of parameters, gradients stay behind: every p.grad is None.
+        """
         store = self._engine.store
         for param in store.params.values():
             blank = torch.empty(param.shape, dtype=param.dtype, device="meta")
@@ -262,6 +296,16 @@ class CompiledModule(nn.Module):
         setattr(model, name, value)
         self._bound.clear()
         self._known.clear()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of a model that is a container, such as nn.Sequential."""
+        return self._model[index]
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         plan, world = self._setting.plan, self._engine.world

@@ -43,47 +43,55 @@ _SIZES = ("memory_budget", "host_budget", "persist_below", "bucket_bytes")
 class Plan:
     """How a model is sharded, scheduled and run. Fields are given by name; all have defaults.
 
+    stage: 0 replicates (bucketed all-reduce); 1 shards optimizer states, 2 + gradients,
+        3 + parameters.
+    precision: "fp32", "bf16", "fp16" or Precision(compute, reduce, master, loss_scale).
+    memory_budget: peak device bytes a rank ("40GiB"), spent on keeping parameters gathered from
+        forward to backward; None is strict ZeRO, nothing extra is kept.
+    host_budget: the same for the host memory that offload uses.
+    activations: "keep", "recompute", "auto" (solved under the budget), a fraction of the kept
+        bytes, or {name pattern: "keep" / "recompute" / "offload"}.
+    tiling: "off", "auto", or {name pattern: number of tiles}.
+    offload: Offload(parameters, optimizer, activations, path, ...) or a dict of its fields.
+    prefetch: how many units ahead a gather is launched, or "auto" (the machine's).
+    persist_below: parameters of fewer bytes stay gathered; None takes the machine's value.
+    bucket_bytes: smaller units share a collective up to this; None takes the machine's value.
+    units: "auto", or name patterns of the modules whose parameters travel together.
+    shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
+    differentiate: "loss", or "all" float outputs. With "all", an output that is left out of the
+        loss gives its parameters zero gradients, where eager leaves None.
+    outputs: "all", or "loss": other outputs are not computed for the caller.
+    update: "step", or "in-backward": the optimizer runs per bucket inside backward.
+    buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
+    numerics: "bitwise", or "fast": passes may change rounding.
+    kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
+    cuda_graph: whether whole programs run as CUDA graphs.
+    debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
+
     Raises:
         PlanError: a field is unknown, out of range, or contradicts another; the message names
             the field, its value, what is allowed, and the way out.
     """
 
-    # 0 replicates (bucketed all-reduce); 1 shards optimizer states, 2 + gradients, 3 + parameters.
     stage: int = spec_field(3, one_of(0, 1, 2, 3))
     precision: Precision = spec_field("fp32", Precision.read)
-    # Peak device bytes per rank, spent on keep-gathered, kept activations and prefetch.
-    # None is strict ZeRO: nothing extra is kept.
     memory_budget: int | None = spec_field(None, optional(size(1)))
-    # The same for the host memory that offload uses.
     host_budget: int | None = spec_field(None, optional(size(1)))
-    # "keep", "recompute", "auto" (solved under the budget), a fraction of the kept bytes,
-    # or {name pattern: keep / recompute / offload}.
     activations: str | float | Patterns = spec_field("keep", read_activations)
-    # "off", "auto", or {name pattern: number of tiles}.
     tiling: str | Patterns = spec_field("off", read_tiling)
     offload: Offload = spec_field(None, Offload.read)
-    # Distance in units, or "auto".
     prefetch: str | int = spec_field("auto", either("auto", whole(0)))
-    # Parameters of fewer bytes stay gathered; None takes the machine's value.
     persist_below: int | None = spec_field(None, optional(size(0)))
-    # Smaller units are merged into one collective up to this; None takes the machine's value.
     bucket_bytes: int | None = spec_field(None, optional(size(0)))
-    # Name patterns of the modules whose parameters travel together, or "auto".
     units: str | tuple[str, ...] = spec_field("auto", read_units)
-    # Shard within groups of this many ranks and replicate across them; None is the whole world.
     shard_axis_size: int | None = spec_field(None, optional(whole(1)))
     differentiate: str = spec_field("loss", one_of("loss", "all"))
-    # "loss": non-loss outputs are not computed for the caller.
     outputs: str = spec_field("all", one_of("all", "loss"))
-    # "in-backward": the optimizer runs per bucket inside backward.
     update: str = spec_field("step", one_of("step", "in-backward"))
-    # "rank0": running statistics follow rank 0, as DDP's do.
     buffers: str = spec_field("rank0", one_of("rank0", "local"))
-    # "fast" allows passes that change rounding.
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
     cuda_graph: bool = spec_field(False, flag)
-    # Region by region on ATen, so that prints, breakpoints and the NaN finder work.
     debug: bool = spec_field(False, flag)
 
     if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so

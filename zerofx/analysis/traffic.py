@@ -79,7 +79,6 @@ def _collectives(program: Program, node: fx.Node, rank: int) -> list[tuple[str, 
             found.append(("all_reduce", sent, out.element_size()))
         return found
     if node.target is ops.sync_buffers and program.world_size > 1:
-        numel = sum(v.numel() for v in value(node))
-        sent = 4 * numel * (program.world_size - 1) if rank == 0 else 0
-        return [("broadcast", sent, torch.float32.itemsize)]
+        sent = sum(map(nbytes, value(node))) * (program.world_size - 1) if rank == 0 else 0
+        return [("broadcast", sent, torch.uint8.itemsize)]  # every dtype travels as bytes
     return []

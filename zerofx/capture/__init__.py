@@ -8,7 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from zerofx.capture.capture import capture
-from zerofx.capture.signature import ModelState, Signature, describe_difference, signature_key
+from zerofx.capture.model_state import ModelState
+from zerofx.capture.signature import Signature, describe_difference, signature_key
 from zerofx.capture.units import find_unit_of_module, find_units
 
 __all__ = [

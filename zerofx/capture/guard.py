@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from zerofx import compat
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
 
+_CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, functools.partial)
 _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -54,6 +57,23 @@ def check_constant(name: str, leaf: Any) -> None:
             "a hashable constant, so no program can be kept for it; pass a tensor "
             "(torch.as_tensor), a number, a string or a tuple of them"
         ) from None
+    if has_hidden_state(leaf):
+        raise CaptureError(
+            f"capture: argument {name} is a {type(leaf).__name__}, whose attributes would be baked "
+            "into the program and whose changes would go unnoticed (it hashes by identity); pass "
+            "tensors, numbers, or a dataclass of them"
+        )
+
+
+def has_hidden_state(leaf: Any) -> bool:
+    """Tell whether an object has attributes that its hash and equality know nothing of."""
+    kind = type(leaf)
+    if isinstance(leaf, types.MethodType):  # hashes by the identity of the object
+        return has_hidden_state(leaf.__self__)
+    if kind.__hash__ is not object.__hash__ or isinstance(leaf, _CONSTANT):
+        return False
+    slots = [vars(c).get("__slots__") or () for c in kind.__mro__]
+    return bool(getattr(leaf, "__dict__", None)) or any(slots)
 
 
 def _hidden_tensors(leaf: Any) -> str:

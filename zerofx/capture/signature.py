@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zerofx import compat
 from zerofx.capture import trees
-from zerofx.capture.guard import check_constant
+from zerofx.capture.guard import check_constant, has_hidden_state
+from zerofx.capture.model_state import PLAIN, ModelState, Reading, number_key, tensor_key
 from zerofx.errors import CaptureError
 
-_PLAIN = frozenset({int, bool, str, type(None), complex, bytes, torch.dtype, torch.device})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _MODE_NAMES = (
     "grad mode",
@@ -23,8 +22,6 @@ _MODE_NAMES = (
     "CPU autocast",
     "CUDA autocast",
 )
-_training = attrgetter("training")
-_requires_grad = attrgetter("requires_grad")
 
 
 class Signature(NamedTuple):
@@ -34,6 +31,7 @@ class Signature(NamedTuple):
         requires_grad), of constants (type, value), of containers those of their leaves.
     modes: `_MODE_NAMES` in order; autocast is (device, dtype, cache) or None.
     training, trainable: a byte for each submodule (parameter), in registration order.
+    buffers, attributes: forms of the buffers; values of the modules' plain attributes.
     """
 
     args: tuple[Any, ...]
@@ -41,28 +39,16 @@ class Signature(NamedTuple):
     modes: tuple[Any, ...]
     training: bytes
     trainable: bytes
-
-
-class ModelState:
-    """The part of a signature that lies in the model; holds its modules and parameters by list."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_modules())
-        self.module_names, self._modules = tuple(named), list(named.values())
-        params = dict(model.named_parameters())
-        self.param_names, self._params = tuple(params), list(params.values())
-
-    def read(self) -> tuple[bytes, bytes]:
-        """Return (training, trainable) as of now, at about 25 ns a module and a parameter."""
-        with compat.DisableTorchFunctionSubclass():
-            return bytes(map(_training, self._modules)), bytes(map(_requires_grad, self._params))
+    buffers: Reading
+    attributes: Reading
 
 
 def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Return the key of `model(*args, **kwargs)` under the present modes.
 
     Raises:
-        CaptureError: an argument that is not a tensor cannot be hashed; the message names it.
+        CaptureError: an argument that is not a tensor cannot be part of a key; the message names
+            it.
     """
     try:
         keys = tuple([_key(a) for a in args])
@@ -75,12 +61,11 @@ def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, An
 def _key(value: Any) -> Any:
     kind = type(value)
     if kind in _TENSORS:
-        strides = value.stride()
-        return "tensor", value.shape, value.dtype, strides, value.device, value.requires_grad
-    if kind in _PLAIN:
+        return tensor_key(value)
+    if kind in PLAIN:
         return kind, value
-    if kind is float:
-        return kind, value if value == value else "nan"
+    if isinstance(value, (float, complex)):
+        return number_key(value)
     if kind is dict:
         return kind, tuple([(k, _key(v)) for k, v in value.items()])
     if kind is tuple or kind is list:
@@ -94,7 +79,11 @@ def _open_key(value: Any) -> Any:
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
     names, leaves, _ = trees.flatten_named(value)
     if len(leaves) == 1 and leaves[0] is value:
+        if isinstance(value, functools.partial):
+            return type(value), _key((value.func, value.args, value.keywords))
         hash(value)
+        if has_hidden_state(value):
+            raise TypeError("its key would not change with it")
         return type(value), value
     return type(value), tuple(names), tuple([_key(v) for v in leaves])
 
@@ -149,6 +138,8 @@ def describe_difference(new: Signature, old: Signature, state: ModelState) -> st
             found.append(f"{label}: {a}, was {b}")
     found += _flags("training", state.module_names, new.training, old.training)
     found += _flags("requires_grad", state.param_names, new.trainable, old.trainable)
+    found += _reading_differences("buffer", new.buffers, old.buffers)
+    found += _reading_differences("attribute", new.attributes, old.attributes)
     return "; ".join(found) or "nothing"
 
 
@@ -160,6 +151,20 @@ def _flags(what: str, names: tuple[str, ...], new: bytes, old: bytes) -> list[st
     first = changed[0]
     label = names[first] or "the model"
     return [f"{what} of {label}{more}: {bool(new[first])}, was {bool(old[first])}"]
+
+
+def _reading_differences(what: str, new: Reading, old: Reading) -> list[str]:
+    """Compare two readings of the model: those of one of its copy, too, name for name."""
+    if new == old:
+        return []
+    mine, theirs = dict(new.named), dict(old.named)
+    found: list[str] = []
+    for name in [*mine, *(n for n in theirs if n not in mine)]:
+        if name in mine and name in theirs:
+            found += _differences(f"{what} {name}", mine[name], theirs[name])
+        else:
+            found.append(f"{what} {name}: {'new' if name in mine else 'gone'}")
+    return found
 
 
 def _differences(name: str, new: Any, old: Any) -> list[str]:
@@ -216,4 +221,8 @@ def _join(name: str, leaf: str) -> str:
 
 
 def _kind(key: Any) -> str:
+    if key[0] is None:
+        return "None"
+    if key[0] == "tied":
+        return f"one with {key[1]}"
     return key[0] if isinstance(key[0], str) else key[0].__name__

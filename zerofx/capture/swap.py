@@ -53,9 +53,12 @@ class StateSwap:
             return self._fakes[id(tensor)]
         shape, dtype, needs = meta or (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         with self._mode, torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(shape, dtype=dtype, device=place(tensor, self._device))
+            where = place(tensor, self._device)
+            made: Tensor
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=needs)
+                made = nn.Parameter(torch.empty(shape, dtype=dtype, device=where), needs)
+            else:
+                made = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=where)
         self._fakes[id(tensor)] = made
         return made
 

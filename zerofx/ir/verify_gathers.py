@@ -120,5 +120,5 @@ class Order(Walk):
         buffer.released = buffer.released or node
 
     def sync(self, node: fx.Node) -> None:
-        if self.name == BACKWARD or not all(value(v).is_floating_point() for v in args(node)[0]):
-            self.fail(node, f"{node.name}: sync_buffers takes forward's floating-point buffers")
+        if self.name == BACKWARD:
+            self.fail(node, f"{node.name}: sync_buffers takes what forward makes of buffers")

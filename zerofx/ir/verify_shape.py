@@ -75,7 +75,7 @@ def _form(val: Any) -> str:
 
 
 def check_synced(program: Program) -> None:
-    """Check that running statistics follow rank 0 as the plan says, once all passes have run."""
+    """Check that updated buffers follow rank 0 as the plan says, once all passes have run."""
     plan = program.plan
     if Fact.SLOTS_ASSIGNED not in program.facts or plan is None or FORWARD not in program.graphs:
         return
@@ -85,7 +85,7 @@ def check_synced(program: Program) -> None:
             continue
         is_synced = root_producer(result).target is ops.sync_buffers
         must = plan.buffers == "rank0" and program.world_size > 1
-        if must and not is_synced and value(result).is_floating_point():
+        if must and not is_synced:
             message = f"{spec.name} does not follow rank 0: its new value passes no sync_buffers"
             raise fault(program, FORWARD, result, message)
         if is_synced and plan.buffers != "rank0":

@@ -1,4 +1,4 @@
-"""sync-buffers: running statistics follow rank 0, as they do under DDP."""
+"""sync-buffers: buffers that forward updates follow rank 0, as they do under DDP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graphs import call, set_results
-from zerofx.ir.meta import Role, set_info, value
+from zerofx.ir.meta import Role, set_info
 from zerofx.ir.program import FORWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 
 
 @dataclass(frozen=True)
 class SyncBuffers(Pass):
-    """Broadcast rank 0's new value of every floating-point buffer that forward updates."""
+    """Broadcast rank 0's new value of every buffer that forward updates, all in one message."""
 
     name: ClassVar[str] = "sync-buffers"
     keeps_bits: ClassVar[bool] = False  # by intent: other ranks take rank 0's statistics
@@ -27,17 +27,15 @@ class SyncBuffers(Pass):
 
     def run(self, program: Program) -> Report:
         if not self.enabled:
-            return Report(False, "one rank, or local statistics")
+            return Report(False, "one rank, or local buffers")
         results = program.results(FORWARD)
         at = [
             i
             for i, spec in enumerate(program.outputs[FORWARD])
-            if spec.role is Role.BUFFER_UPDATE
-            and isinstance(results[i], fx.Node)
-            and value(results[i]).is_floating_point()
+            if spec.role is Role.BUFFER_UPDATE and isinstance(results[i], fx.Node)
         ]
         if not at:
-            return Report(False, "no running statistics")
+            return Report(False, "no buffer is updated")
         graph = program.graph(FORWARD)
         with graph.inserting_before(graph.output_node()):
             synced = call(graph, ops.sync_buffers, ([results[i] for i in at],))

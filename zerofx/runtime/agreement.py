@@ -7,15 +7,16 @@ compare through the store (see runtime/hosts.py).
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from zerofx.errors import DesyncError
 from zerofx.runtime.board import ABSENT, FAILED, LEFT, Entry, MemoryBoard, digest_hash
-from zerofx.runtime.hosts import HostLink
+from zerofx.runtime.differences import describe_difference
+from zerofx.runtime.heartbeat import Heartbeat
+from zerofx.runtime.hosts import Break, HostLink
 
 T = TypeVar("T")
 _SAME, _DIFFERENT = "same", "different"  # how the hosts compared
@@ -24,6 +25,7 @@ _SPINS = 200  # looks without sleeping, 60 us or so: ranks in step arrive within
 _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
 _CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
 _STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
+_AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
 class Agreement:
@@ -36,14 +38,14 @@ class Agreement:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.link = link
+        self.heartbeat = Heartbeat(board, link)
         self.rank = ranks[board.rank]
         self.call = 0
         self.what = "its first call"
-        self.digest = ""
-        self.unchecked = False
         self._failure: str | None = None
         self._hash = b""
-        self._launched = 0
+        self._agreed = 0  # the last call that every rank began
+        self._broken = 0  # the last call that this rank broke off
         self._others = [row for row in range(board.size) if row != board.rank]
 
     def agree(self, what: str, digest: str) -> None:
@@ -55,34 +57,14 @@ class Agreement:
         Raises:
             DesyncError: a rank announced something else, left, died, or did not come in time.
         """
-        self.announce(what, digest)
-        self.check()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the ranks have lost each other for good."""
-        return self._failure is not None
-
-    def announce(self, what: str, digest: str) -> None:
-        """Post the next call without waiting; `check` must follow before its results are used."""
         if self._failure is not None:
             raise DesyncError(f"{what} cannot run: {self._failure}")
-        if self.unchecked:
-            self.check()
+        if self.has_broken_off:  # it differs from ranks that finished the call before
+            digest = _AFTER_A_BREAK + digest
         self.call += 1
-        self.what, self.digest = what, digest
+        self.what = what
         self._hash = digest_hash(what, digest)
-        self._launched = self.board.launched(self.board.rank)
         self.board.post(self.call, what, digest)
-        self.unchecked = True
-
-    def check(self) -> None:
-        """Wait until every rank has posted the announced call, and compare.
-
-        Raises:
-            DesyncError: as for `agree`.
-        """
-        self.unchecked = False
         equal = True
         for row in self._others:
             late = partial(self._place, row)
@@ -93,6 +75,31 @@ class Agreement:
             self._check_hosts(self.link, equal)
         elif not equal:
             self._refuse(self._groups())
+        self._agreed = self.call
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks have lost each other for good."""
+        return self._failure is not None
+
+    @property
+    def has_broken_off(self) -> bool:
+        """Whether this rank broke off its last call."""
+        return self.call > 0 and self._broken == self.call
+
+    def break_off(self, reason: str) -> None:
+        """Tell the others that an exception has ended this call here.
+
+        They raise if they wait for more of it, or have finished it. Where every rank breaks it off
+        after the same launches, all may go on with another call.
+        """
+        if self._failure is not None or self._agreed != self.call or self.call == 0:
+            return
+        self._broken = self.call
+        self.board.break_off(self.call, reason)
+        if self.link is not None:
+            launched = self.board.launched(self.board.rank)
+            self.link.post_break(Break(self.rank, self.call, launched, self.what, reason))
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will make no further call."""
@@ -113,7 +120,7 @@ class Agreement:
         """Return what is known of a rank that will not come any more, None if all may.
 
         A rank that has announced this call and launched collective `number` has done its part and
-        may end; unless the transfer is `broken`.
+        may end, or break the call off; unless the transfer is `broken`.
         """
         for row in self._others:
             state = self.board.state(row)
@@ -126,14 +133,38 @@ class Agreement:
                 return f"{self._place(row)} has left ({self.board.reason(row)})"
             if not self.board.is_alive(row):
                 return f"{self._place(row)} died (process {self.board.pid(row)})"
-        return self.link.failure() if self.link is not None else None
+            call = self.board.call(row)
+            if self.board.broke_off(row, call) is not None and self._is_missed(call):
+                return f"{self._place(row)} does not go on"
+        return self._lost_elsewhere(number) if self.link is not None else None
+
+    def _is_missed(self, call: int) -> bool:
+        """Return whether this rank needs what a rank that broke off `call` will not do."""
+        return call == self.call or (call == self.call - 1 and self._broken != call)
+
+    def _lost_elsewhere(self, number: int) -> str | None:
+        """Return what the other hosts have told of a rank that will not come any more."""
+        assert self.link is not None
+        failure = self.link.failure()
+        if failure is not None:
+            return failure
+        for broken in self.link.breaks():
+            is_behind = broken.call < self.call or broken.launched < number
+            if broken.rank != self.rank and is_behind and self._is_missed(broken.call):
+                place = f"rank {broken.rank}, last at {broken.what} (call {broken.call})"
+                return f"{place}, broken off by {broken.reason}, does not go on"
+        return None
 
     def _place(self, row: int) -> str:
-        """Name the rank of a row with the last call it announced."""
+        """Name the rank of a row with the last call it announced, and what became of that."""
         entry = self.board.entry(row, self.board.call(row))
-        if entry is None:
-            return f"rank {self.ranks[row]}, before its first call,"
-        return f"rank {self.ranks[row]}, last at {entry.what} (call {entry.call}),"
+        where = f"last at {entry.what} (call {entry.call})" if entry else "before its first call"
+        reason = self.board.broke_off(row, self.board.call(row))
+        if reason is not None:
+            where += f", broken off by {reason}"
+        if self.board.busy(row):
+            where += f", busy {self.board.busy(row)}"
+        return f"rank {self.ranks[row]}, {where},"
 
     def _same(self, row: int) -> bool | None:
         """Return whether the rank of `row` announced the same; None while it has not."""
@@ -142,13 +173,17 @@ class Agreement:
         return same if same is not False else self.board.has(row, self.call, self._hash)
 
     def _await(self, look: Callable[[], T | None], late: Callable[[], str], spins: int) -> T:
-        """Look until there is something; `late` says who is missing if that takes too long."""
+        """Look until there is something; `late` says who is missing if that takes too long.
+
+        The limit counts from the last sign of life of a rank that is busy.
+        """
         for _ in range(spins):
             found = look()
             if found is not None:
                 return found
         started = checked = time.monotonic()
         nap, longest = _SLEEP_S
+        beats = self.heartbeat.count()
         while True:
             time.sleep(nap)
             found = look()
@@ -158,6 +193,8 @@ class Agreement:
             nap = min(longest, nap * 1.5)
             if now - checked > _CHECK_S:
                 checked = now
+                if (heard := self.heartbeat.count()) != beats:
+                    beats, started = heard, now
                 self._give_up_if_hopeless(late, now - started)
 
     def _give_up_if_hopeless(self, late: Callable[[], str], waited_s: float) -> None:
@@ -203,43 +240,8 @@ class Agreement:
     def _refuse(self, groups: dict[Entry, list[int]]) -> None:
         """Raise for ranks that differ; every rank finds the same difference by itself."""
         message = describe_difference(groups, self.call)
-        if self.board.launched(self.board.rank) != self._launched:
-            raise self.fail(message)  # what was launched for this call can never complete
+        for row, rank in enumerate(self.ranks):
+            reason = self.board.broke_off(row, self.call - 1)
+            if reason is not None:
+                message += f"; rank {rank} broke off call {self.call - 1}: {reason}"
         raise DesyncError(message)
-
-
-def describe_difference(groups: dict[Entry, list[int]], call: int) -> str:
-    """Say which ranks are about to run what; the largest group (rank 0's on a tie) comes last."""
-    order = sorted(groups.items(), key=lambda item: (len(item[1]), -min(item[1])))
-    (common, majority), odd = order[-1], order[:-1]
-    parts = []
-    for entry, ranks in odd:
-        detail = ""
-        if entry.what == common.what:
-            detail = f" with {_only_in(entry.digest, common.digest)}"
-        parts.append(f"{name_ranks(ranks)} about to run {entry.what} (call {call}){detail}")
-    last = f"{name_ranks(majority, 'runs', 'run')} {common.what}"
-    if any(entry.what == common.what for entry, _ in odd):
-        last += f" with {_only_in(common.digest, odd[0][0].digest)}"
-    return (
-        f"{', '.join(parts)} while {last}; "
-        "every rank must make the same calls in the same order, with the same model and plan"
-    )
-
-
-def name_ranks(ranks: Iterable[int], one: str = "is", many: str = "are") -> str:
-    """Return "rank 3 is" or "ranks 0, 1, 2 are"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) == 1:
-        return f"rank {names[0]} {one}"
-    if len(names) > 8:
-        names = [*names[:7], f"... ({len(names)} in all)"]
-    return f"ranks {', '.join(names)} {many}"
-
-
-def _only_in(digest: str, other: str) -> str:
-    """Return the items of `digest` that `other` lacks, the first six."""
-    theirs = set(re.split(r"[;\n]", other))
-    items = [item.strip() for item in re.split(r"[;\n]", digest) if item not in theirs]
-    shown = ", ".join(item for item in items[:6] if item)
-    return (shown or "other contents") + (f" and {len(items) - 6} more" if items[6:] else "")

@@ -1,11 +1,13 @@
 """A notice board in memory that the ranks of one host share: what each is doing, read in 1 us.
 
 Every rank writes its own row and reads the others'. A row holds the rank's process, whether it has
-left and why, how many collectives it has launched, and its last two calls. Two suffice: a rank
-posts call n + 2 only after it has read everybody's n + 1, which each posts after reading all n.
+left and why, how many collectives it has launched, its last two calls, whether an exception broke
+one of these off, and what it is busy with. Two calls suffice: a rank posts call n + 2 only after it
+has read everybody's n + 1, which each posts after reading all n.
 
-Row of ROW_BYTES: eight words of 8 bytes, REASON_BYTES of text, then two entries of ENTRY_BYTES:
-call number (8), hash of the digest (16), lengths (2 + 2), the two texts.
+Row of ROW_BYTES: eight words of 8 bytes; three texts (length 2 bytes) of REASON_BYTES, BREAK_BYTES
+and BUSY_BYTES; two entries of ENTRY_BYTES: call number (8), hash of the digest (16), lengths
+(2 + 2), the two texts.
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-ROW_BYTES, REASON_BYTES, ENTRY_BYTES = 8192, 1984, 3072
-_HEADER_BYTES = 64
-_PID, _STARTED, _STATE, _LAUNCHED, _CALL, _VERDICT = range(6)  # the words of a row
+REASON_BYTES, BREAK_BYTES, BUSY_BYTES, ENTRY_BYTES = 1984, 512, 512, 3072
+_PID, _STARTED, _STATE, _LAUNCHED, _CALL, _BEATS, _BROKEN = range(7)  # the words of a row
+_WORDS_BYTES = 8 * (_BROKEN + 2)  # of broken calls there are two, as of entries
+_REASON = _WORDS_BYTES, REASON_BYTES
+_BREAK = _WORDS_BYTES + REASON_BYTES, BREAK_BYTES
+_BUSY = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES, BUSY_BYTES
+_ENTRIES = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES + BUSY_BYTES
+ROW_BYTES = _ENTRIES + 2 * ENTRY_BYTES
 _HASH, _LENGTHS, _TEXT = 8, 24, 28  # offsets inside an entry
 ABSENT, PRESENT, LEFT, FAILED = range(4)
 
@@ -54,7 +61,7 @@ def process_started(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: reaped after it was opened
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
@@ -128,9 +135,7 @@ class MemoryBoard:
         """Write why this rank will not come again; the first reason stays."""
         if self._words[self._word + _STATE] >= LEFT or os.getpid() != self._owner:
             return  # a forked child (a loader's worker) that ends is not this rank
-        text = reason.encode()[: REASON_BYTES - 2]
-        base = self.rank * ROW_BYTES + _HEADER_BYTES
-        self._bytes[base : base + 2 + len(text)] = struct.pack("<H", len(text)) + text
+        self._write(_REASON, reason)
         self._words[self._word + _STATE] = state
 
     def state(self, rank: int) -> int:
@@ -139,18 +144,59 @@ class MemoryBoard:
 
     def reason(self, rank: int) -> str:
         """Return why `rank` left."""
-        base = rank * ROW_BYTES + _HEADER_BYTES
-        (length,) = struct.unpack_from("<H", self._bytes, base)
-        return bytes(self._bytes[base + 2 : base + 2 + length]).decode(errors="replace")
+        return self._read(rank, _REASON)
+
+    def break_off(self, call: int, reason: str) -> None:
+        """Write that an exception of this rank's own ended `call` before its last collective."""
+        self._write(_BREAK, reason)
+        self._words[self._word + _BROKEN + (call & 1)] = call
+
+    def broke_off(self, rank: int, call: int) -> str | None:
+        """Return why `rank` broke off `call`, one of its last two; None if it did not."""
+        word = rank * ROW_BYTES // 8 + _BROKEN + (call & 1)
+        return self._read(rank, _BREAK) if call and self._words[word] == call else None
+
+    def set_busy(self, what: str) -> None:
+        """Write what keeps this rank from its next call; empty when nothing does any more."""
+        self._write(_BUSY, what)
+
+    def busy(self, rank: int) -> str:
+        """Return what `rank` is busy with, empty if it said nothing."""
+        return self._read(rank, _BUSY)
+
+    def beat(self) -> None:
+        """Give a sign of life while busy."""
+        self._words[self._word + _BEATS] += 1
+
+    def beats(self, rank: int) -> int:
+        """Return how many signs of life `rank` has given."""
+        return self._words[rank * ROW_BYTES // 8 + _BEATS]
 
     def pid(self, rank: int) -> int:
         return self._words[rank * ROW_BYTES // 8 + _PID]
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process that signed in as `rank` still runs (stopped counts)."""
+        """Return whether the process that signed in as `rank` still runs (stopped counts).
+
+        True also where the system cannot tell, as with no descriptor left to look with: that is no
+        death, and the limit of the wait holds all the same.
+        """
         word = rank * ROW_BYTES // 8
-        return process_started(self._words[word + _PID]) == self._words[word + _STARTED]
+        try:
+            return process_started(self._words[word + _PID]) == self._words[word + _STARTED]
+        except OSError:
+            return True
+
+    def _write(self, place: tuple[int, int], text: str) -> None:
+        raw = text.encode()[: place[1] - 2]
+        base = self.rank * ROW_BYTES + place[0]
+        self._bytes[base : base + 2 + len(raw)] = struct.pack("<H", len(raw)) + raw
+
+    def _read(self, rank: int, place: tuple[int, int]) -> str:
+        base = rank * ROW_BYTES + place[0]
+        (length,) = struct.unpack_from("<H", self._bytes, base)
+        return bytes(self._bytes[base + 2 : base + 2 + length]).decode(errors="replace")
 
     @staticmethod
     def _entry(call: int) -> int:
-        return _HEADER_BYTES + REASON_BYTES + (call & 1) * ENTRY_BYTES
+        return _ENTRIES + (call & 1) * ENTRY_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from zerofx import compat
+from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -62,10 +65,11 @@ class Engine:
         self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
         self._views: dict[tuple, tuple[Tensor, ...]] = {}
         self._pending: dict[int, list[Flight]] = {}  # graph mode: data_ptr -> launched flights
-        self._unsynced: dict[int, Tensor] = {}  # bucket -> full gradients summed under no_sync
+        self._sums = LocalSums(store)
         self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
         self._names: dict[tuple, frozenset[str]] = {}
-        self._targets: dict[int, tuple[Tensor, bool]] = {}  # bucket -> (gradient shard, add?)
+        # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
+        self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
         self._scratch: dict[int, Tensor] = {}
         self._forward_slots: set[int] = set()
         self._gather_labels = [_label("all-gather", b) for b in self.layout.buckets]
@@ -79,16 +83,37 @@ class Engine:
             self._views.clear()
 
     def rest(self) -> None:
-        """Free what only a backward needs, after one."""
+        """End a backward: reduce what no_sync left, then free what only a backward needs."""
+        if not (self.no_sync or self.discards):
+            self._reduce_left()
+        self.store.ledger.note_backward()
         self.slots.rest(self._forward_slots, self.layout.rest_bytes)
         self.world.rest(self.layout.rest_bytes)
 
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""
-        self._unsynced.clear()
+        self._sums.drop()
+
+    @torch.no_grad()
+    def _reduce_left(self) -> None:
+        """Reduce sums of no_sync whose buckets this backward's program has no gradient for."""
+        left = self._sums.left()
+        if not left:
+            return
+        try:
+            self.world.agree("reduction of what no_sync summed", f"buckets={list(left)}")
+            for bucket, scale in left.items():
+                b = self.layout.buckets[bucket]
+                buffer = torch.zeros(b.numel, dtype=b.dtype, device=self.world.device)
+                self._packed[bucket] = ()
+                self.store_grad(self.wait(self.reduce_scatter(buffer, bucket, scale)), bucket)
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""
+        self.world.report_failure(repr(sys.exc_info()[1]))
         self.world.drain()
         self._pending.clear()
         self._packed.clear()
@@ -107,9 +132,9 @@ class Engine:
         b = self.layout.buckets[bucket]
         full = self._resident.get(bucket)
         if full is None:
-            full = self._resident[bucket] = torch.empty(
-                b.numel, dtype=b.dtype, device=self.world.device
-            )
+            with torch.inference_mode(False):  # it outlives the mode that first asked for it
+                full = torch.empty(b.numel, dtype=b.dtype, device=self.world.device)
+            self._resident[bucket] = full
         elif self._fresh[bucket] == self.store.epoch:
             return Flight(full, None, bucket)
         self._fresh[bucket] = self.store.epoch
@@ -189,16 +214,10 @@ class Engine:
         if self.discards:
             return Flight(None, None, bucket)
         if self.no_sync:
-            waiting = self._unsynced.get(bucket)
-            if waiting is None:
-                self._unsynced[bucket] = buffer.clone()
-            else:
-                waiting.add_(buffer)
+            self._sums.add(bucket, buffer, self._packed_names(bucket), scale)
             return Flight(None, None, bucket)
-        waiting = self._unsynced.pop(bucket, None)
-        if waiting is not None:
-            buffer.add_(waiting)
-        target, accumulate = self._targets[bucket] = self.store.grad_target(bucket)
+        self._targets[bucket] = self._sums.settle(bucket, buffer)
+        target, accumulate, _ = self._targets[bucket]
         out = self._scratch_like(bucket, target) if accumulate else target
         work = self.world.reduce_scatter(out, buffer, scale, self._reduce_labels[bucket])
         return Flight(out, work, bucket)
@@ -206,7 +225,8 @@ class Engine:
     def _scratch_like(self, bucket: int, target: Tensor) -> Tensor:
         scratch = self._scratch.get(bucket)
         if scratch is None:
-            scratch = self._scratch[bucket] = torch.empty_like(target)
+            with torch.inference_mode(False):
+                scratch = self._scratch[bucket] = torch.empty_like(target)
         return scratch
 
     all_reduce = reduce_scatter  # one rank a shard axis: the slice is the whole bucket
@@ -215,26 +235,26 @@ class Engine:
         """Assign or accumulate a reduced slice into the gradients that the user sees."""
         if reduced is None:
             return
-        target, accumulate = self._targets.pop(bucket)
+        target, accumulate, summed = self._targets.pop(bucket)
         if accumulate:
             target.add_(reduced)
+        names = self._packed_names(bucket)
+        self.store.publish_grads(bucket, names | summed if summed else names)
+
+    def _packed_names(self, bucket: int) -> frozenset[str]:
+        """Return the parameters whose gradients this backward has packed into the bucket."""
         key = (bucket, self._packed[bucket])
         names = self._names.get(key)
         if names is None:
             members = self.layout.buckets[bucket].params
             names = frozenset(members[i].name for some in key[1] for i in some)
             self._names[key] = names
-        self.store.publish_grads(bucket, names)
+        return names
 
     # -- buffers ----------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return rank 0's values of these tensors on every rank."""
-        wide = any(v.dtype == torch.float64 for v in values)
-        dtype = torch.float64 if wide else torch.float32  # exact for every narrower one
-        flat = torch.cat([v.reshape(-1).to(dtype) for v in values])
-        self.world.broadcast(flat, 0).wait()
-        pieces = flat.split([v.numel() for v in values])
-        return [p.view(v.shape).to(v.dtype) for p, v in zip(pieces, values, strict=True)]
+        """Return rank 0's values of these tensors on every rank; all travel in one message."""
+        return follow_rank_0(self.world, values)
 
     # -- the same, called from graphs -------------------------------------------------------
     @contextlib.contextmanager
@@ -290,5 +310,5 @@ class Engine:
         return self._launch(flight, tensor)
 
     def op_store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
-        self.store_grad(None if self.no_sync else reduced, bucket)
+        self.store_grad(None if self.no_sync or self.discards else reduced, bucket)
         return reduced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import compat
 from zerofx.errors import PlanError
+from zerofx.runtime import spare
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
@@ -36,6 +38,7 @@ class Axes:
     lane: Lane
     agreement: Agreement
     shard_mesh: DeviceMesh | None
+    give_back: Callable[[], None]
 
 
 def place(device: torch.device | str | None) -> torch.device:
@@ -103,45 +106,61 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm) -> Axes:
     everyone = [rank for line in ranks for rank in line]
     backend = "nccl" if device.type == "cuda" else "gloo"
     joined: list[GlooAxis | NcclAxis] = []
-    agreement = _meet(everyone, row * len(ranks[0]) + column)
+    rank = row * len(ranks[0]) + column
+    store, name = _meeting_place(everyone, rank)
+    agreement = _meet(store, rank, len(everyone))
+    groups = spare.take((backend, str(ranks)), store, rank, len(everyone)) or spare.Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else Watchdog)(agreement)
     lane = Lane(watchdog)
 
-    def axis(members: list[int], position: int) -> tuple[Axis, Any]:
+    def axis(what: str, members: list[int], position: int) -> Axis:
         if len(members) == 1:
-            return Axis(), None
-        gathers, reduces = (_new_group(members, backend) for _ in range(2))
+            return Axis()
+        if what not in groups.pairs:
+            groups.pairs[what] = _new_group(members, backend), _new_group(members, backend)
+        gathers, reduces = groups.pairs[what]
         made: GlooAxis | NcclAxis
         if backend == "nccl":
             made = NcclAxis(position, len(members), gathers, reduces, lane)
         else:
             made = GlooAxis(position, len(members), gathers, reduces, lane, algorithm)
         joined.append(made)
-        return made, gathers
+        return made
 
-    shard, group = axis(ranks[row], column)
-    replicate, _ = axis([line[column] for line in ranks], row)
+    shard = axis("shard", ranks[row], column)
+    replicate = axis("replicate", [line[column] for line in ranks], row)
     if shard.size == 1 or replicate.size == 1:
         whole = replicate if shard.size == 1 else shard
     else:
-        whole, _ = axis(everyone, agreement.rank)
+        whole = axis("whole", everyone, rank)
 
     def break_off() -> None:
         for each in joined:
             each.break_off()
 
+    def give_back() -> None:
+        watchdog.stop()
+        if not (lane.in_flight or agreement.has_failed):
+            groups.launched += agreement.board.launched(agreement.board.rank)
+            spare.keep((backend, str(ranks)), groups)
+
     watchdog.start(break_off)
-    mesh = DeviceMesh.from_group(group, device.type) if group is not None else None
-    return Axes(backend, shard, replicate, whole, lane, agreement, mesh)
+    if groups.mesh is None and shard.size > 1:
+        groups.mesh = DeviceMesh.from_group(groups.pairs["shard"][0], device.type)
+    return Axes(backend, shard, replicate, whole, lane, agreement, groups.mesh, give_back)
 
 
-def _meet(everyone: list[int], rank: int) -> Agreement:
-    """Set up the agreement among `everyone`, under a name in the store that only they use."""
+def _meeting_place(everyone: list[int], rank: int) -> tuple[dist.Store, str]:
+    """Return a store that only `everyone` uses, for this one world, and its name."""
     name = f"zerofx/{'-'.join(map(str, everyone))}"
     store = compat.default_store()
     how_manieth = store.add(f"{name}/worlds/{rank}", 1)  # the same on every rank
+    return dist.PrefixStore(f"{name}/{how_manieth}", store), str(how_manieth)
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> Agreement:
     limit_s = timeout_s()
-    met = meet(dist.PrefixStore(f"{name}/{how_manieth}", store), rank, len(everyone), limit_s)
+    met = meet(store, rank, size, limit_s)
     return Agreement(met.board, met.ranks, limit_s, met.link)
 
 

@@ -8,6 +8,7 @@ the other hosts': as many messages a call as there are hosts, not ranks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -38,6 +39,17 @@ def host_key() -> str:
     return "/".join(parts)
 
 
+@dataclass(frozen=True)
+class Break:
+    """A call that a rank broke off after it had launched so many collectives, and why."""
+
+    rank: int
+    call: int
+    launched: int
+    what: str
+    reason: str
+
+
 class HostLink:
     """One host's side of the comparison between hosts; `hosts` lists each host's ranks."""
 
@@ -49,6 +61,9 @@ class HostLink:
         self._verdicts = board.extra_row()
         self._failure: str | None = None
         self._looked = 0.0
+        self._breaks: dict[int, Break] = {}
+        self._read_breaks = 0
+        self._beats = 0
         self.is_leader = board.rank == 0
 
     def post(self, call: int, groups: dict[Entry, list[int]]) -> None:
@@ -107,15 +122,46 @@ class HostLink:
             self._store.compare_set("failure", "", message)
 
     def failure(self) -> str | None:
-        """Return what a host posted, if any; asks the store at most once a second."""
-        now = time.monotonic()
-        if self._failure is None and now - self._looked > _LOOK_S:
-            self._looked = now
-            try:
-                self._failure = self._store.get("failure").decode() or None
-            except RuntimeError as error:
-                self._failure = f"{_STORE_GONE}: {error}"
+        """Return what a host posted, if any."""
+        self._look()
         return self._failure
+
+    def post_break(self, broken: Break) -> None:
+        """Let the other hosts know that a rank of this one broke off a call."""
+        with contextlib.suppress(RuntimeError):  # `failure` reports a store that is gone
+            number = self._store.add("breaks", 1)
+            self._store.set(f"break/{number}", json.dumps(dataclasses.astuple(broken)))
+
+    def breaks(self) -> list[Break]:
+        """Return the last call that each rank broke off."""
+        self._look()
+        return list(self._breaks.values())
+
+    def beat(self) -> None:
+        """Give a sign of life from a busy rank."""
+        with contextlib.suppress(RuntimeError):  # `failure` reports a store that is gone
+            self._store.add("beats", 1)
+
+    def beats(self) -> int:
+        """Return how many signs of life the busy ranks of all hosts have given."""
+        self._look()
+        return self._beats
+
+    def _look(self) -> None:
+        """Ask the store, at most once a second, what the other hosts have to say."""
+        now = time.monotonic()
+        if self._failure is not None or now - self._looked <= _LOOK_S:
+            return
+        self._looked = now
+        try:
+            self._failure = self._store.get("failure").decode() or None
+            self._beats = self._store.add("beats", 0)
+            while self._store.check([f"break/{self._read_breaks + 1}"]):
+                self._read_breaks += 1
+                broken = Break(*json.loads(self._store.get(f"break/{self._read_breaks}")))
+                self._breaks[broken.rank] = broken
+        except RuntimeError as error:
+            self._failure = f"{_STORE_GONE}: {error}"
 
     def post_progress(self, launched: dict[int, int]) -> None:
         """Post how many collectives each rank of this host has launched."""

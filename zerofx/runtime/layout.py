@@ -62,10 +62,6 @@ class Bucket:
     def full_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def used_numel(self) -> int:
-        return sum(p.numel for p in self.params)
-
     @cached_property
     def at(self) -> dict[int, ParamSlice]:
         """Map an offset in the bucket to the parameter that begins there."""

@@ -1,8 +1,4 @@
-"""The collectives among CUDA devices over NCCL: its native calls, each group on its own stream.
-
-A launch that not every rank shares would hang the device, so each is preceded by the comparison
-that is still due, if any.
-"""
+"""The collectives among CUDA devices over NCCL: its native calls, each group on its own stream."""
 
 from __future__ import annotations
 
@@ -34,26 +30,22 @@ class NcclAxis(Axis):
             compat.group_backend(group, torch.device("cuda")).abort()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
-        self._lane.watch.settle()
         self._lane.count("all_gather", shard.nbytes * (self.size - 1))
         return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
     ) -> Work:
-        self._lane.watch.settle()
         self._lane.count("reduce_scatter", out.nbytes * (self.size - 1))
         handle = compat.reduce_scatter_flat(self._reduces, out, full)
         return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
 
     def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
-        self._lane.watch.settle()
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
         return Flight(self._lane, label, [handle], lambda: _scale(buf, scale))
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
-        self._lane.watch.settle()
         self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
         handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
         return Flight(self._lane, label, [handle])

@@ -19,8 +19,9 @@ class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
     `writes` counts the writes to parameters that were seen. `handouts` counts plain aliases given
-    away (`to_local()`), through which later writes cannot be seen. It refers to no parameter, so
-    dropping a model frees its shards at once.
+    away (`to_local()`), through which later writes cannot be seen, and every backward after the
+    first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
+    a model frees its shards at once.
     """
 
     def __init__(self, layout: Layout, world: World) -> None:
@@ -28,7 +29,11 @@ class Ledger:
         self.world = world
         self.writes = 0
         self.handouts = 0
-        self.flag_changes = 0  # requires_grad of any parameter was set
+
+    def note_backward(self) -> None:
+        """Take it that after this backward parameters change through an alias, if one is out."""
+        if self.handouts:
+            self.handouts += 1
 
     @cached_property
     def mesh(self) -> Any:

@@ -125,13 +125,16 @@ class ShardedTensor(DTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
         with DisableTorchFunctionSubclass():
-            if self._is_param and requires_grad != super().requires_grad:
-                self._piece.ledger.flag_changes += 1
             super().requires_grad_(requires_grad)
         return self
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the flat piece itself; later writes to it are not seen (`model.refresh()`)."""
+        """Return the flat piece itself.
+
+        Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
+        first `to_local()` on, resident parameters are gathered anew after every backward. After
+        any other write, call `model.refresh()`.
+        """
         if self._aliases:
             self._piece.ledger.handouts += 1
         return local_tensor(self)

@@ -181,7 +181,10 @@ def _compiled(name: str, module: ModuleType, patient: bool) -> Region | None:
                 return None
             if not path.exists():
                 return _compile(name, module, path)
-    region = compat.load_artifact(str(path))
+    if path.stat().st_size:
+        region = compat.load_artifact(str(path))
+    else:  # nothing to compile: it runs as it stands
+        region = getattr(module, name)
     if region is None:  # written by a torch that this one cannot read: compile anew
         with _lock(path.with_suffix(".lock"), True):
             return _compile(name, module, path)
@@ -203,7 +206,11 @@ def _lock(path: Path, patient: bool) -> Iterator[bool]:
 def _compile(name: str, module: ModuleType, path: Path) -> Region:
     gm = trace_region(getattr(module, name), len(module.INPUTS))
     CompileCount.compiled += 1
-    return compat.compile_region(gm, module.INPUTS, str(path))
+    compiled = compat.compile_region(gm, module.INPUTS, str(path))
+    if compiled is None:  # remembered as an empty artifact
+        path.write_bytes(b"")
+        return getattr(module, name)  # type: ignore[no-any-return]
+    return compiled
 
 
 class _Recorder:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from zerofx.runtime.buffers import share_buffers
 from zerofx.runtime.shard_meta import initialise_from_meta
 from zerofx.runtime.shard_tree import ParameterTree
 
@@ -30,7 +31,7 @@ def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: 
                 store.adopt(tree, name, tree.params[name])
     if on_meta:
         initialise_from_meta(store, model, tree, on_meta, seed)
-    _share_buffers(store, model)
+    share_buffers(store.world, model)
     store.params = {name: store.params[name] for name in order}
 
 
@@ -60,22 +61,3 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
     if store.is_sharded:
         store.shards[index].copy_(full[lo:hi])
-
-
-@torch.no_grad()
-def _share_buffers(store: ShardStore, model: nn.Module) -> None:
-    """Move the buffers to the world's device and start every rank from rank 0's values."""
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                here = buffer
-                if here.is_meta:
-                    here = torch.empty_like(buffer, device=store.world.device)
-                here = here.to(store.world.device).contiguous()
-                # As bytes: gloo sends no bool and no complex numbers.
-                store.world.broadcast(here.view(-1).view(torch.uint8), 0).wait()
-                moved[id(buffer)] = here
-            module._buffers[key] = moved[id(buffer)]

@@ -34,10 +34,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, ShardedTensor) for p in params):
-        _check_type(optimizer)
+        check_type(optimizer)
 
 
-def _check_type(optimizer: Optimizer) -> None:
+def check_type(optimizer: Optimizer) -> None:
+    """Raise unless an optimizer of this type and these options may step shards.
+
+    Raises:
+        ShardError: names the optimizer and the reason.
+    """
     known = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
     reason = next((REFUSED[name] for name in known if name in REFUSED), None)
     if reason is None and any(g.get("differentiable") for g in optimizer.param_groups):
@@ -65,7 +70,8 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
         if id(old) in replaced
     ]
     if any(isinstance(new, ShardedTensor) for _, new in swaps):
-        _check_type(optimizer)
+        check_type(optimizer)
+    check_optimizer(optimizer)  # one made over parameters that were sharded before
     states: dict[Tensor, Any] = {
         new: {k: _cut_state(new, k, v) for k, v in optimizer.state[old].items()}
         for old, new in swaps
@@ -99,14 +105,29 @@ def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
 
 @cache
 def watch_steps() -> None:
-    """Count optimizer steps over replicated parameters as writes, once a process.
+    """Watch every optimizer's steps, from the first compiled model on.
 
-    They are plain tensors to torch, and a fused step moves no version counter.
+    Steps over replicated parameters count as writes: they are plain tensors to torch, and a fused
+    step moves no version counter. Steps over parameters that shards have replaced raise.
     """
     register_optimizer_step_post_hook(_note_step)
 
 
+_LEFT_BEHIND = "_zerofx_left_behind"
+
+
+def leave_behind(original: nn.Parameter) -> None:
+    """Mark a parameter that a shard has replaced: an optimizer that holds it trains nothing."""
+    setattr(original, _LEFT_BEHIND, True)
+
+
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(hasattr(p, _LEFT_BEHIND) for group in optimizer.param_groups for p in group["params"]):
+        raise ShardError(
+            f"this {type(optimizer).__name__} was built before zerofx.compile, over parameters "
+            "that are the model's no more, and trains nothing; build it over the compiled model's "
+            "parameters(), or hand it over: zerofx.compile(model, plan, optimizer=optimizer)"
+        )
     ledgers = {
         id(p._ledger): p._ledger
         for group in optimizer.param_groups

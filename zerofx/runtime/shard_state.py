@@ -37,7 +37,7 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
     """
     world, layout = store.world, store.layout
     for bucket in layout.buckets:
-        world.agree("full state", f"bucket {bucket.index} ({bucket.label()})")
+        world.agree("state_dict (or a save)", f"bucket {bucket.index} ({bucket.label()})")
         full = store.shards[bucket.index]
         if store.is_sharded:
             full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
@@ -53,23 +53,6 @@ def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]
     """Return all parameters whole, on the host, in registration order; a collective call."""
     found = dict(iter_full_state(store, rank0_only))
     return {name: found[name] for name in store.params if name in found}
-
-
-@torch.no_grad()
-def load_full(store: ShardStore, name: str, value: Tensor) -> None:
-    """Copy this rank's range of a full tensor into the shard.
-
-    Raises:
-        ShardError: the shapes differ; the message has both.
-    """
-    piece = store.pieces[name]
-    if value.shape != piece.shape:
-        raise ShardError(
-            f"{name}: the loaded tensor has shape {list(value.shape)}, the parameter "
-            f"{list(piece.shape)}"
-        )
-    store.local_view(name).copy_(value.reshape(-1)[piece.start : piece.stop])
-    store.ledger.writes += 1
 
 
 class FlatPiece(torch.Tensor):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zerofx.compat import storage_identity
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
 
@@ -19,8 +20,9 @@ class ParameterTree:
     def __init__(self, model: nn.Module) -> None:
         self.params: dict[str, nn.Parameter] = {}
         self.holders: dict[str, list[Holder]] = {}
+        self.modules = dict(model.named_modules())
         names: dict[int, str] = {}
-        for module_name, module in model.named_modules():
+        for module_name, module in self.modules.items():
             for key, param in module._parameters.items():
                 if param is None:
                     continue
@@ -54,6 +56,31 @@ class ParameterTree:
                     f"{name} has a gradient already, which sharding would drop; call "
                     "model.zero_grad() before zerofx.compile"
                 )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise where a parameter shares memory with another one or with a buffer.
+
+        Each gets memory of its own in a shard, so that what was one would silently become two.
+        """
+        found: list[tuple[str, int, int, str, bool]] = []  # memory, first byte, end, name, param?
+        seen = {id(p) for p in self.params.values()}
+        for name, param in self.params.items():
+            found.append((*_bytes_of(param), name, True))
+        for path, module in self.modules.items():
+            for key, buffer in module._buffers.items():
+                if buffer is None or nn.parameter.is_lazy(buffer) or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                found.append((*_bytes_of(buffer), f"{path}.{key}" if path else key, False))
+        reach: tuple[str, int, str, bool] | None = None  # the range so far that ends last
+        for memory, start, end, name, is_param in sorted(found):
+            if start == end:
+                continue
+            if reach and reach[0] == memory and start < reach[1] and (is_param or reach[3]):
+                raise _shared(reach[2], name, is_param and reach[3])
+            if not reach or reach[0] != memory or end > reach[1]:
+                reach = memory, end, name, is_param
 
     def place(self, name: str, new: nn.Parameter) -> None:
         """Put `new` wherever parameter `name` is held."""
@@ -66,6 +93,31 @@ class ParameterTree:
         for name, holders in self.holders.items():
             for module, key in holders:
                 yield name, module, key
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return (which memory, first byte, end) of a strided tensor; an empty range where unknown."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return "", 0, 0
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_meta:
+        memory = f"meta {storage_identity(tensor)}"
+        start = tensor.storage_offset() * tensor.element_size()
+    else:
+        memory, start = str(tensor.device), tensor.data_ptr()
+    return memory, int(start), int(start + span * tensor.element_size())
+
+
+def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
+    way = (
+        f"to tie them, make them one Parameter ({other} = {one})"
+        if are_parameters
+        else "compute the buffer from the parameter in forward"
+    )
+    return ShardError(
+        f"{one} and {other} share memory but are two tensors, and sharding would silently untie "
+        f"them; {way}; to keep them apart, give one a copy (its .data.clone())"
+    )
 
 
 def put(module: nn.Module, key: str, param: nn.Parameter) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerofx.compat import allow_foreach, make_subclass, raw_data, raw_requires_grad
+from zerofx.compat import allow_foreach, make_subclass, raw_data
 from zerofx.errors import ShardError
 from zerofx.runtime import (
     param_elementwise,
@@ -56,20 +56,6 @@ class ReplicatedParameter(torch.nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(value)
-
-    @property
-    def requires_grad(self) -> bool:
-        return raw_requires_grad.__get__(self)
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        if value != self.requires_grad:
-            self._ledger.flag_changes += 1
-        raw_requires_grad.__set__(self, value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ReplicatedParameter:
-        self.requires_grad = requires_grad
-        return self
 
     def register_hook(self, hook: Any) -> NoReturn:
         refuse_hook(self._zfx_name, "register_hook")

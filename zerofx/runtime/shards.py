@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat import local_tensor, raw_data
-from zerofx.errors import ShardError
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
+from zerofx.runtime.shard_bindings import Bindings
 from zerofx.runtime.shard_grads import GradShard
 from zerofx.runtime.shard_init import fill_shards
-from zerofx.runtime.shard_optimizer import watch_steps
-from zerofx.runtime.shard_tree import ParameterTree, attributes_of, put
+from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
+from zerofx.runtime.shard_tree import ParameterTree, attributes_of
 from zerofx.runtime.sharded_parameter import replicated_parameter, sharded_parameter
 from zerofx.runtime.world import World
 
@@ -42,10 +41,7 @@ class ShardStore:
         self.params: dict[str, nn.Parameter] = {}
         self.replaced: dict[int, nn.Parameter] = {}
         self._grads: dict[int, GradShard] = {}
-        self._bound: list[tuple[str, nn.Module, str]] = []
-        self._pointers: list[int] = []
-        self._storages: list[Tensor] = []  # what carries each piece: its local tensor, or itself
-        self._flags: tuple[int, tuple[bool, ...]] = (-1, ())
+        self._bindings: Bindings
         self._versions = 0
 
     @classmethod
@@ -110,6 +106,7 @@ class ShardStore:
         new = self._parameter(name, tree.params[name])
         self.replaced[id(original)] = new
         tree.place(name, new)
+        leave_behind(original)
 
     def _parameter(self, name: str, like: nn.Parameter) -> nn.Parameter:
         """Make parameter `name` over the shard's values, with the flag and attributes of `like`."""
@@ -160,13 +157,6 @@ class ShardStore:
         return [t.view(p.shape) for t, p in zip(locals_, pieces, strict=True)]
 
     # -- what the user may have changed -------------------------------------------------------
-    def requires_grad_key(self) -> tuple[bool, ...]:
-        """Return the flags in the order of `params`; read anew only after one has changed."""
-        changes = self.ledger.flag_changes
-        if self._flags[0] != changes:
-            self._flags = changes, tuple(p.requires_grad for p in self.params.values())
-        return self._flags[1]
-
     def poll_writes(self) -> int:
         """Notice writes that torch counted in the flat shards' versions; return `writes`."""
         versions = sum(s._version for s in self.shards)
@@ -176,65 +166,23 @@ class ShardStore:
         return self.ledger.writes
 
     def check_bindings(self) -> None:
-        """Make sure that each parameter still is ours and still lies in its flat shard.
+        """Make sure that the module tree holds what was compiled, and that it lies in the shards.
 
-        What was put in its place (`module.weight = ...`, `load_state_dict(assign=True)`) has its
-        values copied into the shard, and ours is put back.
+        What was assigned in a parameter's place (`module.weight = nn.Parameter(...)`,
+        `load_state_dict(assign=True)`) has its values copied into the shard, and ours is put back.
 
         Raises:
-            ShardError: the values do not fit; names the parameter.
+            ShardError: a submodule was exchanged, or values do not fit; names it.
         """
-        params = self.params
-        for name, module, key in self._bound:
-            if module._parameters.get(key) is not params[name]:
-                self._restore(name, module, key)
-        if [t.data_ptr() for t in self._storages] != self._pointers:
-            self._return_storages()
+        self._bindings.check()
         self.poll_writes()
 
     def _watch(self, tree: ParameterTree) -> None:
-        self._bound = list(tree.bindings())
-        if not self.is_sharded:
-            watch_steps()
-        self._storages = [local_tensor(p) if self.is_sharded else p for p in self.params.values()]
-        self._pointers = [t.data_ptr() for t in self._storages]
+        watch_steps()
+        with torch.inference_mode(False), torch.no_grad():
+            views = {name: self.local_view(name) for name in self.params}
+        self._bindings = Bindings(tree, self.ledger, self.params, views)
         self._versions = sum(s._version for s in self.shards)
-
-    def _restore(self, name: str, module: nn.Module, key: str) -> None:
-        found = module._parameters.get(key, getattr(module, key, None))
-        ours = self.params[name]
-        if not isinstance(found, Tensor) or found.dtype != ours.dtype:
-            what = f"a {found.dtype} tensor" if isinstance(found, Tensor) else repr(found)
-            raise ShardError(
-                f"{name}: the module now holds {what} instead of its {ours.dtype} parameter; "
-                "compile the changed module again"
-            )
-        if found.shape != ours.shape:
-            raise ShardError(
-                f"{name}: the module now holds a tensor of shape {list(found.shape)} instead of "
-                f"{list(ours.shape)}; compile the changed module again"
-            )
-        with torch.no_grad():
-            ours.copy_(found)
-        if found.requires_grad != ours.requires_grad:
-            ours.requires_grad_(found.requires_grad)
-        put(module, key, ours)
-
-    def _return_storages(self) -> None:
-        for (name, piece), carrier in zip(self.pieces.items(), self._storages, strict=True):
-            view = self.local_view(name)
-            if carrier.data_ptr() == view.data_ptr():
-                continue
-            if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
-                raise ShardError(
-                    f"{name}: its storage was replaced by {carrier.numel()} elements of "
-                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}"
-                )
-            with torch.no_grad():
-                view.copy_(carrier.detach().reshape(-1))
-            shape = view.shape if self.is_sharded else piece.shape
-            raw_data.__set__(carrier, view.view(shape))
-            self.ledger.writes += 1
 
 
 def _check_layout(tree: ParameterTree, layout: Layout) -> None:

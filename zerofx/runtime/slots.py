@@ -59,7 +59,8 @@ class SlotPool:
         tensor = self._typed.get(key)
         if tensor is None:
             assert slot < len(self._bytes), f"slot {slot} was not reserved"
-            tensor = self._bytes[slot][: numel * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # where this would be a tensor of that mode
+                tensor = self._bytes[slot][: numel * dtype.itemsize].view(dtype)
             self._typed[key] = tensor
             self._owned.add(id(tensor))
         return tensor

@@ -72,8 +72,9 @@ class Executable:
     ) -> None:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._accumulate = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        with torch.inference_mode(False):  # which may be the mode of the first call
+            self._anchor = torch.zeros((), requires_grad=True)
+            self._accumulate = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
         """Run forward; return its output leaves in order."""
@@ -137,9 +138,9 @@ class Executable:
             with self._guard(), torch.no_grad(), self._own_random("backward"):
                 assert self.backward is not None
                 grads = self.backward(engine, engine.store.shards, saved, tangents)
+            engine.rest()
         finally:
             engine.discards = False
-        engine.rest()
         return grads
 
     def _agree(self, what: str, state: str) -> None:

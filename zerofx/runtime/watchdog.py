@@ -8,6 +8,7 @@ breaks this rank's connections, upon which the wait ends, here and in turn on ev
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,8 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerofx.errors import DesyncError, PlanError
-from zerofx.runtime.agreement import Agreement, name_ranks
+from zerofx.runtime.agreement import Agreement
+from zerofx.runtime.differences import name_ranks
 
+log = logging.getLogger("zerofx")
 Waiting = tuple[int, str]
 """The number of a collective on this rank, and its label."""
 
@@ -48,17 +51,23 @@ class Watchdog:
         self._waiting: Waiting | None = None
         self._diagnosis: DesyncError | None = None
         self._interrupt: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def start(self, interrupt: Callable[[], None]) -> None:
         """Start the thread; `interrupt` ends every wait of this rank."""
         self._interrupt = interrupt
-        me = weakref.ref(self)
-        threading.Thread(target=_stand_by, args=(me,), name="zerofx-watchdog", daemon=True).start()
+        me = weakref.ref(self), self._ended
+        self._thread = threading.Thread(
+            target=_stand_by, args=me, name="zerofx-watchdog", daemon=True
+        )
+        self._thread.start()
 
-    def settle(self) -> None:
-        """Make the comparison of calls that is still due, if any."""
-        if self.agreement.unchecked:
-            self.agreement.check()
+    def stop(self) -> None:
+        """End the thread: a process that ends while it is inside gloo would abort."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_S)
 
     def launched(self, handles: Sequence[Any], label: str) -> int:
         """Count a collective on the board; return its number on this rank."""
@@ -68,10 +77,8 @@ class Watchdog:
         """Wait for `handles`, the transfers of collective `number`.
 
         Raises:
-            DesyncError: a rank is lost or late (named), or had announced another call.
+            DesyncError: a rank is lost or late; names it.
         """
-        if self.agreement.unchecked:
-            self.agreement.check()
         self._waiting = (number, label)
         try:
             for handle in handles:
@@ -101,6 +108,9 @@ class Watchdog:
             if board.call(row) > agreement.call and board.launched(row) < number:
                 entry = board.entry(row, board.call(row))
                 doing = f"{entry.what} (call {entry.call})" if entry else "another call"
+                reason = board.broke_off(row, agreement.call)
+                if reason is not None:
+                    doing += f", after {reason},"
                 return f"rank {rank} is about to run {doing} while {here}"
         if waited_s < agreement.timeout_s:
             return None
@@ -111,16 +121,29 @@ class Watchdog:
         agreement, board = self.agreement, self._board
         launched = {rank: board.launched(row) for row, rank in enumerate(agreement.ranks)}
         if agreement.link is not None:
-            launched = {**agreement.link.progress(), **launched}
+            try:
+                launched = {**agreement.link.progress(), **launched}
+            except DesyncError as error:
+                return f"who has not arrived cannot be told ({error})"
         absent = [rank for rank, count in launched.items() if count < number]
         if not absent:
             return "every rank has launched it, but the transfer did not finish"
         return f"{name_ranks(absent, 'has', 'have')} not arrived"
 
     def tick(self, waited_s: float) -> None:
-        """Look once; where something is wrong, post it and end the wait."""
-        problem = self.look(waited_s) if self._diagnosis is None else None
-        if problem is not None and self._interrupt is not None:
+        """Look once; where something is wrong, post it and end the wait.
+
+        The wait has an end also where looking fails: at its limit.
+        """
+        if self._diagnosis is not None or self._interrupt is None:
+            return
+        try:
+            problem = self.look(waited_s)
+        except Exception as error:
+            if waited_s < self.agreement.timeout_s:
+                raise
+            problem = f"rank {self.agreement.rank} waits, and its watchdog fails: {error!r}"
+        if problem is not None:
             self._diagnosis = self.agreement.fail(problem)
             self._interrupt()
 
@@ -174,22 +197,44 @@ class StreamWatchdog(Watchdog):
         return self._running[0][0] if self._running else None
 
 
-def _stand_by(reference: weakref.ref[Watchdog]) -> None:
-    """Look at a watchdog's wait a few times a second, until it is dropped."""
-    last: Waiting | None = None
-    since = posted = time.monotonic()
-    while True:
-        time.sleep(_LOOK_S)
+def _stand_by(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
+    """Look at a watchdog's wait a few times a second, until it is stopped or dropped.
+
+    Nothing ends it before: without it a lost rank would be waited for until gloo's own limit.
+    """
+    round_ = _Round()
+    while not ended.wait(_LOOK_S):
         watchdog = reference()
         if watchdog is None:
             return
+        try:
+            round_.look_at(watchdog)
+        except Exception as error:  # noqa: BLE001  (whatever it was, the next look may succeed)
+            round_.report(error)
+        del watchdog
+
+
+class _Round:
+    """What the thread keeps from one look to the next."""
+
+    def __init__(self) -> None:
+        self._last: Waiting | None = None
+        self._since = self._posted = time.monotonic()
+        self._reported = ""
+
+    def look_at(self, watchdog: Watchdog) -> None:
         now = time.monotonic()
         waiting = watchdog.waiting
-        if waiting is not last or waiting is None:
-            last, since = waiting, now
+        if waiting is not self._last or waiting is None:
+            self._last, self._since = waiting, now
         else:
-            watchdog.tick(now - since)
-        if now - posted > _PROGRESS_S:
-            posted = now
+            watchdog.tick(now - self._since)
+        if now - self._posted > _PROGRESS_S:
+            self._posted = now
             watchdog.post_progress()
-        del watchdog
+
+    def report(self, error: Exception) -> None:
+        """Log what a look failed with, once for each error on end."""
+        if repr(error) != self._reported:
+            self._reported = repr(error)
+            log.warning("zerofx: the watchdog could not look after the ranks: %r", error)

@@ -6,16 +6,17 @@ sharded over the shard axis; the replicate axis holds copies of the same shards.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.errors import PlanError
+from zerofx.errors import DesyncError, PlanError
 from zerofx.runtime import groups
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
@@ -43,7 +44,8 @@ class World:
     """This rank's place among the ranks, its collectives and what it sent in them.
 
     `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
-    DeviceMesh, None where that axis has one rank. `label`s name a collective in errors.
+    DeviceMesh, None where that axis has one rank. `label`s name a collective in errors. `give_back`
+    is called once the world is dropped.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class World:
         lane: Lane | None = None,
         agreement: Agreement | None = None,
         shard_mesh: DeviceMesh | None = None,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
         self.device = device
         self.backend = backend
@@ -70,6 +73,8 @@ class World:
         self._lane, self._agreement = lane, agreement
         if agreement is not None:
             weakref.finalize(self, _say_goodbye, agreement)
+        if give_back is not None:
+            weakref.finalize(self, give_back)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
@@ -123,6 +128,7 @@ class World:
             lane=axes.lane,
             agreement=axes.agreement,
             shard_mesh=axes.shard_mesh,
+            give_back=axes.give_back,
         )
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
@@ -163,15 +169,20 @@ class World:
     def drain(self) -> None:
         """Wait for everything still in flight: after an exception, before buffers are used anew.
 
-        After a DesyncError what is in flight is given up: it would never end.
+        After a DesyncError what is in flight is given up: it would never end. Nor is one raised
+        here over the exception that `report_failure` told of; the next call raises it.
 
         Raises:
             DesyncError: as for any wait.
         """
         in_flight = self._lane.in_flight if self._lane else {}
+        agreement = self._agreement
         try:
-            while in_flight and not (self._agreement and self._agreement.has_failed):
+            while in_flight and not (agreement and agreement.has_failed):
                 next(iter(in_flight)).wait()
+        except DesyncError:
+            if agreement is None or not agreement.has_broken_off:
+                raise
         finally:
             in_flight.clear()
 
@@ -184,14 +195,23 @@ class World:
         if self._agreement is not None:
             self._agreement.agree(what, digest)
 
-    def announce(self, what: str, digest: str) -> None:
-        """Post what this rank is about to do; the comparison is made before anything is used.
+    def report_failure(self, reason: str) -> None:
+        """Tell the other ranks that an exception has ended the call that was last agreed on.
 
-        That is at the next wait or call, or before a launch that would do harm if ranks differed
-        (any but a direct exchange). It spares waiting for slower ranks only to launch.
+        They raise within about a second, naming this rank and the reason, if they wait for what it
+        has not launched, or have finished the call. Ranks that failed alike may go on.
         """
         if self._agreement is not None:
-            self._agreement.announce(what, digest)
+            self._agreement.break_off(reason)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Do something long before the next call: the other ranks' limit does not run meanwhile.
+
+        They wait as long as this process lives and answers; `what` completes "rank 0 is busy ...".
+        """
+        with self._agreement.heartbeat.busy(what) if self._agreement else contextlib.nullcontext():
+            yield
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks that this one makes no further call; they raise if they wait."""

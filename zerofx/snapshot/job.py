@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.errors import SnapshotError
 from zerofx.module import CompiledModule
+from zerofx.runtime.shard_optimizer import check_optimizer
 from zerofx.snapshot import state
 
 
@@ -24,6 +25,12 @@ class Job:
         self.folder, self.model, self.optimizer = folder, model, optimizer
         self.store = model._engine.store
         self.world = self.store.world
+
+    def check_model(self) -> None:
+        """Take in what was assigned to the model; refuse an optimizer that cannot step shards."""
+        self.store.check_bindings()
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
 
     def describe(self) -> dict[str, Any]:
         """Return the names, dtypes and shapes that a save and a model must share."""

@@ -53,7 +53,7 @@ class _Load(Job):
         """Check everything there is to check; return what tells this save from any other."""
         found = files.locate(self.folder)
         manifest = files.read_manifest(found)
-        self.store.check_bindings()
+        self.check_model()
         here = self.describe()
         for kind in ("parameters", "buffers"):
             state.check_same_model(kind, manifest[kind], here[kind])
@@ -96,7 +96,10 @@ class _Load(Job):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read everything into its place; the weight epoch moves on, so that no gather is stale."""
+        """Read everything into its place; the weight epoch moves on, so that no gather is stale.
+
+        Gradients that no_sync has summed of the weights before are dropped.
+        """
         try:
             self.steps.read()
             self._apply()
@@ -107,6 +110,7 @@ class _Load(Job):
             ) from error
         finally:
             self.store.ledger.writes += 1
+            self.model._engine.drop_unsynced()
 
     def _apply(self) -> None:
         for name, buffer in state.buffers_of(self.model).items():

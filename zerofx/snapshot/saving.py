@@ -68,7 +68,7 @@ class _Save(Job):
 
     def prepare(self) -> Path | None:
         """Make sure that all can be saved; on rank 0 return the directory to write into."""
-        self.store.check_bindings()
+        self.check_model()
         optimizer, values = self.optimizer, {}
         if optimizer is not None:
             values = state.optimizer_values(optimizer, state.group_names(self.store, optimizer))

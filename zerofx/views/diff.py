@@ -6,7 +6,6 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.dump import dump_body
@@ -61,7 +60,7 @@ class DiffView:
 
 
 def _numbers(program: Program) -> dict[str, int]:
-    report, sent = memory(program), traffic(program)
+    report, sent = program.memory().memory, traffic(program)
     held = report.by_category(report.peak_time)
     found = {"peak bytes": report.peak_bytes}
     found |= {f"{c.value} bytes at the peak": held[c] for c in Category}

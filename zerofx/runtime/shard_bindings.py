@@ -1,0 +1,172 @@
+"""What the module tree holds, watched: a program runs on what was there when it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zerofx.compat import local_tensor, raw_data
+from zerofx.errors import ShardError
+from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.shard_tree import ParameterTree, put
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_REBUILD = (
+    "; make the change before zerofx.compile, or build the changed model, load this one's "
+    "zerofx.full_state_dict and compile that"
+)
+
+# module of a compiled model -> key -> what was assigned there (`module.weight = nn.Parameter(...)`,
+# `load_state_dict(assign=True)`) since the last check
+_assigned: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+
+@cache
+def _watch_assignments() -> None:
+    """Tell assignments from what is written past them, once a process.
+
+    `torch.func.functional_call` puts its values into `_parameters` for one call only; to take them
+    for a load would overwrite the weights for good.
+    """
+    register_module_parameter_registration_hook(_note_assignment)
+
+
+def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
+    held = _assigned.get(module)
+    if held is not None:
+        held[key] = param
+
+
+class Bindings:
+    """The parameters, their storages and the submodules of a compiled model, as of compile.
+
+    `params` and `views` (what the flat shards hold of each, 1-D) are by canonical name, in one
+    order.
+    """
+
+    def __init__(
+        self,
+        tree: ParameterTree,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        views: Mapping[str, Tensor],
+    ) -> None:
+        self._ledger, self._params, self._views = ledger, params, views
+        self._shapes = {name: p.shape for name, p in params.items()}
+        self._bound = list(tree.bindings())
+        self._modules = list(tree.modules.items())
+        self._children = [m._modules for m in tree.modules.values()]
+        self._expected = [dict(c) for c in self._children]
+        # what carries each piece: its local tensor, or the parameter itself
+        self._carriers = [
+            local_tensor(p) if isinstance(p, ShardedTensor) else p for p in params.values()
+        ]
+        self._pointers = [t.data_ptr() for t in self._carriers]
+        _watch_assignments()
+        for _, module, _ in self._bound:
+            _assigned[module] = {}
+
+    def check(self) -> None:
+        """Make sure that modules and parameters are ours, and lie in their flat shards.
+
+        Values that were assigned in a parameter's place are copied into its shard, and ours is put
+        back.
+
+        Raises:
+            ShardError: a submodule was exchanged, or values do not fit; names it.
+        """
+        if self._children != self._expected:
+            self._compare_children()
+        params = self._params
+        for name, module, key in self._bound:
+            if module._parameters.get(key) is not params[name]:
+                self._restore(name, module, key)
+        if [t.data_ptr() for t in self._carriers] != self._pointers:
+            self._return_storages()
+
+    # -- submodules ---------------------------------------------------------------------------
+    def _compare_children(self) -> None:
+        for i, (path, owner) in enumerate(self._modules):
+            before, now = self._expected[i], owner._modules
+            prefix = f"{path}." if path else ""
+            for key, child in before.items():
+                if now.get(key) is not child:
+                    raise _exchanged(prefix + key, child, now.get(key))
+            for key in now.keys() - before.keys():
+                _check_addition(prefix + key, owner, now[key])
+            self._expected[i] = dict(now)
+
+    # -- parameters ---------------------------------------------------------------------------
+    def _restore(self, name: str, module: nn.Module, key: str) -> None:
+        found: Any = module._parameters.get(key, getattr(module, key, None))
+        is_assigned = _assigned[module].get(key) is found
+        ours = self._params[name]
+        if not isinstance(found, Tensor):
+            raise ShardError(
+                f"{name}: the module now holds {found!r} instead of its {ours.dtype} "
+                f"parameter{_REBUILD}"
+            )
+        if not is_assigned:
+            raise ShardError(
+                f"{name}: a {type(found).__name__} was put in the parameter's place past the "
+                "module, as torch.func.functional_call does, but a compiled model computes from "
+                "its shards only; load the values (model.load_state_dict, or module."
+                f"{key} = nn.Parameter(...)), or make the call with the uncompiled model"
+            )
+        for what, theirs, own in (
+            ("dtype", found.dtype, ours.dtype),
+            ("shape", list(found.shape), list(ours.shape)),
+        ):
+            if theirs != own:
+                raise ShardError(
+                    f"{name}: the module now holds a tensor of {what} {theirs} instead of "
+                    f"{own}{_REBUILD}"
+                )
+        with torch.no_grad():
+            ours.copy_(found)
+        if found.requires_grad != ours.requires_grad:
+            ours.requires_grad_(found.requires_grad)
+        put(module, key, ours)
+        del _assigned[module][key]
+
+    def _return_storages(self) -> None:
+        for (name, view), carrier in zip(self._views.items(), self._carriers, strict=True):
+            if carrier.data_ptr() == view.data_ptr():
+                continue
+            if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
+                raise ShardError(
+                    f"{name}: its storage was replaced by {carrier.numel()} elements of "
+                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}"
+                )
+            with torch.no_grad():
+                view.copy_(carrier.detach().reshape(-1))
+            is_sharded = isinstance(self._params[name], ShardedTensor)
+            shape = view.shape if is_sharded else self._shapes[name]
+            raw_data.__set__(carrier, view.view(shape))
+            self._ledger.writes += 1
+
+
+def _exchanged(name: str, before: nn.Module | None, now: nn.Module | None) -> ShardError:
+    if now is None:
+        what = f"the {type(before).__name__} there was removed"
+    else:
+        what = f"another module, a {type(now).__name__}, was put there"
+    return ShardError(f"{name}: {what}, but the compiled programs run the old one{_REBUILD}")
+
+
+def _check_addition(name: str, owner: nn.Module, child: nn.Module | None) -> None:
+    """Raise unless a new child changes no captured call, as a loss or a metric does not."""
+    if child is None:
+        return
+    if isinstance(owner, _CONTAINERS) or next(child.parameters(), None) is not None:
+        raise ShardError(
+            f"{name}: a {type(child).__name__} was added, but the compiled programs do not run "
+            f"it{_REBUILD}"
+        )

@@ -1,0 +1,193 @@
+"""Gradients under no_sync: summed on each rank alone until the first backward outside.
+
+`p.grad` says that there is a sum, so that whoever clears it (the optimizer's `zero_grad`, the
+model's, `p.grad = None`) drops the sum, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zerofx.compat import DisableTorchFunctionSubclass, make_subclass
+from zerofx.errors import GradientError
+from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.param_tensor import wrap
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+_ZERO = ("zero_", "_foreach_zero_")
+_READABLE = ("device", "dtype", "layout", "requires_grad", "is_complex")
+
+
+class Unreduced(Tensor):
+    """One parameter's range of this rank's sum: the local tensor of its `p.grad` meanwhile.
+
+    It can be zeroed. Anything else raises, since the gradient is not known before the reduction:
+    this rank's sum in its place would be silently wrong.
+    """
+
+    param_name: str
+    before: Tensor | None  # the reduced gradient that p.grad showed, to which the sum adds
+
+    @staticmethod
+    def of(values: Tensor, name: str, before: Tensor | None) -> Unreduced:
+        """Return the range `values` of a sum, sharing its memory."""
+        out: Unreduced = make_subclass(Unreduced, values)
+        out.param_name, out.before = name, before
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        op = op_name(func)
+        if op in _READABLE:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if op in _ZERO and not kwargs:
+            for tensor in args[0] if op == "_foreach_zero_" else args:
+                _zero(tensor)
+            return args[0]
+        raise GradientError(
+            f"{_name_in((args, kwargs))}: {op} of a gradient that no_sync has summed on each rank "
+            "alone; run the last backward of a step outside no_sync, which reduces the sum, or "
+            "drop it with zero_grad()"
+        )
+
+
+@torch.no_grad()
+def _zero(tensor: Tensor) -> None:
+    if isinstance(tensor, Unreduced):
+        with DisableTorchFunctionSubclass():
+            torch.Tensor.zero_(tensor)
+        if tensor.before is not None:
+            tensor.before.zero_()
+    else:
+        tensor.zero_()
+
+
+def _name_in(args: Any) -> str:
+    """Return the name of the first unreduced gradient in nested arguments."""
+    if isinstance(args, Unreduced):
+        return args.param_name
+    if isinstance(args, dict):
+        args = args.values()
+    elif not isinstance(args, (list, tuple)):
+        return ""
+    return next(filter(None, map(_name_in, args)), "")
+
+
+class _Sum:
+    """This rank's sum for one sharded bucket, whole, and the p.grad of each parameter in it."""
+
+    def __init__(self, store: ShardStore, bucket: int, full: Tensor) -> None:
+        self.full = full
+        self._store = store
+        self._marks: dict[str, tuple[Any, Unreduced]] = {}
+        self._ranges = {p.name: full[p.offset : p.end] for p in store.layout.buckets[bucket].params}
+
+    def mark(self, names: Collection[str]) -> None:
+        """Let p.grad of these parameters stand for their part of the sum."""
+        for name in names:
+            param = self._store.params[name]
+            if name in self._marks or not param.requires_grad:
+                continue
+            inner = Unreduced.of(self._ranges[name], name, param.grad)
+            shown = wrap(inner, self._store.pieces[name])
+            param.grad = shown
+            self._marks[name] = shown, inner
+
+    def forget_cleared(self) -> Collection[str]:
+        """Drop what was summed for parameters whose p.grad is another by now; return the rest."""
+        for name, (shown, _) in list(self._marks.items()):
+            if self._store.params[name].grad is not shown:
+                self._ranges[name].zero_()
+                del self._marks[name]
+        return self._marks.keys()
+
+    def unmark(self) -> frozenset[str]:
+        """Give back each p.grad that was there before; return the names with a sum."""
+        names = frozenset(self.forget_cleared())
+        for name in names:
+            self._store.params[name].grad = self._marks.pop(name)[1].before
+        return names
+
+
+class LocalSums:
+    """All that no_sync has summed on this rank, by bucket.
+
+    Where parameters are sharded, the sum lies in a whole bucket beside the gradient shard and
+    p.grad is an unreadable stand-in. Where every rank holds whole parameters, it lies in p.grad
+    itself, as under DistributedDataParallel: what is done to p.grad is done to the sum.
+    """
+
+    def __init__(self, store: ShardStore) -> None:
+        self._store = store
+        self._is_sharded = store.layout.shard_size > 1
+        self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
+        self._sums: dict[int, _Sum] = {}
+
+    def add(self, bucket: int, buffer: Tensor, names: Collection[str], scale: float) -> None:
+        """Add a packed bucket of which `names` have gradients to the sum."""
+        self._scales[bucket] = scale
+        if not self._is_sharded:
+            target, accumulate = self._store.grad_target(bucket)
+            _ = target.add_(buffer) if accumulate else target.copy_(buffer)
+            self._store.publish_grads(bucket, names)
+            return
+        held = self._sums.get(bucket)
+        if held is None:
+            held = self._sums[bucket] = _Sum(self._store, bucket, buffer.clone())
+        else:
+            held.forget_cleared()
+            held.full.add_(buffer)
+        held.mark(names)
+
+    def settle(self, bucket: int, buffer: Tensor) -> tuple[Tensor, bool, frozenset[str]]:
+        """Add the sum to a bucket that is about to be reduced.
+
+        Returns:
+            Where to reduce into, whether to add to what that holds, and the parameters which get a
+            gradient from the sum.
+        """
+        held = self._sums.pop(bucket, None)
+        if self._scales.pop(bucket, None) is None:
+            return *self._store.grad_target(bucket), frozenset()
+        if held is not None:
+            names = held.unmark()
+            if names:
+                buffer.add_(held.full)
+            return *self._store.grad_target(bucket), names
+        target, is_set = self._store.grad_target(bucket)
+        if is_set:
+            buffer.add_(target)  # with what was reduced before: equal on all ranks, so is its mean
+        return target, False, frozenset()
+
+    def left(self) -> dict[int, float]:
+        """Return the buckets whose sums still wait for a reduction, with its scale, in order."""
+        for bucket in list(self._scales):
+            if not self._is_waiting(bucket):
+                del self._scales[bucket]
+                self._sums.pop(bucket, None)
+        return dict(sorted(self._scales.items()))
+
+    def _is_waiting(self, bucket: int) -> bool:
+        if self._is_sharded:
+            return bool(self._sums[bucket].forget_cleared())
+        names = self._store.layout.buckets[bucket].names
+        return any(self._store.params[n].grad is not None for n in names)
+
+    def drop(self) -> None:
+        """Forget all sums; p.grad of their parameters becomes None."""
+        for bucket in self.left():
+            held = self._sums.get(bucket)
+            names = self._store.layout.buckets[bucket].names if held is None else held.unmark()
+            for name in names:
+                self._store.params[name].grad = None
+        self._scales.clear()
+        self._sums.clear()
