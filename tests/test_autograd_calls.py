@@ -1,4 +1,4 @@
-"""How a compiled call stands in the user's autograd graph: writes, inputs, outputs, random draws."""
+"""How a compiled call stands in autograd: writes, inputs, outputs, random draws."""
 
 from __future__ import annotations
 
