@@ -137,7 +137,9 @@ class Slotted:
     __slots__ = ("k",)
 
 
-@pytest.mark.parametrize("make", [Config, Slotted, lambda: Config().scale], ids=str)
+@pytest.mark.parametrize(
+    "make", [Config, Slotted, lambda: Config().scale], ids=["object", "slots", "bound method"]
+)
 def test_argument_that_would_be_baked_in(model: nn.Module, make: Callable[[], Any]) -> None:
     given = make()
     setattr(getattr(given, "__self__", given), "k", 5.0)  # noqa: B010  (a variable)

@@ -92,3 +92,24 @@ def test_an_optimizer_that_was_handed_over_is_not() -> None:
     model(torch.ones(2, 4)).backward()
     optimizer.step()
     assert not torch.equal(model.fc.weight, before)
+
+
+class Rooted(nn.Module):
+    """Has a parameter of its own at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def test_load_state_dict_assigns_to_the_root_too() -> None:
+    model = zerofx.compile(Rooted(), {"kernels": "aten"})
+    x = torch.ones(4)
+    assert model(x).item() == 4.0
+    model.load_state_dict({"weight": torch.full((4,), 3.0)}, assign=True)
+    assert model(x).item() == 12.0
+    model.weight = nn.Parameter(torch.full((4,), 5.0))
+    assert model(x).item() == 20.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -94,3 +95,51 @@ def run_killed() -> str:
 def test_a_killed_rank_is_named(pool: Any) -> None:
     message, _ = pool.run(2, run_killed, may_die=True)
     assert "rank 1" in message and "died" in message
+
+
+def run_raises_alone(store_grad: bool) -> str:
+    """Rank 0 raises in mid-backward, catches it, and is in no hurry to go on."""
+    model = zerofx.compile(GPT.make(), PLAN)
+    _step(model)
+    if _rank() == 1:
+        with pytest.raises(DesyncError) as caught:
+            _step(model)
+            _step(model)
+        return str(caught.value)
+    name = "store_grad" if store_grad else "pack"
+    setattr(model._engine, name, _fail)
+    with pytest.raises(ValueError, match="a fault"):
+        _step(model)
+    time.sleep(4)
+    return ""
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ValueError("a fault")
+
+
+@pytest.mark.parametrize("store_grad", [False, True], ids=["before", "after-a-launch"])
+def test_a_rank_that_raises_in_backward_is_named_at_once(pool: Any, store_grad: bool) -> None:
+    _, message = pool.run(2, run_raises_alone, store_grad)
+    assert "rank 0, last at backward of" in message
+    assert "broken off by ValueError('a fault'), does not go on" in message
+
+
+def run_slow_compile() -> int:
+    """Rank 1 compiles for longer than the other is ready to wait."""
+    os.environ["ZEROFX_TIMEOUT_S"] = "2"
+    model = zerofx.compile(GPT.make(), PLAN)
+    if _rank() == 1:
+        compile_it = model._compile
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(5)
+            return compile_it(*args)
+
+        model._compile = slowly
+    _step(model)
+    return len(model.programs)
+
+
+def test_a_rank_that_compiles_is_waited_for(pool: Any) -> None:
+    assert pool.run(2, run_slow_compile) == [1, 1]

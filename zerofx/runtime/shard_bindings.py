@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ _REBUILD = (
     "zerofx.full_state_dict and compile that"
 )
 
-# module of a compiled model -> key -> what was assigned there (`module.weight = nn.Parameter(...)`,
-# `load_state_dict(assign=True)`) since the last check
-_assigned: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+# id of a module's `_parameters` (a compiled model shares its root's) -> key -> what was assigned
+# there (`module.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`) since the last check
+_assigned: dict[int, dict[str, nn.Parameter]] = {}
 
 
 @cache
@@ -39,7 +39,7 @@ def _watch_assignments() -> None:
 
 
 def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
-    held = _assigned.get(module)
+    held = _assigned.get(id(module._parameters))
     if held is not None:
         held[key] = param
 
@@ -70,8 +70,10 @@ class Bindings:
         ]
         self._pointers = [t.data_ptr() for t in self._carriers]
         _watch_assignments()
-        for _, module, _ in self._bound:
-            _assigned[module] = {}
+        for module in {id(m): m for _, m, _ in self._bound}.values():
+            key = id(module._parameters)
+            _assigned[key] = {}
+            weakref.finalize(module, _assigned.pop, key, None)
 
     def check(self) -> None:
         """Make sure that modules and parameters are ours, and lie in their flat shards.
@@ -106,7 +108,8 @@ class Bindings:
     # -- parameters ---------------------------------------------------------------------------
     def _restore(self, name: str, module: nn.Module, key: str) -> None:
         found: Any = module._parameters.get(key, getattr(module, key, None))
-        is_assigned = _assigned[module].get(key) is found
+        assigned = _assigned[id(module._parameters)]
+        is_assigned = assigned.get(key) is found
         ours = self._params[name]
         if not isinstance(found, Tensor):
             raise ShardError(
@@ -134,7 +137,7 @@ class Bindings:
         if found.requires_grad != ours.requires_grad:
             ours.requires_grad_(found.requires_grad)
         put(module, key, ours)
-        del _assigned[module][key]
+        del assigned[key]
 
     def _return_storages(self) -> None:
         for (name, view), carrier in zip(self._views.items(), self._carriers, strict=True):
