@@ -44,10 +44,10 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 test: lint
-	$(PY) -m pytest -m "not slow" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_FLAGS)
 
 test-all: lint
-	$(PY) -m pytest -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.step_time $(BENCH_FLAGS)

@@ -20,6 +20,7 @@ from zerofx.capture.recurrent import is_recurrent, run_recurrent
 from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
+_RUNTIME = str(Path(_HERE).with_name("runtime"))  # it watches assignments, also the user's
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -29,7 +30,7 @@ MODULE, LINE = "zfx_module", "zfx_line"
 @cache
 def is_user_file(filename: str) -> bool:
     """Tell whether a file is neither torch's, nor this package's, nor the standard library's."""
-    if filename.startswith((_TORCH, _HERE, "<")) or filename == compat.__file__:
+    if filename.startswith((_TORCH, _HERE, _RUNTIME, "<")) or filename == compat.__file__:
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 
