@@ -205,11 +205,11 @@ def _lock(path: Path, patient: bool) -> Iterator[bool]:
 
 def _compile(name: str, module: ModuleType, path: Path) -> Region:
     gm = trace_region(getattr(module, name), len(module.INPUTS))
-    CompileCount.compiled += 1
     compiled = compat.compile_region(gm, module.INPUTS, str(path))
     if compiled is None:  # remembered as an empty artifact
         path.write_bytes(b"")
         return getattr(module, name)  # type: ignore[no-any-return]
+    CompileCount.compiled += 1
     return compiled
 
 
