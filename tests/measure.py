@@ -107,11 +107,12 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
     device = torch.device(on)
     first = zerofx.compile(MODELS[name](None), plan, device=device)
     MODELS[name](first)(0)
-    programs = first._known
+    programs = first._programs.known
     del first
     with PeakMemory(device) as memory:  # sees the model from its first allocation on
         model = zerofx.compile(MODELS[name](None), plan, device=device)
-        model._known.update(programs)  # else capture's operators would be profiled too: slow
+        # else capture's operators would be profiled too, which is slow
+        model._programs.known.update(programs)
         call = MODELS[name](model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(STEPS):

@@ -14,7 +14,7 @@ from shard_cases import deliver, gradients, on_ranks, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerofx.compat import DisableTorchFunctionSubclass
+from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedParameter
 from zerofx.runtime.shards import ShardStore

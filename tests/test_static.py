@@ -88,7 +88,7 @@ def run_after_an_edit() -> str:
     case = CASES["gpt"]
     model = zerofx.compile(case.make(), {"stage": 3, "kernels": "aten"})
     model(*case.batch(0)[0])
-    bound = next(iter(model._bound.values()))
+    bound = next(iter(model._programs.bound.values()))
     return str(bound.executable.forward.__code__.co_filename)
 
 

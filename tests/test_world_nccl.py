@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from zerofx import compat
 from zerofx.errors import DesyncError
 from zerofx.runtime import nccl
 from zerofx.runtime.agreement import Agreement
@@ -66,9 +65,9 @@ def axis(monkeypatch: pytest.MonkeyPatch) -> NcclAxis:
         assert async_op and group_src == 1
         return group.launch("broadcast", lambda: buf.fill_(1))
 
-    monkeypatch.setattr(compat, "all_gather_flat", gather)
-    monkeypatch.setattr(compat, "reduce_scatter_flat", scatter)
-    monkeypatch.setattr(compat, "group_backend", lambda group, device: group)
+    monkeypatch.setattr(nccl, "all_gather_flat", gather)
+    monkeypatch.setattr(nccl, "reduce_scatter_flat", scatter)
+    monkeypatch.setattr(nccl, "group_backend", lambda group, device: group)
     monkeypatch.setattr(nccl.dist, "all_reduce", reduce)
     monkeypatch.setattr(nccl.dist, "broadcast", broadcast)
     memory = bytearray(3 * ROW_BYTES)

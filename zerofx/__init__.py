@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
     from zerofx.api import rewrite as rewrite
+    from zerofx.compiled.module import CompiledModule as CompiledModule
+    from zerofx.compiled.module import full_state_dict as full_state_dict
     from zerofx.machine import Machine as Machine
-    from zerofx.module import CompiledModule as CompiledModule
-    from zerofx.module import full_state_dict as full_state_dict
     from zerofx.plan import Offload as Offload
     from zerofx.plan import Plan as Plan
     from zerofx.plan import Precision as Precision
@@ -32,8 +32,8 @@ _HOME = {
     "load_program": "zerofx.api",
     "rewrite": "zerofx.api",
     "Machine": "zerofx.machine",
-    "CompiledModule": "zerofx.module",
-    "full_state_dict": "zerofx.module",
+    "CompiledModule": "zerofx.compiled.module",
+    "full_state_dict": "zerofx.compiled.module",
     "Plan": "zerofx.plan",
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",

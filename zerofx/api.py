@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
+from zerofx.compiled.digest import describe_layout
+from zerofx.compiled.module import CompiledModule
+from zerofx.compiled.programs import load_directory
 from zerofx.ir.program import Program
-from zerofx.loading import describe_layout
 from zerofx.machine import Machine, machine_for
-from zerofx.module import CompiledModule, load_directory
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import plan_layout
 from zerofx.plan import Plan, as_plan

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from zerofx import compat
 from zerofx.capture import capture
+from zerofx.compat.inductor import compile_region, inductor_problem
 from zerofx.errors import DoctorError, ZerofxError
 from zerofx.runtime.regions import cache_dir
 from zerofx.sizes import format_bytes
@@ -125,7 +125,7 @@ def _training(name: str) -> Finding:
 
 def _compiler(name: str) -> Finding:
     """Compile a region with Inductor, as kernels='inductor' does."""
-    if problem := compat.inductor_problem():
+    if problem := inductor_problem():
         return Finding(name, False, problem, "kernels fall back to ATen", is_needed=False)
     began = time.perf_counter()
     graph = torch.fx.Graph()
@@ -134,7 +134,7 @@ def _compiler(name: str) -> Finding:
     gm = torch.fx.GraphModule(nn.Module(), graph)
     with tempfile.TemporaryDirectory() as folder:
         specs = (("float32", (8,), (1,), "cpu"),)
-        region = compat.compile_region(gm, specs, str(Path(folder) / "probe.bin"))
+        region = compile_region(gm, specs, str(Path(folder) / "probe.bin"))
     if region is None or region([torch.full((8,), -1.0)])[0].any():
         raise DoctorError("a compiled region gives a wrong result")
     return Finding(name, True, f"Inductor compiled a region in {time.perf_counter() - began:.1f} s")

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx
 
-from zerofx import compat
 from zerofx.analysis.storage import CompiledRegion
 from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import RegionCode, RegionLibrary
+from zerofx.compat.inductor import wrapper_of
 from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
@@ -56,7 +56,7 @@ def compiled_regions(program: Program) -> dict[fx.Node, CompiledRegion]:
 def _trace(code: RegionCode, inputs: tuple[fx.Node, ...]) -> RegionTrace | None:
     device = value(inputs[0]).device.type if inputs else "cpu"
     artifact = cache_dir() / "regions" / f"{artifact_key(code.source, device)}.bin"
-    path = Path(compat.wrapper_of(str(artifact)))
+    path = Path(wrapper_of(str(artifact)))
     if not path.exists():
         return None
     found = trace(path.read_text(encoding="utf-8"))

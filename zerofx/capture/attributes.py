@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx import compat
 from zerofx.capture.effects import Run, at_line
 from zerofx.capture.lines import find_line
+from zerofx.compat.autograd import NORM_HOOKS, forward_pre_hooks
 from zerofx.errors import CaptureError
 
 # Kept by dictionaries of their own, or (forward) wrapped during capture.
@@ -127,8 +127,8 @@ def recomputed(module: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     if isinstance(module, nn.RNNBase):
         names |= {"_flat_weights", "_flat_weight_refs"}
-    for hook in compat.forward_pre_hooks(module):
-        if isinstance(hook, compat.NORM_HOOKS):
+    for hook in forward_pre_hooks(module):
+        if isinstance(hook, NORM_HOOKS):
             names.add(hook.name)
     return frozenset(names)
 

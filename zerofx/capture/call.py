@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx import compat
 from zerofx.capture import trees
 from zerofx.capture.guard import check_arguments, check_packed
+from zerofx.compat.graphs import FakeTensorMode, TreeSpec
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Call:
 
     names: list[str]
     leaves: list[Any]
-    spec: compat.TreeSpec
+    spec: TreeSpec
     tensors: tuple[int, ...]
 
     @classmethod
@@ -38,7 +38,7 @@ class Call:
         tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
         return cls(names, leaves, spec, tensors)
 
-    def fakes(self, mode: compat.FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
+    def fakes(self, mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
         """Make a fake for each tensor: same shape, strides, dtype and requires_grad."""
         made = []
         with mode, torch.inference_mode(False), torch.no_grad():

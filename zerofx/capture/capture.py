@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerofx import compat
 from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
@@ -20,6 +19,8 @@ from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_r
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
+from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
+from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program, copy_graph
 
@@ -54,7 +55,7 @@ def capture(
     call = Call.of(model, args, kwargs or {})
     unit_of_param = find_units(model, units)
 
-    mode = compat.new_fake_mode()
+    mode = new_fake_mode()
     fakes = call.fakes(mode, place)
     swap = StateSwap(model, mode, place, param_meta)
     with swap.installed(), annotated(model):
@@ -80,17 +81,17 @@ def capture(
 
 
 def trace(
-    harness: Harness, fakes: tuple[Tensor, ...], mode: compat.FakeTensorMode, swap: StateSwap
+    harness: Harness, fakes: tuple[Tensor, ...], mode: FakeTensorMode, swap: StateSwap
 ) -> fx.GraphModule:
     """Trace the harness and refuse a forward that leaves side effects."""
 
     def rerun() -> None:
-        compat.rerun_on_fakes(harness, fakes, mode)
+        rerun_on_fakes(harness, fakes, mode)
 
     generators = HostGenerators()
     try:
         with explained(harness.lines):
-            gm = compat.trace_joint(harness, fakes)
+            gm = trace_joint(harness, fakes)
     finally:
         moved = generators.restore()
     if moved:
@@ -123,7 +124,7 @@ def label(gm: fx.GraphModule, names: Names) -> tuple[fx.GraphModule, tuple[Outpu
     check_graph(gm)
     infos = label_results(gm, names)
     label_placeholders(gm, names)
-    return compat.LazyGraphModule(gm, copy_graph(gm.graph)), infos
+    return LazyGraphModule(gm, copy_graph(gm.graph)), infos
 
 
 def make_calling(call: Call, results: Results) -> Calling:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from zerofx import compat
 from zerofx.capture.lines import LineMode, locate
+from zerofx.compat.tracing import DataDependentError, DynamicShapeError
 from zerofx.errors import CaptureError
 
 # Name of the torch function that read a value: (what the model did, the way out).
@@ -64,15 +64,13 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     last_call = lines.last_call
     place = locate(error.__traceback__)
     at = f" at {place.line}" if place.line else ""
-    if place.is_own and not isinstance(
-        error, (compat.DataDependentError, compat.DynamicShapeError)
-    ):
+    if place.is_own and not isinstance(error, (DataDependentError, DynamicShapeError)):
         return None
-    if isinstance(error, compat.DataDependentError) or last_call == "numpy":
+    if isinstance(error, DataDependentError) or last_call == "numpy":
         reads = [c for c in (*place.calls, last_call) if c in _READS]
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
-    if isinstance(error, compat.DynamicShapeError):
+    if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
         return CaptureError(
             f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from zerofx import compat
+from zerofx.compat.autograd import has_gradient_hooks
+from zerofx.compat.graphs import FakeTensor, pytree
+from zerofx.compat.tracing import OptimizedModule
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
 
@@ -28,7 +30,7 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
         if not isinstance(leaf, Tensor):
             check_constant(name, leaf)
             continue
-        is_plain = type(leaf) in (Tensor, nn.Parameter) or isinstance(leaf, compat.FakeTensor)
+        is_plain = type(leaf) in (Tensor, nn.Parameter) or isinstance(leaf, FakeTensor)
         if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
             kind = str(leaf.layout).removeprefix("torch.") if is_plain else type(leaf).__name__
             raise CaptureError(
@@ -107,9 +109,7 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     Raises:
         CaptureError: for any; the message says what to pass instead.
     """
-    found = compat.pytree.tree_leaves(
-        (args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence)
-    )
+    found = pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence))
     if any(isinstance(v, PackedSequence) for v in found):
         raise CaptureError(
             "capture: an argument is a PackedSequence, whose batch sizes differ from batch to "
@@ -124,7 +124,7 @@ def check_modules(model: nn.Module) -> None:
         CaptureError: naming the module or parameter.
     """
     for name, module in model.named_modules():
-        if isinstance(module, (*_WRAPPERS, compat.OptimizedModule)):
+        if isinstance(module, (*_WRAPPERS, OptimizedModule)):
             raise CaptureError(
                 f"capture: {name or 'the model'} is a {type(module).__name__}; "
                 "pass the plain module inside it"
@@ -140,7 +140,7 @@ def check_modules(model: nn.Module) -> None:
             raise CaptureError(
                 f"capture: {name} has no shape yet; run one batch through the lazy module first"
             )
-        if compat.has_gradient_hooks(param):
+        if has_gradient_hooks(param):
             raise CaptureError(
                 f"capture: {name} has a gradient hook, which a program would skip; hook the "
                 "tensor inside forward, or change p.grad after backward"

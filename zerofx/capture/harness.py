@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerofx import compat
 from zerofx.capture import trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
+from zerofx.compat.graphs import TreeSpec
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.
@@ -33,7 +33,7 @@ class Results:
     tensors: leaf number of each tensor the harness hands out, in order.
     """
 
-    spec: compat.TreeSpec | None = None
+    spec: TreeSpec | None = None
     names: tuple[str, ...] = ()
     tensors: tuple[int, ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)

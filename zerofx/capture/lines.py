@@ -15,12 +15,13 @@ import torch
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from zerofx import compat
 from zerofx.capture.recurrent import is_recurrent, run_recurrent
+from zerofx.compat.tracing import is_outside_trace
 from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
 _RUNTIME = str(Path(_HERE).with_name("runtime"))  # it watches assignments, also the user's
+_COMPAT = str(Path(_HERE).with_name("compat"))
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -30,7 +31,7 @@ MODULE, LINE = "zfx_module", "zfx_line"
 @cache
 def is_user_file(filename: str) -> bool:
     """Tell whether a file is neither torch's, nor this package's, nor the standard library's."""
-    if filename.startswith((_TORCH, _HERE, _RUNTIME, "<")) or filename == compat.__file__:
+    if filename.startswith((_TORCH, _HERE, _RUNTIME, _COMPAT, "<")):
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 
@@ -99,7 +100,7 @@ def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
         )
     is_write = name.startswith(("__i", "__setitem__")) or (name[-1:] == "_" != name[-2:-1])
     target = args[0] if is_write and args else kwargs.get("out")
-    if target is not None and compat.is_outside_trace(target):
+    if target is not None and is_outside_trace(target):
         raise CaptureError(
             f"capture: forward changes a tensor in place at {line} that is neither a buffer nor "
             "made by forward, which a program would not repeat; register it with register_buffer"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx import compat
+from zerofx.compat.tensors import DisableTorchFunctionSubclass
 
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 _NAMED = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
@@ -59,7 +59,7 @@ class ModelState:
 
         At about 25 ns a module and a parameter for the flags, 50 ns an attribute, 0.4 us a buffer.
         """
-        with compat.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return (
                 bytes(map(_training, self._modules)),
                 bytes(map(_requires_grad, self._params)),

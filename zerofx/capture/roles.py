@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat
 from zerofx.capture.call import Call
 from zerofx.capture.harness import Results
 from zerofx.capture.lines import LINE, MODULE
+from zerofx.compat.tracing import describe_placeholder, describe_results
 from zerofx.errors import CaptureError
 from zerofx.ir.graphs import is_random
 from zerofx.ir.meta import KEY, Info, OutputInfo, Phase, Role, info, value
@@ -107,7 +107,7 @@ def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     buffers: dict[str, fx.Node] = {}
     for node in placeholders:
-        kind, what = compat.describe_placeholder(node)
+        kind, what = describe_placeholder(node)
         role = _ROLES.get(kind)
         if role is None:
             raise CaptureError(f"capture: the traced graph has an input of no known role: {what}")
@@ -131,7 +131,7 @@ def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
     output = gm.graph.output_node()
     kept: list[fx.Node] = []
     infos: list[OutputInfo] = []
-    described = compat.describe_results(output)
+    described = describe_results(output)
     for node, (kind, what) in zip(output.args[0], described, strict=True):  # type: ignore[arg-type]
         if node is None:
             continue

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from zerofx import compat
 from zerofx.capture.attributes import RESERVED, Held
 from zerofx.capture.call import place
 from zerofx.capture.lines import MODULE
+from zerofx.compat.graphs import FakeTensorMode
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -29,7 +29,7 @@ class StateSwap:
     def __init__(
         self,
         model: nn.Module,
-        mode: compat.FakeTensorMode,
+        mode: FakeTensorMode,
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
     ) -> None:

@@ -12,7 +12,7 @@ import inspect
 from collections import UserDict
 from typing import Any
 
-from zerofx.compat import TreeSpec, pytree
+from zerofx.compat.graphs import TreeSpec, pytree
 
 
 class _Opened:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx import compat
 from zerofx.codegen.text import identifier, literal
+from zerofx.compat.graphs import FakeTensor
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import Program
@@ -37,7 +37,7 @@ def constants_source(program: Program) -> str:
             held: Any = gm
             for part in str(node.target).split("."):
                 held = getattr(held, part)
-            if held.is_meta or isinstance(held, compat.FakeTensor):
+            if held.is_meta or isinstance(held, FakeTensor):
                 raise CaptureError(
                     f"{program.model_name}.forward reads a tensor of shape {list(held.shape)} "
                     f"({info(node).line}) that has no values (it is on meta) and is no buffer; "

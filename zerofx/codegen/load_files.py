@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zerofx import compat
 from zerofx.codegen.facts import FORMAT
+from zerofx.compat.graphs import pytree
 from zerofx.errors import ProgramError
 from zerofx.ir.program import Calling, ParamInfo
 
@@ -104,8 +104,8 @@ def read_calling(facts: dict[str, Any]) -> Calling:
     """
     said = facts["calling"]
     return Calling(
-        in_spec=compat.pytree.tree_structure([0] * said["in_leaves"]),
-        out_spec=compat.pytree.tree_structure([0] * said["out_leaves"]),
+        in_spec=pytree.tree_structure([0] * said["in_leaves"]),
+        out_spec=pytree.tree_structure([0] * said["out_leaves"]),
         tensor_leaves=tuple(said["tensor_leaves"]),
         output_names=tuple(said["output_names"]),
         loss=said["loss"],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx import compat
+from zerofx.compat.graphs import LazyGraphModule, TorchDispatchMode, pytree
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import call, is_random
 from zerofx.ir.meta import Phase, Role, set_info
@@ -24,7 +24,7 @@ from zerofx.ir.verify_fault import file_lines
 _LINE = re.compile(r"\S+\.\w+:\d+$")
 
 
-class Recorder(compat.TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Writes one graph: compute as it is dispatched, communication as `Calls` asks for it.
 
     Values are told apart by the tensor objects that stand for them. `region` is the region that
@@ -157,7 +157,7 @@ class Recorder(compat.TorchDispatchMode):
         results = made if isinstance(made, (tuple, list)) else [made]
         if not any(isinstance(r, Tensor) for r in results):
             return
-        taken, named = compat.pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
+        taken, named = pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
         base = func._schema.name.split("::")[1]
         node = self.graph.create_node("call_function", func, taken, named, name=base)
         node.meta["val"] = made
@@ -203,7 +203,7 @@ class Recorder(compat.TorchDispatchMode):
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        return compat.LazyGraphModule(self.root, self.graph)
+        return LazyGraphModule(self.root, self.graph)
 
 
 def _from_comment(source: str) -> tuple[str, str]:

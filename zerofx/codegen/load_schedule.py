@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx import compat
 from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_files import Emitted, read_params
 from zerofx.codegen.load_record import Recorder
 from zerofx.codegen.load_sources import Files
+from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.tracing import new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, ParamInfo
@@ -32,7 +33,7 @@ class Reading:
     """Runs the schedule's functions, forward first: what it saves is what backward takes."""
 
     emitted: Emitted
-    mode: compat.FakeTensorMode = field(default_factory=compat.new_fake_mode)
+    mode: FakeTensorMode = field(default_factory=new_fake_mode)
     outputs: dict[str, tuple[OutputInfo, ...]] = field(default_factory=dict)
     saved: list[tuple[OutputInfo, Tensor, fx.Node]] = field(default_factory=list)
 

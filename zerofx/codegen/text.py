@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat
+from zerofx.compat.graphs import OpOverload, op_name
 from zerofx.errors import CaptureError
 from zerofx.ir.text import describe as describe
 from zerofx.ir.text import identifier as identifier
@@ -39,8 +39,8 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
 
 def callee(target: Any) -> str:
     """Write an op as source: `aten.mm.default`, `operator.getitem`, `math.sqrt`."""
-    if isinstance(target, compat.OpOverload):
-        return ".".join(compat.op_name(target))
+    if isinstance(target, OpOverload):
+        return ".".join(op_name(target))
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
     return f"{module}.{target.__name__}"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat
+from zerofx.compat.graphs import OpOverload, argument_names, op_name
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info, info, nbytes, value
@@ -166,9 +166,9 @@ class Writer:
 
 def callee(target: Any) -> str:
     """Write an op as a dump shows it: `aten.mm`, `aten.add.Tensor`, `zfx.wait`."""
-    if not isinstance(target, compat.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
-    space, name, overload = compat.op_name(target)
+    space, name, overload = op_name(target)
     parts = ["zfx" if space == "zerofx" else space, name]
     return ".".join(parts if overload == "default" else [*parts, overload])
 
@@ -177,7 +177,7 @@ def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
     """Return (keyword or "", argument) of a call; zerofx ops show their constants by name."""
     found: list[tuple[str, Any]] = [("", a) for a in node.args]
     if node.target in ops.ALL:
-        names = compat.argument_names(node.target)
+        names = argument_names(node.target)
         found = [(k, a) for k, a in zip(names, node.args, strict=False) if k not in _HIDDEN]
     return [*found, *node.kwargs.items()]
 

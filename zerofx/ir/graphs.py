@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat
+from zerofx.compat.graphs import OpOverload, op_argument, pytree
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program
@@ -58,11 +58,11 @@ def is_glue(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """Tell whether a node draws from a generator itself; attention without dropout does not."""
     target = node.target
-    if not isinstance(target, compat.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    return compat.op_argument(node, "dropout_p") != 0.0
+    return op_argument(node, "dropout_p") != 0.0
 
 
 def regions(graph: fx.Graph) -> dict[int, list[fx.Node]]:
@@ -106,7 +106,7 @@ def add_placeholder(
 def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = None) -> fx.Node:
     """Create a call at the graph's insertion point with its fake value computed."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
-    values = compat.pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
+    values = pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
     node.meta["val"] = target(*values)  # type: ignore[operator]
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})

@@ -1,7 +1,7 @@
 """The zerofx ops as registered torch ops: what passes insert, and what every graph can run.
 
-Each op has a fake rule (shapes only) and a real body that calls the current engine
-(`zerofx.runtime.engine`), the same methods that an emitted `schedule.py` calls. A graph is
+Each op has a fake rule (shapes only) and a real body (`zerofx.runtime.graph_calls`), which ends in
+the same methods of the engine that an emitted `schedule.py` calls. A graph is
 therefore runnable after every pass, with the same arithmetic as the emitted module.
 
 Launches (`all_gather`, `refresh`, `reduce_scatter`, `all_reduce`) return the tensor that will hold
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from zerofx.runtime.engine import current_engine
+from zerofx.runtime.graph_calls import current_calls
 
 _LIB = torch.library.Library("zerofx", "DEF")
 
@@ -35,11 +35,11 @@ def _define(schema: str, real: Callable, fake: Callable, effect: bool = False) -
 
 # -- gathered parameters ------------------------------------------------------------------------
 def _real_all_gather(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
-    return current_engine().op_all_gather(shard, bucket, slot)
+    return current_calls().all_gather(shard, bucket, slot)
 
 
 def _real_refresh(shard: Tensor, bucket: int, numel: int) -> Tensor:
-    return current_engine().op_refresh(shard, bucket)
+    return current_calls().refresh(shard, bucket)
 
 
 def _fake_full(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
@@ -56,12 +56,12 @@ refresh = _define(
 )
 resident = _define(
     "resident(Tensor shard, int bucket, int numel) -> Tensor",
-    lambda shard, bucket, numel: current_engine().resident(shard, bucket),
+    lambda shard, bucket, numel: current_calls().resident(shard, bucket),
     _fake_full,
 )
 wait = _define(
     "wait(Tensor(a) launched) -> Tensor(a)",
-    lambda launched: current_engine().op_wait(launched),
+    lambda launched: current_calls().wait(launched),
     lambda launched: launched.view_as(launched),
 )
 param_view = _define(
@@ -71,7 +71,7 @@ param_view = _define(
 )
 release = _define(
     "release(Tensor full, int slot=-1) -> ()",
-    lambda full, slot=-1: current_engine().op_release(full, slot),
+    lambda full, slot=-1: current_calls().release(full, slot),
     lambda full, slot=-1: None,
     effect=True,
 )
@@ -87,13 +87,13 @@ def _view(full: Tensor, offset: int, shape: list[int]) -> Tensor:
 # -- gradients ----------------------------------------------------------------------------------
 grad_buffer = _define(
     "grad_buffer(Tensor like, int bucket, int numel, bool zero, int slot=-1) -> Tensor",
-    lambda like, bucket, numel, zero, slot=-1: current_engine().op_grad_buffer(bucket, zero, slot),
+    lambda like, bucket, numel, zero, slot=-1: current_calls().grad_buffer(bucket, zero, slot),
     lambda like, bucket, numel, zero, slot=-1: like.new_empty(numel),
 )
 
 
 def _real_pack(buffer: Tensor, grads: list[Tensor], offsets: list[int]) -> Tensor:
-    return current_engine().op_pack(buffer, grads, offsets)
+    return current_calls().pack(buffer, grads, offsets)
 
 
 pack = _define(
@@ -104,19 +104,19 @@ pack = _define(
 )
 reduce_scatter = _define(
     "reduce_scatter(Tensor packed, int bucket, int numel, float scale) -> Tensor",
-    lambda packed, bucket, numel, scale: current_engine().op_reduce(packed, bucket, scale),
+    lambda packed, bucket, numel, scale: current_calls().reduce(packed, bucket, scale),
     lambda packed, bucket, numel, scale: packed.new_empty(numel),
     effect=True,
 )
 all_reduce = _define(
     "all_reduce(Tensor packed, int bucket, int numel, float scale) -> Tensor",
-    lambda packed, bucket, numel, scale: current_engine().op_reduce(packed, bucket, scale),
+    lambda packed, bucket, numel, scale: current_calls().reduce(packed, bucket, scale),
     lambda packed, bucket, numel, scale: packed.new_empty(numel),
     effect=True,
 )
 store_grad = _define(
     "store_grad(Tensor reduced, int bucket) -> Tensor",
-    lambda reduced, bucket: current_engine().op_store_grad(reduced, bucket),
+    lambda reduced, bucket: current_calls().store_grad(reduced, bucket),
     lambda reduced, bucket: torch.empty_like(reduced),
     effect=True,
 )
@@ -124,7 +124,7 @@ store_grad = _define(
 # -- buffers ------------------------------------------------------------------------------------
 sync_buffers = _define(
     "sync_buffers(Tensor[] values) -> Tensor[]",
-    lambda values: current_engine().sync_buffers(values),
+    lambda values: current_calls().sync_buffers(values),
     lambda values: [torch.empty_like(v) for v in values],
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.compat import LazyGraphModule, TreeSpec
+from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.runtime.layout import Layout
 

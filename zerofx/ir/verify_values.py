@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import compat
+from zerofx.compat.graphs import FakeTensor, OpOverload
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
@@ -236,7 +236,7 @@ def _leaf_digest(role: Role, name: str, index: int = -1) -> str:
 
 @functools.cache
 def _callee(target: Any) -> str:
-    if isinstance(target, compat.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
@@ -259,7 +259,7 @@ def _plain(argument: Any) -> str:
 def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
     """Return the digest of a constant of the graph: its form and bytes."""
     held: Any = functools.reduce(getattr, str(node.target).split("."), gm)
-    if held.is_meta or isinstance(held, compat.FakeTensor):
+    if held.is_meta or isinstance(held, FakeTensor):
         return digest(f"constant {node.target} {held.dtype} {list(held.shape)}")
     flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
     content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()

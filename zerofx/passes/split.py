@@ -17,7 +17,7 @@ from zerofx.analysis.activations import (
     kept_values,
     must_keep,
 )
-from zerofx.compat import LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program

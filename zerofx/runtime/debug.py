@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerofx import compat
+from zerofx.compat.graphs import OpNamespace
 from zerofx.errors import NonFiniteError
 
 
@@ -47,7 +47,7 @@ def checked(module: ModuleType, name: str) -> FunctionType:
     """Return the module's region with every op watched; the source and its lines stay the same."""
     function = getattr(module, name)
     watched = {
-        key: _Checked(value, name) if isinstance(value, compat.OpNamespace) else value
+        key: _Checked(value, name) if isinstance(value, OpNamespace) else value
         for key, value in function.__globals__.items()
     }
     return FunctionType(function.__code__, watched, name)

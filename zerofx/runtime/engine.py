@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zerofx import compat
+from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.shard_unsynced import LocalSums
@@ -19,15 +17,6 @@ from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
-
-_CURRENT = threading.local()
-
-
-def current_engine() -> Engine:
-    """Return the engine that graph execution runs under (each simulated rank has its own)."""
-    engine = getattr(_CURRENT, "engine", None)
-    assert engine is not None, "a zerofx op ran outside `with engine.active()`"
-    return engine
 
 
 def _label(verb: str, bucket: Bucket) -> str:
@@ -64,7 +53,6 @@ class Engine:
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
         self._views: dict[tuple, tuple[Tensor, ...]] = {}
-        self._pending: dict[int, list[Flight]] = {}  # graph mode: data_ptr -> launched flights
         self._sums = LocalSums(store)
         self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
         self._names: dict[tuple, frozenset[str]] = {}
@@ -74,7 +62,6 @@ class Engine:
         self._forward_slots: set[int] = set()
         self._gather_labels = [_label("all-gather", b) for b in self.layout.buckets]
         self._reduce_labels = [_label("reduction", b) for b in self.layout.buckets]
-        self._filling: dict[int, int] = {}  # graph mode: data_ptr of a gradient buffer -> bucket
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
         """Make room for a program's slots; those used `in_forward` stay between calls."""
@@ -115,7 +102,6 @@ class Engine:
         """Forget everything in flight after an exception, so that another step can follow."""
         self.world.report_failure(repr(sys.exc_info()[1]))
         self.world.drain()
-        self._pending.clear()
         self._packed.clear()
         self._targets.clear()
 
@@ -186,7 +172,7 @@ class Engine:
         else:
             gaps = self._gaps(buffer, b)
             if gaps:
-                compat.foreach_zero_(gaps)
+                foreach_zero_(gaps)
         self._packed[bucket] = ()
         return buffer
 
@@ -206,7 +192,7 @@ class Engine:
         self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
-        compat.foreach_copy_(self.unpack(buffer, bucket, params), grads)
+        foreach_copy_(self.unpack(buffer, bucket, params), grads)
         self._packed[bucket] += (params,)
 
     def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
@@ -255,60 +241,3 @@ class Engine:
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's values of these tensors on every rank; all travel in one message."""
         return follow_rank_0(self.world, values)
-
-    # -- the same, called from graphs -------------------------------------------------------
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Make this the engine that graph execution on this thread runs under."""
-        before = getattr(_CURRENT, "engine", None)
-        _CURRENT.engine = self
-        try:
-            yield
-        finally:
-            _CURRENT.engine = before
-
-    def _launch(self, flight: Flight, key: Tensor) -> Tensor:
-        self._pending.setdefault(key.data_ptr(), []).append(flight)
-        return key
-
-    def op_all_gather(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
-        flight = self.all_gather(shard, bucket, slot)
-        assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
-
-    def op_refresh(self, shard: Tensor, bucket: int) -> Tensor:
-        flight = self.refresh(shard, bucket)
-        assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
-
-    def op_wait(self, launched: Tensor) -> Tensor:
-        for flight in self._pending.pop(launched.data_ptr(), []):
-            self.wait(flight)
-        return launched
-
-    def op_release(self, full: Tensor, slot: int) -> None:
-        self.release(full, slot)
-
-    def op_grad_buffer(self, bucket: int, zero: bool, slot: int) -> Tensor:
-        buffer = self.grad_buffer(bucket, zero, slot)
-        self._filling[buffer.data_ptr()] = bucket
-        return buffer
-
-    def op_pack(self, buffer: Tensor, grads: list[Tensor], offsets: list[int]) -> Tensor:
-        for grad, offset in zip(grads, offsets, strict=True):
-            buffer[offset : offset + grad.numel()].view(grad.shape).copy_(grad)
-        bucket = self._filling[buffer.data_ptr()]
-        places = {p.offset: i for i, p in enumerate(self.layout.buckets[bucket].params)}
-        self._packed[bucket] += (tuple(places[o] for o in offsets),)
-        return buffer
-
-    def op_reduce(self, packed: Tensor, bucket: int, scale: float) -> Tensor:
-        flight = self.reduce_scatter(packed, bucket, scale)
-        tensor = flight.tensor
-        if tensor is None:
-            tensor = packed.new_empty(self.layout.shard_numel(self.layout.buckets[bucket]))
-        return self._launch(flight, tensor)
-
-    def op_store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
-        self.store_grad(None if self.no_sync or self.discards else reduced, bucket)
-        return reduced

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx import compat
+from zerofx.compat.groups import all_gather_flat, group_backend
 from zerofx.runtime.collectives import (
     Axis,
     Flight,
@@ -49,8 +49,8 @@ class GlooAxis(Axis):
         super().__init__(rank, size)
         self._gathers, self._reduces = gathers, reduces
         # Straight to the backend: torch.distributed's wrappers cost as much as the call itself.
-        self._gather_wire = compat.group_backend(gathers, torch.device("cpu"))
-        self._reduce_wire = compat.group_backend(reduces, torch.device("cpu"))
+        self._gather_wire = group_backend(gathers, torch.device("cpu"))
+        self._reduce_wire = group_backend(reduces, torch.device("cpu"))
         self._peers = [(rank + step) % size for step in range(1, size)]
         self._lane = lane
         self._algorithm = algorithm
@@ -61,7 +61,7 @@ class GlooAxis(Axis):
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
         self._lane.count("all_gather", shard.nbytes * (size - 1))
         if self._algorithm("all_gather", out.nbytes, size) == "native":
-            return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
+            return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
         handles = self._exchange(self._gather_wire, [shard] * size, slices, label)
         mine = slices[self.rank]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import compat
+from zerofx.compat.groups import default_store
 from zerofx.errors import PlanError
 from zerofx.runtime import spare
 from zerofx.runtime.agreement import Agreement
@@ -153,7 +153,7 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm) -> Axes:
 def _meeting_place(everyone: list[int], rank: int) -> tuple[dist.Store, str]:
     """Return a store that only `everyone` uses, for this one world, and its name."""
     name = f"zerofx/{'-'.join(map(str, everyone))}"
-    store = compat.default_store()
+    store = default_store()
     how_manieth = store.add(f"{name}/worlds/{rank}", 1)  # the same on every rank
     return dist.PrefixStore(f"{name}/{how_manieth}", store), str(how_manieth)
 

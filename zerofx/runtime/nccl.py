@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx import compat
+from zerofx.compat.groups import all_gather_flat, group_backend, reduce_scatter_flat
 from zerofx.runtime.collectives import Axis, Flight, Lane, Work, all_reduce_bytes
 
 
@@ -27,17 +27,17 @@ class NcclAxis(Axis):
     def break_off(self) -> None:
         """End what runs on this axis's streams; there is no way back."""
         for group in (self._gathers, self._reduces):
-            compat.group_backend(group, torch.device("cuda")).abort()
+            group_backend(group, torch.device("cuda")).abort()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         self._lane.count("all_gather", shard.nbytes * (self.size - 1))
-        return Flight(self._lane, label, [compat.all_gather_flat(self._gathers, out, shard)])
+        return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
     ) -> Work:
         self._lane.count("reduce_scatter", out.nbytes * (self.size - 1))
-        handle = compat.reduce_scatter_flat(self._reduces, out, full)
+        handle = reduce_scatter_flat(self._reduces, out, full)
         return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
 
     def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:

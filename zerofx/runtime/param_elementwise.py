@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import local_tensor
+from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import local_tensor
+from zerofx.compat.tensors import local_tensor
 from zerofx.runtime.param_elementwise import local_argument, register
 from zerofx.runtime.param_tensor import ShardedTensor, refuse, wrap
 

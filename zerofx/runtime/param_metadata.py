@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import DisableTorchFunctionSubclass, local_dtype, local_tensor, raw_version
+from zerofx.compat.tensors import (
+    DisableTorchFunctionSubclass,
+    local_dtype,
+    local_tensor,
+    raw_version,
+)
 from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse
 
 METHODS = """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import foreach_norm, local_dtype, local_tensor, unscale_and_check
+from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unscale_and_check
 from zerofx.runtime.param_elementwise import with_refusing_backward
 from zerofx.runtime.param_foreach import ledger_of
 from zerofx.runtime.param_refuse import op_name

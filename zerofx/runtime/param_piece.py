@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerofx.compat import shard_mesh, shard_spec
+from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat import local_tensor
+from zerofx.compat.tensors import local_tensor
 from zerofx.runtime.param_elementwise import pointwise_
 from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor
 

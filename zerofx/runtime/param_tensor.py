@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from zerofx.compat import (
+from zerofx.compat.tensors import (
     DisableTorchFunctionSubclass,
     allow_foreach,
     local_device,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx import compat
+from zerofx.compat.autograd import recording_autograd
 
 MODES: dict[str, Callable[..., Any]] = {
     "lstm": torch.lstm,
@@ -66,7 +66,7 @@ def _backward_op(
     grads: list[Tensor], input: Tensor, hidden: list[Tensor], weights: list[Tensor], *how: Any
 ) -> list[Tensor]:
     """Return the gradients of (input, *hidden, *weights)."""
-    with compat.recording_autograd():
+    with recording_autograd():
         leaves = [t.detach().requires_grad_() for t in (input, *hidden, *weights)]
         split = 1 + len(hidden)
         results = _forward(leaves[0], leaves[1:split], leaves[split:], *how)

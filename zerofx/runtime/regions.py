@@ -19,8 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from zerofx import compat
 from zerofx.collector import paused_collector
+from zerofx.compat.graphs import OpNamespace
+from zerofx.compat.inductor import (
+    compile_region,
+    import_inductor,
+    inductor_problem,
+    load_artifact,
+    probe_compiler,
+)
 from zerofx.errors import ProgramError
 from zerofx.runtime.debug import checked
 
@@ -103,7 +110,7 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
 
 
 def _has_compiler() -> bool:
-    problem = compat.inductor_problem()
+    problem = inductor_problem()
     if problem:
         log.warning("kernels='inductor' falls back to ATen: %s", problem)
     return not problem
@@ -118,10 +125,10 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
     With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
     in which this process has a capture and the passes to run.
     """
-    if kernels != "inductor" or device.type != "cpu" or _PROBE or compat.inductor_problem():
+    if kernels != "inductor" or device.type != "cpu" or _PROBE or inductor_problem():
         return
-    compat.import_inductor()
-    _PROBE.append(threading.Thread(target=compat.probe_compiler, daemon=True))
+    import_inductor()
+    _PROBE.append(threading.Thread(target=probe_compiler, daemon=True))
     _PROBE[0].start()
 
 
@@ -182,7 +189,7 @@ def _compiled(name: str, module: ModuleType, patient: bool) -> Region | None:
             if not path.exists():
                 return _compile(name, module, path)
     if path.stat().st_size:
-        region = compat.load_artifact(str(path))
+        region = load_artifact(str(path))
     else:  # nothing to compile: it runs as it stands
         region = getattr(module, name)
     if region is None:  # written by a torch that this one cannot read: compile anew
@@ -205,7 +212,7 @@ def _lock(path: Path, patient: bool) -> Iterator[bool]:
 
 def _compile(name: str, module: ModuleType, path: Path) -> Region:
     gm = trace_region(getattr(module, name), len(module.INPUTS))
-    compiled = compat.compile_region(gm, module.INPUTS, str(path))
+    compiled = compile_region(gm, module.INPUTS, str(path))
     if compiled is None:  # remembered as an empty artifact
         path.write_bytes(b"")
         return getattr(module, name)  # type: ignore[no-any-return]
@@ -231,7 +238,7 @@ def trace_region(function: Any, num_inputs: int) -> fx.GraphModule:
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
     args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
     recorded = {
-        name: _Recorder(tracer, value) if isinstance(value, compat.OpNamespace) else value
+        name: _Recorder(tracer, value) if isinstance(value, OpNamespace) else value
         for name, value in function.__globals__.items()
     }
     body = FunctionType(function.__code__, recorded, function.__name__)

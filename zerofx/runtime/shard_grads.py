@@ -9,7 +9,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat import local_tensor, storage_uses
+from zerofx.compat.tensors import local_tensor, storage_uses
 from zerofx.runtime.param_tensor import ShardedTensor
 
 MakeViews = Callable[[Tensor], list[Tensor]]

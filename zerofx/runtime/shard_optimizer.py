@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from zerofx.compat import local_tensor
+from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
 from zerofx.runtime.param_tensor import ShardedTensor, wrap

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerofx.compat import DisableTorchFunctionSubclass, local_tensor, make_subclass
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
 from zerofx.errors import ShardError
 from zerofx.runtime.param_gather import gather_full
 from zerofx.runtime.param_refuse import op_name

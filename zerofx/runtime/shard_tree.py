@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zerofx.compat import storage_identity
+from zerofx.compat.tensors import storage_identity
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
 

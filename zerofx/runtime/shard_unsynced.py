@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.compat import DisableTorchFunctionSubclass, make_subclass
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import wrap

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerofx.compat import allow_foreach, make_subclass, raw_data
+from zerofx.compat.tensors import allow_foreach, make_subclass, raw_data
 from zerofx.errors import ShardError
 from zerofx.runtime import (
     param_elementwise,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx import compat
+from zerofx.compat.autograd import keeps_graph, will_run
 from zerofx.errors import GradientError
 from zerofx.runtime.engine import Engine
 
@@ -131,7 +131,7 @@ class Executable:
                 "would be wrong; run backward before the change"
             )
         # autograd.grad(loss, inputs) asks for no gradient of a parameter
-        engine.discards = not compat.will_run(self._accumulate)
+        engine.discards = not will_run(self._accumulate)
         state = f"no_sync={engine.no_sync};inputs_only={engine.discards}"
         try:
             self._agree(f"backward of {self.contract.label}", state)
@@ -167,7 +167,7 @@ class Executable:
                     "place after forward; clone it before changing it"
                 )
         saved = call.saved
-        if compat.keeps_graph():
+        if keeps_graph():
             return list(saved)
         call.saved = None
         return saved

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.module import CompiledModule
 from zerofx.runtime.shard_state import iter_full_state
 from zerofx.runtime.world import World
 from zerofx.snapshot.files import discard, place, sync_file, write_file

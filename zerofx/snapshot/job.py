@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.module import CompiledModule
 from zerofx.runtime.shard_optimizer import check_optimizer
 from zerofx.snapshot import state
 

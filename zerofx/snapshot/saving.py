@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.module import CompiledModule
 from zerofx.runtime.shard_state import flat_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compat import local_tensor
+from zerofx.compat.tensors import local_tensor
 from zerofx.errors import SnapshotError
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
 from zerofx.runtime.shard_state import FlatPiece, flat_piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerofx import compat
+from zerofx.compat.autograd import global_module_hooks
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -23,7 +23,7 @@ class HookWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._dicts = [getattr(m, kind) for m in model.modules() for kind in _KINDS]
-        self._dicts += compat.global_module_hooks()
+        self._dicts += global_module_hooks()
         self._seen = -1
         self._occupied: list[dict] = []
 

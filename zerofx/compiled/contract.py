@@ -1,33 +1,17 @@
-"""From an emitted directory to something that runs: import it, and say what it takes and gives."""
+"""What the functions of a program take and give, as the runtime needs to know it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
+from zerofx.compiled.digest import collective_digest
 from zerofx.ir import ops
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.plan import Plan
-from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import Layout
-from zerofx.runtime.regions import import_file
-from zerofx.runtime.step import Contract, Executable
-
-
-def bind(
-    program: Program, directory: Path, engine: Engine, buffers: Callable[[], dict[str, Tensor]]
-) -> Executable:
-    """Import the schedule that was emitted and bind it to an engine."""
-    module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
-    backward = module.backward if program.is_training else None
-    return Executable(module.forward, backward, contract(program), engine, buffers)
+from zerofx.runtime.step import Contract
 
 
 def contract(program: Program) -> Contract:
@@ -65,35 +49,6 @@ def contract(program: Program) -> Contract:
         ),
         label=program.model_name,
         digest=collective_digest(program),
-    )
-
-
-def collective_digest(program: Program) -> str:
-    """Describe what ranks must agree on: the sequence of collectives, the plan, the versions.
-
-    Shapes of activations are left out: ranks with other sequence lengths may run together.
-    """
-    assert program.layout is not None
-    launches = [
-        (name, str(n.target), n.args[1:4] if n.target in ops.LAUNCHES else len(n.args[0]))
-        for name, gm in program.graphs.items()
-        for n in gm.graph.nodes
-        if n.target in ops.LAUNCHES or n.target is ops.sync_buffers
-    ]
-    sequence = hashlib.sha256(repr(launches).encode()).hexdigest()[:12]
-    return (
-        f"collectives={len(launches)}:{sequence};model={program.model_name};"
-        f"{describe_layout(program.layout, program.plan)}"
-    )
-
-
-def describe_layout(layout: Layout, plan: Plan) -> str:
-    """Describe what shards depend on, as the items that an agreement's error can show."""
-    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
-    fields = ";".join(f"plan.{k}={v}" for k, v in sorted(plan.to_dict().items()))
-    return (
-        f"buckets={len(layout.buckets)};layout={digest};{fields};torch={torch.__version__};"
-        f"deterministic={torch.are_deterministic_algorithms_enabled()}"
     )
 
 

@@ -1,0 +1,56 @@
+"""Hooks and running backwards: which are there, and what was asked of them.
+
+Whether retain_graph was asked for, and which gradients, has no public accessor: saved values can be
+freed during backward only if it was not, and autograd.grad must leave p.grad alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+# The hook forms of these norms set a plain attribute before every forward.
+NORM_HOOKS = (WeightNorm, SpectralNorm)
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Return where torch keeps the hooks that it calls for every module."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}") for kind in kinds]
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def recording_autograd() -> Iterator[None]:
+    """Record gradients inside an op's own body, which compiled code calls below autograd."""
+    key = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for kind in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor):
+        excluded = excluded.remove(kind)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward now running was called with retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the backward now running will reach this node of autograd's graph."""
+    return bool(torch._C._will_engine_execute_node(node))

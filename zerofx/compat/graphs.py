@@ -1,0 +1,58 @@
+"""Types that graphs are made of: operators, fake tensors, trees, modes, lazy modules.
+
+Reading emitted source back needs to see every op as it is dispatched on fake tensors; the mode that
+shows them has no public home yet, nor have the class of operator namespaces and the parts of an
+operator's name. A GraphModule writes and compiles its Python at every assignment of its graph, a
+second for a deep model, though only a graph that is run needs it; torch's lazy form is private too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "LazyGraphModule",
+    "OpNamespace",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "argument_names",
+    "op_argument",
+    "op_name",
+    "pytree",
+]
+
+
+def op_argument(node: torch.fx.Node, name: str) -> Any:
+    """Return what an ATen node passes for an argument of its schema, None if it has no such."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
+
+
+OpNamespace: type = type(torch.ops.aten)
+
+
+def op_name(op: OpOverload) -> tuple[str, str, str]:
+    """Return (namespace, name, overload) of an operator: ("aten", "mm", "default")."""
+    space, name = op._schema.name.split("::")
+    return space, name, op._overloadname
+
+
+@functools.cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """Return the names of an operator's arguments, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)

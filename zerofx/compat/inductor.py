@@ -1,0 +1,118 @@
+"""Inductor: one graph compiled without Dynamo, saved, and loaded in another process.
+
+standalone_compile is the only way to that; it is private until torch makes it public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofx.compat.graphs import FakeTensorMode, OpOverload
+
+
+def inductor_problem() -> str:
+    """Return why Inductor cannot compile here, empty where it can."""
+    if torch.cuda.is_available():
+        return ""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler found; install g++, or set kernels='aten' to silence this"
+    return ""
+
+
+def probe_compiler() -> None:
+    """Find out which vector instructions the C++ compiler has; Inductor remembers the answer."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.pick_vec_isa()
+
+
+def import_inductor() -> None:
+    """Import what compiling regions needs, so that a thread beside this one imports nothing."""
+    import torch._inductor.compile_fx
+    import torch._inductor.cpu_vec_isa
+    import torch._inductor.standalone_compile  # noqa: F401
+
+
+def compile_region(
+    gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
+) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
+
+    The artifact is saved at `path`, beside it the source that Inductor wrote (`wrapper_of`); the
+    result takes one list of tensors, which it empties. None where there is nothing to compile.
+    """
+    from torch._inductor import standalone_compile
+
+    if all(_is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
+        return None  # Inductor makes no code of views, and warns that it has nothing to save
+    fakes: list[Any] = []
+    with FakeTensorMode():
+        for dtype, shape, stride, device in specs:
+            made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+            fakes.append(made)
+    # Inductor's own random numbers would differ from eager's
+    options = {"config_patches": {"fallback_random": True}}
+    with torch.no_grad(), _generated_source() as sources:
+        artifact = standalone_compile(
+            gm, fakes, dynamic_shapes="from_example_inputs", options=options
+        )
+    if not sources:  # all was simplified away
+        return None
+    Path(wrapper_of(path)).write_text("".join(sources), encoding="utf-8")
+    artifact.save(path=path, format="binary")
+    return _boxed(artifact)
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def wrapper_of(path: str) -> str:
+    """Return where the source generated for the artifact at `path` lies."""
+    return f"{path.removesuffix('.bin')}.py"
+
+
+@contextlib.contextmanager
+def _generated_source() -> Iterator[list[str]]:
+    """Collect the module that Inductor generates, or finds in its cache, within the block."""
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+    before = GraphLowering.save_output_code
+    GraphLowering.save_output_code = sources.append
+    try:
+        yield sources
+    finally:
+        GraphLowering.save_output_code = before
+
+
+def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Load what `compile_region` saved; None where this torch cannot read it."""
+    from torch._inductor import CompiledArtifact
+
+    try:
+        return _boxed(CompiledArtifact.load(path=path, format="binary"))
+    except (AssertionError, RuntimeError, EOFError):  # another torch's key or serialisation
+        return None
+
+
+def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
+    def run(args: list[torch.Tensor]) -> Any:
+        taken = tuple(args)
+        args.clear()
+        return artifact(*taken)
+
+    return run

@@ -1,0 +1,181 @@
+"""The tracer: one call of a module, and its backward, as a graph of ATen nodes.
+
+aot_export_joint_with_descriptors is the only tracer that keeps custom autograd functions and
+tensor hooks in the backward; it is private and its flags are module globals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from zerofx.compat.graphs import FakeTensorMode
+
+__all__ = [
+    "DataDependentError",
+    "DynamicShapeError",
+    "OptimizedModule",
+    "describe_placeholder",
+    "describe_results",
+    "is_outside_trace",
+    "new_fake_mode",
+    "rerun_on_fakes",
+    "trace_joint",
+]
+
+
+def is_outside_trace(tensor: object) -> bool:
+    """Tell whether a tensor met while tracing is no part of the trace: a constant, or its view.
+
+    Tracing would write to it for real, and record no update.
+    """
+    mode = torch.utils._python_dispatch._detect_infra_mode(
+        torch._C._TorchDispatchModeKey.FUNCTIONAL
+    )
+    if mode is None or not isinstance(tensor, torch.Tensor):
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped and not isinstance(tensor, FunctionalTensor)
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Make a fake mode with static shapes that lets the model's own constants in."""
+    return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def compiling_flags() -> Iterator[None]:
+    """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and put it back.
+
+    Libraries (transformers) ask these to take their traceable paths.
+    """
+    old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
+
+
+class _InlineCheckpoint:
+    """Stands in for the reentrant checkpoint, which runs its own backward inside backward.
+
+    What is kept or recomputed is the plan's choice; the values are the same.
+    """
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        needs_grad = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
+            return function(*args)
+
+
+@contextlib.contextmanager
+def inlined_checkpoints() -> Iterator[None]:
+    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer."""
+    from torch.utils import checkpoint
+
+    old = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _InlineCheckpoint  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = old  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def traceable() -> Iterator[None]:
+    """Make torch's own Python code traceable and quiet: what fails is raised, not also printed."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    validates = torch.distributions.Distribution._validate_args
+    log.setLevel(logging.CRITICAL)
+    # Its argument checks are control flow on values.
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        with (
+            compiling_flags(),
+            inlined_checkpoints(),
+            torch.compiler.set_stance("force_eager"),  # what the user compiled is traced through
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", message="(?s).*(Anomaly Detection|Error detected in)")
+            yield
+    finally:
+        log.setLevel(level)
+        torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
+    """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
+
+    Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
+    nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
+    forward's autocast region, hence `backward_pass_autocast`.
+    """
+    from torch._functorch import config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with (
+        config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
+        traceable(),
+        torch.fx.traceback.preserve_node_meta(),
+        contextlib.ExitStack() as stack,
+    ):
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+    """Call `module(*args)` on fake tensors as tracing does, for its side effects only."""
+    with traceable(), torch.random.fork_rng(devices=[]), mode:
+        module(*args)
+
+
+def describe_placeholder(node: torch.fx.Node) -> tuple[str, str | int]:
+    """Return ("param" | "buffer", name), ("input", position) or ("tangent", output position)."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    desc = node.meta["desc"]
+    if isinstance(desc, d.ParamAOTInput):
+        return "param", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.PlainAOTOutput):
+        return "tangent", desc.output.idx
+    return "unknown", repr(desc)
+
+
+def describe_results(output: torch.fx.Node) -> list[tuple[str, Any]]:
+    """Return what each element of a traced graph's output stands for.
+
+    ("output", position), ("grad", name), ("input-grad", position), ("param-update", name),
+    ("buffer-update", name), ("input-update", position) or ("unknown", text).
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    def one(desc: Any) -> tuple[str, Any]:
+        if isinstance(desc, d.PlainAOTOutput):
+            return "output", desc.idx
+        source = getattr(desc, "grad_of", None) or getattr(desc, "mutated_input", None)
+        kind = "grad" if isinstance(desc, d.GradAOTOutput) else "update"
+        if isinstance(source, d.ParamAOTInput):
+            return ("grad" if kind == "grad" else "param-update"), source.target
+        if isinstance(source, d.BufferAOTInput):
+            return f"buffer-{kind}", source.target
+        if isinstance(source, d.PlainAOTInput):
+            return f"input-{kind}", source.idx
+        return "unknown", repr(desc)
+
+    return [one(desc) for desc in output.meta["desc"]]

@@ -1,0 +1,146 @@
+"""The programs of one model: compiled at a signature's first call, adopted, bound to its shards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerofx.capture import capture
+from zerofx.capture.model_state import ModelState
+from zerofx.capture.signature import Signature, describe_difference
+from zerofx.codegen.emit import fingerprint, render, write
+from zerofx.codegen.load import load
+from zerofx.codegen.load_fit import check_fits
+from zerofx.compiled.bound import Bound
+from zerofx.compiled.contract import contract, forward_slots
+from zerofx.errors import CaptureError
+from zerofx.ir.program import Program
+from zerofx.ir.verify import verify
+from zerofx.passes.pipeline import Setting, run
+from zerofx.plan import as_plan
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.regions import cache_dir, import_file, prepare_regions
+from zerofx.runtime.step import Executable
+
+log = logging.getLogger("zerofx")
+PROGRAM_LIMIT = 16
+Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
+
+
+class Programs(list[Program]):
+    """The programs of a model; says why there is none yet."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self:
+            raise IndexError("no program yet: one is compiled at the first call of each signature")
+        return super().__getitem__(index)
+
+
+class ProgramTable:
+    """Finds the program of a call; compiles it where there is none.
+
+    A table of a model's deep copy begins with what the original has compiled: `known` is shared
+    work, `bound` (tied to shards and buffers) is each model's own.
+    """
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, engine: Engine, other: ProgramTable | None = None
+    ) -> None:
+        self._model, self._setting, self._engine = model, setting, engine
+        self.state = ModelState(model)
+        self.bound: dict[Key, Bound] = {}
+        self.known: dict[Key, tuple[Program, Path]] = dict(other.known) if other else {}
+        # signature -> what runs instead
+        self._adopted: dict[str, Program] = dict(other._adopted) if other else {}
+
+    def compile(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """Capture this call, run the passes, write the directory, and bind it."""
+        if key in self.known:
+            return self._bind(key)
+        self._check_limit(key)
+        plan, device = self._setting.plan, self._engine.world.device
+        prepare_regions(plan.kernels, device)
+        program = capture(
+            self._model,
+            args,
+            kwargs,
+            differentiate=plan.differentiate,
+            outputs=plan.outputs,
+            units=plan.units,
+            device=device,
+        )
+        program = run(program, self._setting)
+        if program.signature in self._adopted:
+            program = self._instead_of(program)
+        directory = program.directory or _write(program)
+        log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
+        self.known[key] = program, directory
+        return self._bind(key)
+
+    def adopt(self, program: Program, allow_changed_math: bool) -> Program:
+        """Verify a program, and let it take over the calls of its signature."""
+        if allow_changed_math:
+            program = replace(program, reference=None)
+        verify(program)
+        check_fits(program, self._engine.layout, self._engine.world.size)
+        self._adopted[program.signature] = program
+        for key, (compiled, _) in list(self.known.items()):
+            if compiled.signature == program.signature:
+                mine = self._instead_of(compiled)
+                self.known[key] = mine, mine.directory or _write(mine)
+                self.bound.pop(key, None)  # bound anew by its next call
+        return program
+
+    def drop(self) -> None:
+        """Forget every program: the model is another one now."""
+        self.bound.clear()
+        self.known.clear()
+
+    def _instead_of(self, compiled: Program) -> Program:
+        """Return the adopted program, called as the compiled one is."""
+        return replace(self._adopted[compiled.signature], calling=compiled.calling)
+
+    def _check_limit(self, key: Key) -> None:
+        if len(self.bound) < PROGRAM_LIMIT:
+            return
+        last = next(reversed(self.bound))
+        raise CaptureError(
+            f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
+            f"varies: {describe_difference(key[0], last[0], self.state)}; pad it to a few values"
+        )
+
+    def _bind(self, key: Key) -> Bound:
+        """Import the emitted schedule and tie it to this model's shards and buffers."""
+        program, directory = self.known[key]
+        self._engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
+        backward = module.backward if program.is_training else None
+        executable = Executable(
+            module.forward, backward, contract(program), self._engine, self._buffers_of(program)
+        )
+        self.bound[key] = Bound(program, executable)
+        return self.bound[key]
+
+    def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
+        owners: list[tuple[str, dict[str, Any], str]] = []
+        for name in program.buffers:
+            path, _, key = name.rpartition(".")
+            owners.append((name, self._model.get_submodule(path)._buffers, key))
+        return lambda: {name: held[key] for name, held, key in owners}
+
+
+def _write(program: Program) -> Path:
+    files = render(program)
+    return write(files, cache_dir() / "programs" / fingerprint(files))
+
+
+def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Program:
+    """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
+    path = Path(directory) / "plan.yaml"
+    return load(directory, as_plan(path) if path.is_file() else None, allow_changed_math)

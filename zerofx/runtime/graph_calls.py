@@ -1,0 +1,96 @@
+"""The engine as graphs call it: the real bodies of the zerofx ops, which hand tensors about.
+
+An emitted schedule holds a launched transfer as an object; a graph's node holds the tensor that it
+will fill, so here the transfer is found again by that tensor's address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from zerofx.runtime.engine import Engine, Flight
+
+_CURRENT = threading.local()
+
+
+def current_calls() -> GraphCalls:
+    """Return what the graph now running on this thread calls (each simulated rank has its own)."""
+    calls = getattr(_CURRENT, "calls", None)
+    assert calls is not None, "a zerofx op ran outside `with GraphCalls(engine).active()`"
+    return calls
+
+
+class GraphCalls:
+    """What the nodes of one run of a graph call on an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._pending: dict[int, list[Flight]] = {}  # data_ptr -> launched flights
+        self._filling: dict[int, int] = {}  # data_ptr of a gradient buffer -> bucket
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Answer the zerofx ops that run on this thread within the block."""
+        before = getattr(_CURRENT, "calls", None)
+        _CURRENT.calls = self
+        try:
+            yield
+        finally:
+            _CURRENT.calls = before
+
+    def _launch(self, flight: Flight, key: Tensor) -> Tensor:
+        self._pending.setdefault(key.data_ptr(), []).append(flight)
+        return key
+
+    def all_gather(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
+        flight = self.engine.all_gather(shard, bucket, slot)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def refresh(self, shard: Tensor, bucket: int) -> Tensor:
+        flight = self.engine.refresh(shard, bucket)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def resident(self, shard: Tensor, bucket: int) -> Tensor:
+        return self.engine.resident(shard, bucket)
+
+    def wait(self, launched: Tensor) -> Tensor:
+        for flight in self._pending.pop(launched.data_ptr(), []):
+            self.engine.wait(flight)
+        return launched
+
+    def release(self, full: Tensor, slot: int) -> None:
+        self.engine.release(full, slot)
+
+    def grad_buffer(self, bucket: int, zero: bool, slot: int) -> Tensor:
+        buffer = self.engine.grad_buffer(bucket, zero, slot)
+        self._filling[buffer.data_ptr()] = bucket
+        return buffer
+
+    def pack(self, buffer: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
+        bucket = self._filling[buffer.data_ptr()]
+        members = self.engine.layout.buckets[bucket].params
+        places = {p.offset: i for i, p in enumerate(members)}
+        self.engine.pack(buffer, bucket, tuple(places[o] for o in offsets), grads)
+        return buffer
+
+    def reduce(self, packed: Tensor, bucket: int, scale: float) -> Tensor:
+        flight = self.engine.reduce_scatter(packed, bucket, scale)
+        tensor = flight.tensor
+        if tensor is None:  # summed locally, or discarded: nothing will be stored
+            layout = self.engine.layout
+            tensor = packed.new_empty(layout.shard_numel(layout.buckets[bucket]))
+        return self._launch(flight, tensor)
+
+    def store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
+        is_kept = self.engine.no_sync or self.engine.discards
+        self.engine.store_grad(None if is_kept else reduced, bucket)
+        return reduced.clone()  # an op may not return its argument
+
+    def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return self.engine.sync_buffers(values)
