@@ -11,6 +11,7 @@ from oracle_memory import Memory, OracleError
 from torch import Tensor, fx
 
 Blocking = Generator[None, None, Any]
+Format = torch.dtype | None
 
 
 class Communication:
@@ -70,7 +71,7 @@ class Communication:
     def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
         if shard is not self.shards[bucket]:
             raise OracleError(f"{kind} of bucket {bucket} is given something else than its shard")
-        group = self.group
+        group, shard = self.group, shard.to(dest.dtype)
         signature = (kind, bucket, dest.numel(), dest.dtype)
 
         def land(parts: list[list[Tensor]]) -> None:
@@ -79,20 +80,22 @@ class Communication:
 
         return self._launch(dest, signature, [shard], land)
 
-    def _all_gather(self, shard: Tensor, bucket: int, numel: int, slot: int) -> Blocking:
+    def _all_gather(
+        self, shard: Tensor, bucket: int, numel: int, slot: int, dtype: Format
+    ) -> Blocking:
         b = self._bucket(bucket, numel)
-        dest = self.memory.place(slot, b.numel, b.dtype)
+        dest = self.memory.place(slot, b.numel, dtype or shard.dtype)
         return (yield from self._gather_into(dest, shard, bucket, "all-gather"))
 
-    def _refresh(self, shard: Tensor, bucket: int, numel: int) -> Blocking:
+    def _refresh(self, shard: Tensor, bucket: int, numel: int, dtype: Format) -> Blocking:
         b = self._bucket(bucket, numel)
-        dest = self.memory.resident_copy(bucket, b.numel, b.dtype)
+        dest = self.memory.resident_copy(bucket, b.numel, dtype or shard.dtype)
         return (yield from self._gather_into(dest, shard, bucket, "refresh"))
 
-    def _resident(self, shard: Tensor, bucket: int, numel: int) -> Blocking:
+    def _resident(self, shard: Tensor, bucket: int, numel: int, dtype: Format) -> Blocking:
         b = self._bucket(bucket, numel)
         yield from ()
-        return self.memory.resident_copy(bucket, b.numel, b.dtype)
+        return self.memory.resident_copy(bucket, b.numel, dtype or shard.dtype)
 
     def _wait(self, launched: Transfer) -> Blocking:
         if not isinstance(launched, Transfer):
@@ -114,11 +117,11 @@ class Communication:
         self.memory.release(full, slot)
 
     def _grad_buffer(
-        self, like: Tensor, bucket: int, numel: int, zero: bool, slot: int
+        self, like: Tensor, bucket: int, numel: int, zero: bool, slot: int, dtype: Format
     ) -> Blocking:
         yield from ()
         b = self._bucket(bucket, numel)
-        buffer = self.memory.place(slot, b.numel, b.dtype)
+        buffer = self.memory.place(slot, b.numel, dtype or like.dtype)
         covered = torch.zeros(b.numel, dtype=torch.bool)
         for param in b.params:
             covered[param.offset : param.offset + param.numel] = not zero
@@ -163,10 +166,11 @@ class Communication:
     def _all_reduce(self, **given: Any) -> Blocking:
         return self._reduce("all-reduce", **given)
 
-    def _store_grad(self, reduced: Tensor, bucket: int) -> Blocking:
+    def _store_grad(self, reduced: Tensor, bucket: int, dtype: Format) -> Blocking:
         yield from ()
         if self._reducing.pop(reduced.data_ptr(), None) != bucket:
             raise OracleError(f"a gradient stored as bucket {bucket}'s was not reduced as its")
+        reduced = reduced.to(dtype or reduced.dtype)
         before = self.memory.grads.get(bucket)
         self.memory.grads[bucket] = reduced.clone() if before is None else before + reduced
         return reduced

@@ -39,10 +39,13 @@ BELOW: dict[str, set[str]] = {
     "capture": {"ir"},
     "compiled": {"capture", "passes", "codegen", "runtime", "plan"},
     "snapshot": {"compiled", "runtime"},
+    "optim": {"runtime", "fields"},
     "reports": {"views", "codegen", "ir"},
     "targets": {"errors"},
-    "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"},
-    "zerofx": {"api", "reports"},
+    "api": {
+        "optim", "compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine",
+    },  # fmt: skip
+    "zerofx": {"api", "reports", "optim"},
     "demo": {"zerofx"},
     "doctor": {"api", "zerofx"},
     "cli": {"api", "views", "demo", "doctor", "targets", "zerofx"},

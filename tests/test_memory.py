@@ -25,6 +25,10 @@ def test_one_rank(name: str, stage: int) -> None:
     check(measure(name, {"stage": stage, **ATEN}))
 
 
+def test_one_rank_in_bf16() -> None:
+    check(measure("gpt", {"stage": 3, "precision": "bf16", **ATEN}))
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -37,6 +41,10 @@ def test_one_rank(name: str, stage: int) -> None:
         ("gpt", {"stage": 3, "bucket_bytes": "1MiB", "prefetch": 2}),
         ("convs", {"stage": 0}),
         ("convs", {"stage": 3}),
+        ("gpt", {"stage": 2, "precision": "bf16"}),
+        ("gpt", {"stage": 3, "precision": "bf16"}),
+        ("gpt", {"stage": 3, "precision": {"compute": "bf16", "reduce": "bf16"}}),
+        ("gpt", {"stage": 0, "precision": "bf16"}),
     ],
     ids=str,
 )

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from models import CASES, Case
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 import zerofx
 
+FORMATS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -65,11 +68,12 @@ def train(
     model = zerofx.compile(case.make(), plan)
     mine, theirs = (OPTIMIZERS[optimizer](list(m.parameters())) for m in (model, reference))
     report = Report()
+    dtype = FORMATS[plan.get("precision", "fp32")]
     largest: dict[str, Tensor] = {}  # by element, the largest gradient of any step
     for step in range(steps):
         for micro in range(accumulation):
             seeds = [1000 * step + 10 * micro + r for r in range(world)]
-            losses = _reference_micro(reference, case, seeds, accumulation)
+            losses = _reference_micro(reference, case, seeds, accumulation, dtype)
             args, kwargs = case.batch(seeds[rank])
             loss = loss_of(model(*args, **kwargs))
             (loss / accumulation).backward()
@@ -89,19 +93,36 @@ def train(
 
 
 def _reference_micro(
-    model: nn.Module, case: Case, seeds: list[int], accumulation: int
+    model: nn.Module, case: Case, seeds: list[int], accumulation: int, dtype: torch.dtype | None
 ) -> list[Tensor]:
     losses = []
     for r, seed in enumerate(seeds):
         before = {n: b.clone() for n, b in model.named_buffers()}
         args, kwargs = case.batch(seed)
-        loss = loss_of(model(*args, **kwargs))
+        result = model(*args, **kwargs) if dtype is None else _call_in(dtype, model, args, kwargs)
+        loss = loss_of(result)
         (loss / (len(seeds) * accumulation)).backward()
         losses.append(loss.detach())
         if r > 0:  # running statistics follow rank 0
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     return losses
+
+
+def _call_in(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a model of fp32 parameters in another format; batch norms keep theirs in fp32."""
+    kept = {
+        f"{prefix}.{key}"
+        for prefix, module in model.named_modules()
+        if getattr(module, "running_mean", None) is not None
+        for key in module._parameters
+    }
+    params = {n: p if n in kept else p.to(dtype) for n, p in model.named_parameters()}
+    args, kwargs = tree_map(
+        lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v,
+        (args, kwargs),
+    )
+    return functional_call(model, params, args, kwargs)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

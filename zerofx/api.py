@@ -13,16 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
+from zerofx.capture.formats import compute_dtypes
 from zerofx.compiled.digest import describe_layout
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
 from zerofx.ir.program import Program
 from zerofx.machine import Machine, machine_for
 from zerofx.passes.pipeline import Setting, run
-from zerofx.passes.placement import plan_layout
+from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
 from zerofx.plan import Plan, as_plan
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import Layout, UnitParam
+from zerofx.runtime.layout import Layout
 from zerofx.runtime.shard_optimizer import check_type, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
@@ -91,14 +92,12 @@ def _connect(
 def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine) -> Layout:
     """Return how a model's parameters lie in buckets: decided before any capture."""
     units = find_units(model, plan.units)
-    params = [
-        UnitParam(p.name, p.shape, p.dtype, p.unit, p.requires_grad)
-        for p in describe_params(model, units).values()
-    ]
+    computes = compute_dtypes(model, compute_dtype(plan.precision))
+    described = with_master(describe_params(model, units, computes).values(), plan.precision)
     persist = plan.persist_below
     bucket = plan.bucket_bytes
     return plan_layout(
-        params,
+        unit_params(described, plan.precision),
         plan,
         world_size,
         machine.persist_below_bytes if persist is None else persist,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerofx.fields import Patterns
-from zerofx.plan_parts import Precision
 from zerofx.sizes import exact_bytes
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.precision != Precision():
-        yield "precision", plan.precision.to_plain(), "fp32"
+    if plan.precision.compute == "fp16":
+        yield "precision", plan.precision.to_plain(), "bf16"
     if plan.activations == "auto":
         yield "activations", "auto", "recompute"
     if _offloaded_patterns(plan):

@@ -47,14 +47,24 @@ def _resident(life: Lifetimes) -> list[Storage]:
 
 
 def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
-    """Return the reduced gradients, which p.grad shows from the reduction to zero_grad."""
+    """Return the reduced gradients, which p.grad shows from the reduction to zero_grad.
+
+    What was reduced in another format than theirs lies in a buffer of its own, kept for the bucket.
+    """
     found = []
-    least = program.layout.rest_bytes if program.layout else 0
+    layout = program.layout
     for time, (_, node) in enumerate(life.nodes):
-        if node.target in ops.REDUCES:
-            size = span_bytes(value(node))
-            birth = time if size >= least else 0
-            found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node)))
+        if node.target not in ops.REDUCES or layout is None:
+            continue
+        bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
+        size = layout.shard_numel(bucket) * bucket.dtype.itemsize
+        birth = time if size >= layout.rest_bytes else 0
+        found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node)))
+        if bucket.reduce_dtype is not bucket.dtype:
+            unit = bucket.label()
+            found.append(
+                _always(Category.COMMUNICATION, reduced_bytes, "reduced slice", unit, life)
+            )
     return found
 
 

@@ -67,8 +67,8 @@ def _collectives(program: Program, node: fx.Node, rank: int) -> list[tuple[str, 
         return []
     shards, replicas = layout.shard_size, layout.replicate_size
     if node.target in ops.GATHERS and shards > 1:
-        shard = value(node.args[0])  # type: ignore[arg-type]
-        return [("all_gather", nbytes(shard) * (shards - 1), shard.element_size())]
+        full = value(node)
+        return [("all_gather", nbytes(full) // shards * (shards - 1), full.element_size())]
     if node.target in ops.REDUCES:
         out = value(node)
         found = []

@@ -13,6 +13,7 @@ from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
 from zerofx.capture.explain import explained
+from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
@@ -36,6 +37,7 @@ def capture(
     units: str | Sequence[str] = "auto",
     param_meta: Mapping[str, Meta] | None = None,
     device: torch.device | str | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Program:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -44,6 +46,8 @@ def capture(
 
     param_meta: global (shape, dtype, requires_grad) by name, where the module holds shards.
     device: where tensors on meta are taken to be; the CPU by default.
+    compute_dtype: in which parameters and inputs of 32 or 16 bits are computed with (bf16, say, for
+        a plan of that precision); by default each in its own.
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
@@ -57,11 +61,12 @@ def capture(
 
     mode = new_fake_mode()
     fakes = call.fakes(mode, place)
-    swap = StateSwap(model, mode, place, param_meta)
+    computes = compute_dtypes(model, compute_dtype)
+    swap = StateSwap(model, mode, place, param_meta, computes)
     with swap.installed(), annotated(model):
-        params = describe_params(model, unit_of_param)
+        params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
         buffers = canonical_buffers(model)
-        harness = Harness(model, call, swap.links(), differentiate, outputs)
+        harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
         gm = trace(harness, fakes, mode, swap)
     warn_of_dropped(model, harness.results)
 
@@ -77,6 +82,7 @@ def capture(
         buffers=tuple(dict.fromkeys(buffers.values())),
         model_name=type(model).__name__,
         is_training=is_training,
+        compute_dtype=compute_dtype,
     )
 
 
@@ -149,8 +155,16 @@ def canonical_buffers(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(buffer), name) for name, buffer in named}
 
 
-def describe_params(model: nn.Module, units: dict[str, str]) -> dict[str, ParamInfo]:
-    """Return ParamInfo by canonical name, the first one registered; the others are aliases."""
+def describe_params(
+    model: nn.Module,
+    units: dict[str, str],
+    computes: Mapping[str, torch.dtype],
+    held: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, ParamInfo]:
+    """Return ParamInfo by canonical name, the first one registered; the others are aliases.
+
+    computes: the compute format by name. held: the format kept in, where the model is swapped.
+    """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -160,10 +174,11 @@ def describe_params(model: nn.Module, units: dict[str, str]) -> dict[str, ParamI
         names[0]: ParamInfo(
             name=names[0],
             shape=tuple(tensors[key].shape),
-            dtype=tensors[key].dtype,
+            dtype=tensors[key].dtype if held is None else held[names[0]],
             requires_grad=tensors[key].requires_grad,
             unit=units[names[0]],
             aliases=tuple(names[1:]),
+            compute_dtype=computes[names[0]],
         )
         for key, names in groups.items()
     }

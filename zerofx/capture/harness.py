@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerofx.capture import trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
+from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
 from zerofx.compat.graphs import TreeSpec
@@ -61,12 +62,19 @@ class Harness(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, links: Links, differentiate: str, outputs: str
+        self,
+        model: nn.Module,
+        call: Call,
+        links: Links,
+        differentiate: str,
+        outputs: str,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._call, self._links = call, links
         self._differentiate, self._outputs = differentiate, outputs
+        self._compute_dtype = compute_dtype
         self.lines = LineMode()
         self.results = Results()
         self.changed_mode = ""
@@ -77,7 +85,9 @@ class Harness(nn.Module):
         return self.forward(*tensors)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        args, kwargs = self._call.rebuild(tensors)
+        given = cast_inputs(tensors, self._compute_dtype)
+        versions = counted_writes(tensors, given)
+        args, kwargs = self._call.rebuild(given)
         state = State(self.model)
         modes = Modes()
         with self._links.followed():
@@ -87,6 +97,7 @@ class Harness(nn.Module):
             finally:
                 self.changed_mode = modes.restore() or self.changed_mode
         self.changed_state = state.settle() or self.changed_state
+        check_unwritten(tensors, given, versions)
         with fx_traceback.annotate({MODULE: "", LINE: forward_line(self.model.forward)}):
             return self._hand_out(out, tensors)
 

@@ -32,6 +32,7 @@ class StateSwap:
         mode: FakeTensorMode,
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
+        computes: Mapping[str, torch.dtype],
     ) -> None:
         self.model = model
         self._modules = list(model.named_modules())
@@ -40,18 +41,23 @@ class StateSwap:
         self._mode, self._device = mode, device
         self._fakes: dict[int, Tensor] = {}
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
             for holder in (module._parameters, module._buffers):
                 for key, tensor in holder.items():
                     if tensor is not None:
-                        meta = known.get(f"{prefix}.{key}" if prefix else key)
-                        self._slots.append((holder, key, tensor, self._fake(tensor, meta)))
+                        name = f"{prefix}.{key}" if prefix else key
+                        fake = self._fake(tensor, known.get(name), computes.get(name))
+                        self._slots.append((holder, key, tensor, fake))
+                        held = known[name][1] if name in known else tensor.dtype
+                        self.held_dtypes[name] = held
 
-    def _fake(self, tensor: Tensor, meta: Meta | None) -> Tensor:
+    def _fake(self, tensor: Tensor, meta: Meta | None, compute: torch.dtype | None) -> Tensor:
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
         shape, dtype, needs = meta or (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        dtype = compute or dtype
         with self._mode, torch.inference_mode(False), torch.no_grad():
             where = place(tensor, self._device)
             made: Tensor

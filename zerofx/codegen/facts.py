@@ -11,7 +11,7 @@ from zerofx.ir.program import Calling, Program, Reference
 from zerofx.ir.verify_values import SHORT
 from zerofx.runtime.layout import Layout
 
-FORMAT = 1
+FORMAT = 2
 
 
 def program_facts(program: Program) -> dict[str, Any]:
@@ -33,7 +33,14 @@ def program_facts(program: Program) -> dict[str, Any]:
             for g, specs in program.outputs.items()
         },
         "params": {
-            p.name: [list(p.shape), _dtype(p.dtype), p.requires_grad, p.unit, list(p.aliases)]
+            p.name: [
+                list(p.shape),
+                _dtype(p.dtype),
+                p.requires_grad,
+                p.unit,
+                list(p.aliases),
+                _dtype(p.compute_dtype),
+            ]
             for p in program.params.values()
         },
         "buffers": list(program.buffers),
@@ -93,6 +100,8 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
             {
                 "units": list(b.units),
                 "dtype": _dtype(b.dtype),
+                "compute_dtype": _dtype(b.compute_dtype),
+                "reduce_dtype": _dtype(b.reduce_dtype),
                 "numel": b.numel,
                 "persistent": b.persistent,
                 "trainable": b.trainable,

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from zerofx.codegen.load_record import Recorder
@@ -51,7 +52,10 @@ class Calls:
     def _gather(self, target: Any, shard: Tensor, bucket: int, *slot: int) -> fx.Node:
         b = self._bucket(bucket)
         node = self._recorder.node(shard, f"the shard of bucket {bucket}")
-        return self._recorder.communicate(target, node, bucket, b.numel, *slot, **_of(b))
+        cast = {"dtype": b.compute_dtype} if b.is_cast else None
+        return self._recorder.communicate(
+            target, node, bucket, b.numel, *slot, named=cast, **_of(b)
+        )
 
     def wait(self, flight: Launch) -> Tensor:
         if not isinstance(flight, Launch):
@@ -87,8 +91,9 @@ class Calls:
         like = self._recorder.shards[bucket]
         node = self._recorder.node(like, "the shard")
         made = self._recorder.communicate(
-            ops.grad_buffer, node, bucket, b.numel, zero, *_slot(slot), **_of(b)
-        ).meta["val"]
+            ops.grad_buffer, node, bucket, b.numel, zero, *_slot(slot),
+            named=_reduced(b, b.reduce_dtype), **_of(b),
+        ).meta["val"]  # fmt: skip
         self._filling[id(made)] = bucket
         return made
 
@@ -120,7 +125,9 @@ class Calls:
     def store_grad(self, reduced: Tensor, bucket: int) -> None:
         b = self._bucket(bucket)
         node = self._recorder.node(reduced, "the reduced slice")
-        self.stored[bucket] = self._recorder.communicate(ops.store_grad, node, bucket, **_of(b))
+        self.stored[bucket] = self._recorder.communicate(
+            ops.store_grad, node, bucket, named=_reduced(b, b.dtype), **_of(b)
+        )
 
     # -- buffers ----------------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -152,6 +159,11 @@ class Calls:
 
 def _of(bucket: Bucket) -> dict[str, Any]:
     return {"unit": bucket.label(), "index": bucket.index}
+
+
+def _reduced(bucket: Bucket, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Return the dtype argument where gradients travel in another format than the shards'."""
+    return {"dtype": dtype} if bucket.reduce_dtype is not bucket.dtype else None
 
 
 def _slot(slot: int) -> tuple[int, ...]:

@@ -92,8 +92,16 @@ _KEYS = {
 def read_params(facts: dict[str, Any]) -> dict[str, ParamInfo]:
     """Return the parameters that fingerprint.json describes."""
     return {
-        name: ParamInfo(name, tuple(shape), getattr(torch, dtype), grad, unit, tuple(aliases))
-        for name, (shape, dtype, grad, unit, aliases) in facts["params"].items()
+        name: ParamInfo(
+            name,
+            tuple(shape),
+            getattr(torch, dtype),
+            grad,
+            unit,
+            tuple(aliases),
+            getattr(torch, compute),
+        )
+        for name, (shape, dtype, grad, unit, aliases, compute) in facts["params"].items()
     }
 
 

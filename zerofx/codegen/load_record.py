@@ -107,11 +107,13 @@ class Recorder(TorchDispatchMode):
         with self.paused():
             return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
-    def communicate(self, target: Any, *arguments: Any, **fields: Any) -> fx.Node:
+    def communicate(
+        self, target: Any, *arguments: Any, named: dict[str, Any] | None = None, **fields: Any
+    ) -> fx.Node:
         """Append a zerofx op; its arguments are nodes and constants."""
         self._loose = None
         with self.paused():
-            node = call(self.graph, target, arguments)
+            node = call(self.graph, target, arguments, named=named)
         set_info(node, phase=self.phase, place=self.place(), **fields)
         if isinstance(node.meta["val"], Tensor):
             self.bind(node.meta["val"], node)

@@ -23,6 +23,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.program import Program
 from zerofx.ir.verify import verify
 from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.placement import compute_dtype
 from zerofx.plan import as_plan
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.regions import cache_dir, import_file, prepare_regions
@@ -74,6 +75,7 @@ class ProgramTable:
             outputs=plan.outputs,
             units=plan.units,
             device=device,
+            compute_dtype=compute_dtype(plan.precision),
         )
         program = run(program, self._setting)
         if program.signature in self._adopted:

@@ -16,7 +16,7 @@ from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Row, spans
-from zerofx.ir.text import describe, without_numbers
+from zerofx.ir.text import describe, short_dtype, without_numbers
 from zerofx.sizes import format_bytes
 
 STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
@@ -151,6 +151,8 @@ class Writer:
         if isinstance(argument, (list, tuple)):
             inner = ", ".join(map(self._write, argument))
             return f"[{inner}]" if isinstance(argument, list) else f"({inner})"
+        if isinstance(argument, torch.dtype):
+            return short_dtype(argument)
         return repr(argument) if isinstance(argument, str) else str(argument)
 
     def _place(self, node: fx.Node, where: Info) -> str:

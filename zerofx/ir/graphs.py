@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,11 +103,18 @@ def add_placeholder(
     return node
 
 
-def call(graph: fx.Graph, target: object, args: tuple, like: fx.Node | None = None) -> fx.Node:
+def call(
+    graph: fx.Graph,
+    target: object,
+    args: tuple,
+    like: fx.Node | None = None,
+    named: Mapping[str, Any] | None = None,
+) -> fx.Node:
     """Create a call at the graph's insertion point with its fake value computed."""
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    named = dict(named or {})
+    node = graph.call_function(target, args, named)  # type: ignore[arg-type]
     values = pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
-    node.meta["val"] = target(*values)  # type: ignore[operator]
+    node.meta["val"] = target(*values, **named)  # type: ignore[operator]
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
     return node

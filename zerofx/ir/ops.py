@@ -6,6 +6,10 @@ therefore runnable after every pass, with the same arithmetic as the emitted mod
 
 Launches (`all_gather`, `refresh`, `reduce_scatter`, `all_reduce`) return the tensor that will hold
 the result; it may be read only behind `wait`.
+
+`dtype` says where a number format changes: a gather casts the shard before it travels, packing
+casts gradients into their buffer's format, storing casts the reduced slice to the shard's. It is
+left out where nothing changes. The real bodies take the formats from the layout.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch.fx.node import has_side_effect
 from zerofx.runtime.graph_calls import current_calls
 
 _LIB = torch.library.Library("zerofx", "DEF")
+_Format = torch.dtype | None
 
 
 def _define(schema: str, real: Callable, fake: Callable, effect: bool = False) -> Callable:
@@ -34,29 +39,40 @@ def _define(schema: str, real: Callable, fake: Callable, effect: bool = False) -
 
 
 # -- gathered parameters ------------------------------------------------------------------------
-def _real_all_gather(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
+def _real_all_gather(
+    shard: Tensor, bucket: int, numel: int, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
     return current_calls().all_gather(shard, bucket, slot)
 
 
-def _real_refresh(shard: Tensor, bucket: int, numel: int) -> Tensor:
+def _real_refresh(shard: Tensor, bucket: int, numel: int, *, dtype: _Format = None) -> Tensor:
     return current_calls().refresh(shard, bucket)
 
 
-def _fake_full(shard: Tensor, bucket: int, numel: int, slot: int = -1) -> Tensor:
-    return shard.new_empty(numel)
+def _real_resident(shard: Tensor, bucket: int, numel: int, *, dtype: _Format = None) -> Tensor:
+    return current_calls().resident(shard, bucket)
+
+
+def _fake_full(
+    shard: Tensor, bucket: int, numel: int, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
+    return shard.new_empty(numel, dtype=dtype)
 
 
 all_gather = _define(
-    "all_gather(Tensor shard, int bucket, int numel, int slot=-1) -> Tensor",
+    "all_gather(Tensor shard, int bucket, int numel, int slot=-1, *, ScalarType? dtype=None)"
+    " -> Tensor",
     _real_all_gather,
     _fake_full,
 )
 refresh = _define(
-    "refresh(Tensor shard, int bucket, int numel) -> Tensor", _real_refresh, _fake_full
+    "refresh(Tensor shard, int bucket, int numel, *, ScalarType? dtype=None) -> Tensor",
+    _real_refresh,
+    _fake_full,
 )
 resident = _define(
-    "resident(Tensor shard, int bucket, int numel) -> Tensor",
-    lambda shard, bucket, numel: current_calls().resident(shard, bucket),
+    "resident(Tensor shard, int bucket, int numel, *, ScalarType? dtype=None) -> Tensor",
+    _real_resident,
     _fake_full,
 )
 wait = _define(
@@ -85,10 +101,23 @@ def _view(full: Tensor, offset: int, shape: list[int]) -> Tensor:
 
 
 # -- gradients ----------------------------------------------------------------------------------
+def _real_grad_buffer(
+    like: Tensor, bucket: int, numel: int, zero: bool, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
+    return current_calls().grad_buffer(bucket, zero, slot)
+
+
+def _fake_grad_buffer(
+    like: Tensor, bucket: int, numel: int, zero: bool, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
+    return like.new_empty(numel, dtype=dtype)
+
+
 grad_buffer = _define(
-    "grad_buffer(Tensor like, int bucket, int numel, bool zero, int slot=-1) -> Tensor",
-    lambda like, bucket, numel, zero, slot=-1: current_calls().grad_buffer(bucket, zero, slot),
-    lambda like, bucket, numel, zero, slot=-1: like.new_empty(numel),
+    "grad_buffer(Tensor like, int bucket, int numel, bool zero, int slot=-1, *, "
+    "ScalarType? dtype=None) -> Tensor",
+    _real_grad_buffer,
+    _fake_grad_buffer,
 )
 
 
@@ -114,10 +143,20 @@ all_reduce = _define(
     lambda packed, bucket, numel, scale: packed.new_empty(numel),
     effect=True,
 )
+
+
+def _real_store_grad(reduced: Tensor, bucket: int, *, dtype: _Format = None) -> Tensor:
+    return current_calls().store_grad(reduced, bucket)
+
+
+def _fake_store_grad(reduced: Tensor, bucket: int, *, dtype: _Format = None) -> Tensor:
+    return torch.empty_like(reduced, dtype=dtype)
+
+
 store_grad = _define(
-    "store_grad(Tensor reduced, int bucket) -> Tensor",
-    lambda reduced, bucket: current_calls().store_grad(reduced, bucket),
-    lambda reduced, bucket: torch.empty_like(reduced),
+    "store_grad(Tensor reduced, int bucket, *, ScalarType? dtype=None) -> Tensor",
+    _real_store_grad,
+    _fake_store_grad,
     effect=True,
 )
 

@@ -21,7 +21,10 @@ JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter as captured; tied names all map to the first (`canonical`)."""
+    """One parameter as captured; tied names all map to the first (`canonical`).
+
+    dtype: in which its value is kept. compute_dtype: in which the graphs read it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,6 +32,11 @@ class ParamInfo:
     requires_grad: bool
     unit: str = ""
     aliases: tuple[str, ...] = ()
+    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype is None:
+            object.__setattr__(self, "compute_dtype", self.dtype)
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,7 @@ class Program:
     reference: what the captured graph computes; None before `merge-tied`, or given up by the user.
     signature: digest of inputs, parameters and computation: equal for interchangeable programs.
     directory: the emitted directory that the program was loaded from.
+    compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -137,6 +146,7 @@ class Program:
     reference: Reference | None = None
     signature: str = ""
     directory: Path | None = None
+    compute_dtype: torch.dtype | None = None
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph

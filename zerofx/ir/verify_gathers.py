@@ -34,6 +34,7 @@ class Order(Walk):
         bucket = self.bucket(node)
         self.own_shard(node, bucket)
         self.numel(node, bucket.numel, f"bucket {bucket.index}")
+        self.dtype(node, bucket.compute_dtype, f"bucket {bucket.index} gathered")
         if node.target is ops.all_gather:
             kind, slot = Kind.GATHERED, slot_of(node)
         else:
@@ -98,6 +99,7 @@ class Order(Walk):
         bucket = self.layout.buckets[index]
         if value(full).numel() != bucket.numel:
             self.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
+        self.dtype(node, bucket.compute_dtype, f"what is computed with of bucket {index}")
         param = bucket.at.get(offset)
         if (param is None or [*param.shape] != [*shape]) and node.users:
             self.fail(

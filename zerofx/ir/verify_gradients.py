@@ -53,6 +53,7 @@ class BackwardOrder(Order):
     def grad_buffer(self, node: fx.Node) -> None:
         bucket = self.bucket(node)
         self.numel(node, bucket.numel, f"bucket {bucket.index}")
+        self.dtype(node, bucket.reduce_dtype, f"a gradient of bucket {bucket.index} on its way")
         before = self._filling.get(bucket.index)
         if before is not None and before.packed:
             self.fail(
@@ -102,11 +103,11 @@ class BackwardOrder(Order):
                 f"{bucket.index} ({bucket.label()}) has no parameter",
             )
         given = value(grad)
-        if tuple(given.shape) != param.shape or given.dtype != bucket.dtype:
+        if tuple(given.shape) != param.shape or given.dtype != bucket.compute_dtype:
             self.fail(
                 node,
                 f"the gradient packed for {param.name} is {given.dtype}{list(given.shape)}; the "
-                f"parameter is {bucket.dtype}{list(param.shape)} ({user_line(grad)})",
+                f"parameter is {bucket.compute_dtype}{list(param.shape)} ({user_line(grad)})",
             )
         before = buffer.packed.get(offset, grad)
         if before is not grad:
@@ -185,6 +186,7 @@ class BackwardOrder(Order):
             )
         if buffer.stored is not None:
             self.fail(node, f"{self.label(buffer)} is stored twice: {buffer.stored.name} did it")
+        self.dtype(node, bucket.dtype, f"a stored gradient of bucket {bucket.index}")
         buffer.stored = node
 
     # -- the end ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -183,6 +184,10 @@ class Walk:
         given = argument(node, 2)
         if given != wanted or value(node).numel() != wanted:
             self.fail(node, f"{node.name} has {given} elements; {of} has {wanted}")
+
+    def dtype(self, node: fx.Node, wanted: torch.dtype, of: str) -> None:
+        if value(node).dtype is not wanted:
+            self.fail(node, f"{node.name} is {value(node).dtype}; {of} is {wanted}")
 
     def _placeholder(self, node: fx.Node) -> None:
         where = info(node)

@@ -30,7 +30,10 @@ def take_signature(program: Program) -> str:
         for n in program.placeholders(JOINT if JOINT in program.graphs else FORWARD)
         if info(n).role in (Role.INPUT, Role.BUFFER)
     ]
-    params = [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in program.params.values()]
+    params = [
+        (p.name, p.shape, str(p.dtype), str(p.compute_dtype), p.requires_grad)
+        for p in program.params.values()
+    ]
     return digest(
         repr((program.is_training, inputs, params, sorted(program.reference.outputs.items())))
     )

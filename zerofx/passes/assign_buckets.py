@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.placement import plan_layout
+from zerofx.passes.placement import plan_layout, unit_params
 from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout, UnitParam
+from zerofx.runtime.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,7 @@ class AssignBuckets(Pass):
     layout: Layout | None = None
 
     def run(self, program: Program) -> Report:
-        params = [
-            UnitParam(p.name, p.shape, p.dtype, p.unit, p.requires_grad)
-            for p in program.params.values()
-        ]
+        params = unit_params(program.params.values(), self.plan.precision)
         layout = self.layout or plan_layout(
             params, self.plan, self.world_size, self.persist_below, self.bucket_bytes
         )

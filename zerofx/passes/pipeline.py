@@ -19,6 +19,7 @@ from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
@@ -45,6 +46,8 @@ class Setting:
 
 # One pass a line, in the order they run, each with the reason for its place.
 ORDER: list[Callable[[Setting], Pass]] = [
+    # first of all: it says what a parameter is, to whatever counts or compares them
+    lambda s: Cast(precision=s.plan.precision),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered

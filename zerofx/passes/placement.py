@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
-from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout, UnitParam, merge_small, unit_layout
+from zerofx.ir.program import ParamInfo, Program
+from zerofx.plan import Plan, Precision
+from zerofx.runtime.layout import LOW_OR_SINGLE, Layout, UnitParam, merge_small, unit_layout
 
 
 def plan_layout(
@@ -27,6 +28,43 @@ def plan_layout(
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
     layout = unit_layout(params, shard_size, replicate_size, persist)
     return merge_small(layout, params, bucket_bytes)
+
+
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the format to capture in; None leaves every parameter in its own."""
+    return None if precision.compute == "fp32" else _FORMATS[precision.compute]
+
+
+def with_master(params: Iterable[ParamInfo], precision: Precision) -> list[ParamInfo]:
+    """Return parameters with the format that they are kept in: the master's, where one is cast."""
+    compute = compute_dtype(precision)
+    return [
+        replace(p, dtype=_FORMATS[precision.master])
+        if compute is not None and p.compute_dtype is compute
+        else p
+        for p in params
+    ]
+
+
+def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitParam]:
+    """Return what the layout needs to know of parameters that are kept in their final format."""
+    has_own = precision.compute == precision.reduce == "fp32"
+    reduce_dtype = None if has_own else _FORMATS[precision.reduce]
+    return [
+        UnitParam(
+            p.name,
+            p.shape,
+            p.dtype,
+            p.unit,
+            p.requires_grad,
+            p.compute_dtype,
+            reduce_dtype if p.dtype in LOW_OR_SINGLE else None,
+        )
+        for p in params
+    ]
 
 
 @dataclass(frozen=True)

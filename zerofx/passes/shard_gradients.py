@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -77,7 +78,9 @@ class ShardGradients(Pass):
             with graph.inserting_before(anchor):
                 if packed is None:
                     arguments = (shard, bucket.index, bucket.numel, not covered)
-                    packed = call(graph, ops.grad_buffer, arguments)
+                    packed = call(
+                        graph, ops.grad_buffer, arguments, named=_cast(bucket, bucket.reduce_dtype)
+                    )
                     set_info(packed, **fields)
                 packed = call(graph, ops.pack, (packed, [n for _, n in groups[region]], offsets))
                 set_info(packed, **fields)
@@ -89,10 +92,17 @@ class ShardGradients(Pass):
         with graph.inserting_after(launch):
             done = call(graph, ops.wait, (launch,))
         with graph.inserting_after(done):
-            result = call(graph, ops.store_grad, (done, bucket.index))
+            result = call(
+                graph, ops.store_grad, (done, bucket.index), named=_cast(bucket, bucket.dtype)
+            )
         for node in (launch, done, result):
             set_info(node, **fields)
         return result
+
+
+def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype argument where gradients travel in another format than the shards'."""
+    return {} if bucket.reduce_dtype is bucket.dtype else {"dtype": dtype}
 
 
 def _region(node: fx.Node) -> int:

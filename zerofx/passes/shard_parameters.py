@@ -23,7 +23,8 @@ class ShardParameters(Pass):
     Stage 3: all-gather in forward and again in backward. A bucket whose uses lie more than
     `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
     larger than `regather_bytes`. Stages 1 and 2, and persistent buckets: the gathered copy is
-    resident and refreshed after an update. One rank a shard axis: the shard is the parameter.
+    resident and refreshed after an update. One rank a shard axis: the shard is the parameter,
+    unless it is computed with in another format; then the copy in that format is what is gathered.
     """
 
     name: ClassVar[str] = "shard-parameters"
@@ -97,17 +98,18 @@ class ShardParameters(Pass):
     def _full(
         self, graph: fx.Graph, name: str, bucket: Bucket, shard: fx.Node, shard_size: int
     ) -> fx.Node:
-        if shard_size == 1:
+        if shard_size == 1 and not bucket.is_cast:
             return shard
         fields = {"unit": bucket.label(), "index": bucket.index}
         fields["phase"] = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
         arguments = (shard, bucket.index, bucket.numel)
+        cast = {"dtype": bucket.compute_dtype} if bucket.is_cast else {}
         if self.stage == 3 and not bucket.persistent:
-            launch = call(graph, ops.all_gather, arguments)
+            launch = call(graph, ops.all_gather, arguments, named=cast)
         elif name == FORWARD:
-            launch = call(graph, ops.refresh, arguments)
+            launch = call(graph, ops.refresh, arguments, named=cast)
         else:
-            full = call(graph, ops.resident, arguments)
+            full = call(graph, ops.resident, arguments, named=cast)
             set_info(full, **fields)
             return full
         set_info(launch, **fields)

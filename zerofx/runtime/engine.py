@@ -91,7 +91,7 @@ class Engine:
             self.world.agree("reduction of what no_sync summed", f"buckets={list(left)}")
             for bucket, scale in left.items():
                 b = self.layout.buckets[bucket]
-                buffer = torch.zeros(b.numel, dtype=b.dtype, device=self.world.device)
+                buffer = torch.zeros(b.numel, dtype=b.reduce_dtype, device=self.world.device)
                 self._packed[bucket] = ()
                 self.store_grad(self.wait(self.reduce_scatter(buffer, bucket, scale)), bucket)
         except BaseException:
@@ -109,9 +109,17 @@ class Engine:
     def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> Flight:
         """Launch the all-gather of a bucket into `slot` (or memory of its own)."""
         b = self.layout.buckets[bucket]
-        out = self.slots.take(slot, b.numel, b.dtype)
-        work = self.world.all_gather(out, shard, self._gather_labels[bucket])
+        out = self.slots.take(slot, b.numel, b.compute_dtype)
+        work = self.world.all_gather(out, self._cast(shard, out), self._gather_labels[bucket])
         return Flight(out, work, bucket)
+
+    def _cast(self, shard: Tensor, full: Tensor) -> Tensor:
+        """Return the shard in the format of `full`: cast into its own place there, if need be."""
+        if shard.dtype is full.dtype:
+            return shard
+        mine = full.view(self.layout.shard_size, -1)[self.world.shard_rank]
+        with torch.no_grad():
+            return mine.copy_(shard)
 
     def refresh(self, shard: Tensor, bucket: int) -> Flight:
         """Launch the all-gather of a resident bucket if its parameters changed since the last."""
@@ -119,12 +127,12 @@ class Engine:
         full = self._resident.get(bucket)
         if full is None:
             with torch.inference_mode(False):  # it outlives the mode that first asked for it
-                full = torch.empty(b.numel, dtype=b.dtype, device=self.world.device)
+                full = torch.empty(b.numel, dtype=b.compute_dtype, device=self.world.device)
             self._resident[bucket] = full
         elif self._fresh[bucket] == self.store.epoch:
             return Flight(full, None, bucket)
         self._fresh[bucket] = self.store.epoch
-        work = self.world.all_gather(full, shard, self._gather_labels[bucket])
+        work = self.world.all_gather(full, self._cast(shard, full), self._gather_labels[bucket])
         return Flight(full, work, bucket)
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
@@ -166,7 +174,7 @@ class Engine:
     def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
         """Return the flat buffer into which a bucket's gradients are packed."""
         b = self.layout.buckets[bucket]
-        buffer = self.slots.take(slot, b.numel, b.dtype)
+        buffer = self.slots.take(slot, b.numel, b.reduce_dtype)
         if zero:
             buffer.zero_()
         else:
@@ -204,15 +212,16 @@ class Engine:
             return Flight(None, None, bucket)
         self._targets[bucket] = self._sums.settle(bucket, buffer)
         target, accumulate, _ = self._targets[bucket]
-        out = self._scratch_like(bucket, target) if accumulate else target
+        is_target = not accumulate and target.dtype is buffer.dtype
+        out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
         work = self.world.reduce_scatter(out, buffer, scale, self._reduce_labels[bucket])
         return Flight(out, work, bucket)
 
-    def _scratch_like(self, bucket: int, target: Tensor) -> Tensor:
+    def _scratch_like(self, bucket: int, target: Tensor, dtype: torch.dtype) -> Tensor:
         scratch = self._scratch.get(bucket)
         if scratch is None:
             with torch.inference_mode(False):
-                scratch = self._scratch[bucket] = torch.empty_like(target)
+                scratch = self._scratch[bucket] = torch.empty_like(target, dtype=dtype)
         return scratch
 
     all_reduce = reduce_scatter  # one rank a shard axis: the slice is the whole bucket
@@ -224,6 +233,8 @@ class Engine:
         target, accumulate, summed = self._targets.pop(bucket)
         if accumulate:
             target.add_(reduced)
+        elif reduced is not target:
+            target.copy_(reduced)
         names = self._packed_names(bucket)
         self.store.publish_grads(bucket, names | summed if summed else names)
 

@@ -90,7 +90,8 @@ class GraphCalls:
     def store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
         is_kept = self.engine.no_sync or self.engine.discards
         self.engine.store_grad(None if is_kept else reduced, bucket)
-        return reduced.clone()  # an op may not return its argument
+        own = self.engine.layout.buckets[bucket].dtype
+        return reduced.to(own, copy=True)  # an op may not return its argument
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         return self.engine.sync_buffers(values)

@@ -21,6 +21,9 @@ REST_BYTES = 1 << 20
 
 ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
 
+# The formats that a plan's precision speaks of; doubles, complex numbers and integers stay.
+LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class ParamSlice:
@@ -44,7 +47,11 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The parameters of one collective, laid out in one flat buffer of `numel` elements."""
+    """The parameters of one collective, laid out in one flat buffer of `numel` elements.
+
+    dtype: of the shards, which hold the master weights, and of the gradients that the user sees.
+    compute_dtype: of the gathered copy. reduce_dtype: in which gradients travel and are summed.
+    """
 
     index: int
     units: tuple[str, ...]
@@ -53,6 +60,18 @@ class Bucket:
     numel: int  # padded to a multiple of shard_size * alignment
     persistent: bool = False  # too small to shard its gathered form: gathered once per update
     trainable: bool = True  # whether any parameter required grad when the layout was made
+    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+    reduce_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "reduce_dtype"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the gathered copy is in another format than the shards."""
+        return self.compute_dtype is not self.dtype
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,7 +79,8 @@ class Bucket:
 
     @property
     def full_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        """Bytes of the gathered copy."""
+        return self.numel * self.compute_dtype.itemsize
 
     @cached_property
     def at(self) -> dict[int, ParamSlice]:
@@ -126,35 +146,46 @@ class UnitParam:
     dtype: torch.dtype
     unit: str
     requires_grad: bool = True
+    compute_dtype: torch.dtype | None = None  # None: as dtype
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of its shard, its gathered copy and its gradient on the way."""
+        return self.dtype, self.compute_dtype or self.dtype, self.reduce_dtype or self.dtype
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the gathered parameter."""
+        return math.prod(self.shape) * self.formats[1].itemsize
 
 
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    step = max(1, ALIGN_BYTES // dtype.itemsize)
+def _aligned(numel: int, itemsize: int) -> int:
+    step = max(1, ALIGN_BYTES // itemsize)
     return -(-numel // step) * step
 
 
 def make_bucket(
     index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False
 ) -> Bucket:
-    """Lay `params` (one dtype) out in one flat buffer, padded to shard_size equal slices."""
+    """Lay `params` (of equal formats) out in one flat buffer, padded to shard_size equal slices."""
     slices, units, offset = [], dict[str, None](), 0
     members = list(params)
-    dtype = members[0].dtype
+    formats = members[0].formats
+    itemsize = min(f.itemsize for f in formats)
     for p in members:
-        assert p.dtype == dtype, f"bucket {index} mixes {dtype} and {p.dtype} ({p.name})"
+        assert p.formats == formats, f"bucket {index} mixes {formats} and {p.formats} ({p.name})"
         slices.append(ParamSlice(p.name, p.shape, offset))
         units.setdefault(p.unit)
         # an empty parameter takes room too: offsets tell the parameters of a bucket apart
-        offset += _aligned(max(math.prod(p.shape), 1), dtype)
-    per_rank = _aligned(-(-max(offset, 1) // shard_size), dtype)
+        offset += _aligned(max(math.prod(p.shape), 1), itemsize)
+    per_rank = _aligned(-(-max(offset, 1) // shard_size), itemsize)
     return Bucket(
         index=index,
         units=tuple(units),
-        dtype=dtype,
+        dtype=formats[0],
+        compute_dtype=formats[1],
+        reduce_dtype=formats[2],
         params=tuple(slices),
         numel=per_rank * shard_size,
         persistent=persistent,
@@ -165,16 +196,16 @@ def make_bucket(
 def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0
 ) -> Layout:
-    """Return the unmerged layout: one bucket a unit, dtype and trainability.
+    """Return the unmerged layout: one bucket a unit, format and trainability.
 
-    Parameters of fewer than `persist_below` bytes share one persistent bucket a dtype.
+    Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
     """
     groups: dict[tuple, list[UnitParam]] = {}
     for p in params:
         if p.nbytes < persist_below:
-            key = ("", p.dtype, p.requires_grad, True)
+            key = ("", p.formats, p.requires_grad, True)
         else:
-            key = (p.unit, p.dtype, p.requires_grad, False)
+            key = (p.unit, p.formats, p.requires_grad, False)
         groups.setdefault(key, []).append(p)
     buckets = [
         make_bucket(i, members, shard_size, persistent=key[3])
@@ -184,7 +215,7 @@ def unit_layout(
 
 
 def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:
-    """Merge neighbouring buckets of one dtype and trainability up to `bucket_bytes`.
+    """Merge neighbouring buckets of one format and trainability up to `bucket_bytes`.
 
     Order is registration order, so every rank and every run merges alike.
     """
@@ -198,7 +229,7 @@ def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) 
             last is not None
             and not b.persistent
             and not merged[-1][1]
-            and last[0].dtype == b.dtype
+            and last[0].formats == (b.dtype, b.compute_dtype, b.reduce_dtype)
             and any(p.requires_grad for p in last) == b.trainable
             and size[-1] + b.full_bytes <= bucket_bytes
         )

@@ -142,7 +142,8 @@ class LocalSums:
             return
         held = self._sums.get(bucket)
         if held is None:
-            held = self._sums[bucket] = _Sum(self._store, bucket, buffer.clone())
+            own = self._store.layout.buckets[bucket].dtype  # not the one that gradients travel in
+            held = self._sums[bucket] = _Sum(self._store, bucket, buffer.to(own, copy=True))
         else:
             held.forget_cleared()
             held.full.add_(buffer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.layout import LOW_OR_SINGLE, Bucket, Layout
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.shard_bindings import Bindings
@@ -191,5 +191,6 @@ def _check_layout(tree: ParameterTree, layout: Layout) -> None:
     assert not missing, f"layout and model differ in {sorted(missing)}"
     for name, param in tree.params.items():
         bucket, piece = layout.where[name]
-        fits = tuple(param.shape) == piece.shape and param.dtype == bucket.dtype
+        can_hold = param.dtype == bucket.dtype or {param.dtype, bucket.dtype} <= {*LOW_OR_SINGLE}
+        fits = tuple(param.shape) == piece.shape and can_hold
         assert fits, f"{name} is {param.dtype} {list(param.shape)}, the layout says {piece}"

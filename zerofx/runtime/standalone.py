@@ -114,6 +114,8 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             index=i,
             units=tuple(b["units"]),
             dtype=getattr(torch, b["dtype"]),
+            compute_dtype=getattr(torch, b["compute_dtype"]),
+            reduce_dtype=getattr(torch, b["reduce_dtype"]),
             params=tuple(ParamSlice(n, tuple(s), o) for n, s, o in b["params"]),
             numel=b["numel"],
             persistent=b["persistent"],

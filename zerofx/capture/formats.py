@@ -1,0 +1,75 @@
+"""In which number format a forward computes, where parameters are kept in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import CaptureError
+from zerofx.runtime.layout import LOW_OR_SINGLE
+
+
+def compute_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the format in which each parameter is computed with, by every name it has.
+
+    dtype: for the parameters of 32 or 16 bits; None leaves all in their own.
+
+    Norms with running statistics keep theirs: they sum over a whole batch, and their kernels take
+    weights in the statistics' format only.
+
+    Raises:
+        CaptureError: dtype is none of the formats that parameters can be cast to.
+    """
+    if dtype is not None and dtype not in LOW_OR_SINGLE:
+        raise CaptureError(
+            f"capture: compute_dtype = {dtype} is not supported; use one of "
+            f"{', '.join(map(str, LOW_OR_SINGLE))}, or None for the parameters' own"
+        )
+    found: dict[str, torch.dtype] = {}
+    first: dict[int, torch.dtype] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            is_cast = dtype is not None and param.dtype in LOW_OR_SINGLE and not _keeps(module)
+            own = dtype if is_cast else param.dtype
+            assert own is not None
+            found[f"{prefix}.{key}" if prefix else key] = first.setdefault(id(param), own)
+    return found
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Tell whether a module normalises by statistics that it keeps."""
+    return isinstance(getattr(module, "running_mean", None), Tensor)
+
+
+def cast_inputs(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """Return a call's tensors, those of 32 or 16 bits floating-point in the compute format."""
+    if dtype is None:
+        return tuple(tensors)
+    return tuple(t.to(dtype) if t.dtype in LOW_OR_SINGLE else t for t in tensors)
+
+
+def counted_writes(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[int | None]:
+    """Return how often each copy made by `cast_inputs` was written to; None for all others."""
+    pairs = zip(tensors, given, strict=True)
+    return [None if t is own or t.is_inference() else t._version for own, t in pairs]
+
+
+def check_unwritten(
+    tensors: Sequence[Tensor], given: Sequence[Tensor], before: Sequence[int | None]
+) -> None:
+    """Refuse a forward that wrote to its copy of an input: the user's tensor would not see it.
+
+    Raises:
+        CaptureError: names the input by its place among the tensors of the call.
+    """
+    for i, (was, now) in enumerate(zip(before, counted_writes(tensors, given), strict=True)):
+        if was != now:
+            raise CaptureError(
+                f"capture: forward writes in place to input tensor {i}, which it gets as a "
+                f"{given[i].dtype} copy of the {tensors[i].dtype} given; give it in "
+                f"{given[i].dtype}, or return the new value"
+            )

@@ -1,0 +1,52 @@
+"""cast: keep parameters in the master format, whatever the captured graph computes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zerofx.errors import PlanError
+from zerofx.ir.program import Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import compute_dtype, with_master
+from zerofx.plan import Precision
+
+
+@dataclass(frozen=True)
+class Cast(Pass):
+    """Declare in which format each parameter is kept; gathers then cast the shard on its way.
+
+    The graph itself was captured in the compute format: only so do the model's own casts count (a
+    norm's `x.float()` leaves no node in a graph of fp32). Nothing else is rewritten here; buckets
+    take their formats from what this declares, and `dtype=` on a gather, a gradient buffer and a
+    store_grad says where values change theirs.
+
+    Raises:
+        PlanError: the program was captured for another compute format.
+    """
+
+    name: ClassVar[str] = "cast"
+    keeps_bits: ClassVar[bool] = False
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED, Fact.BUCKETS_ASSIGNED})
+
+    precision: Precision
+
+    def run(self, program: Program) -> Report:
+        wanted = compute_dtype(self.precision)
+        if program.compute_dtype is not wanted:
+            raise PlanError(
+                f"Plan.precision computes in {wanted or 'the parameters own format'}, but this "
+                f"program was captured in {program.compute_dtype or 'that'}; capture it with "
+                f"zerofx.capture(model, args, compute_dtype={wanted})"
+            )
+        params = with_master(program.params.values(), self.precision)
+        changed = sum(p.dtype is not program.params[p.name].dtype for p in params)
+        num = sum(p.dtype is not p.compute_dtype for p in params)
+        program.params = {p.name: p for p in params}
+        return Report(changed > 0, f"{num} of {len(params)} parameters are cast when gathered")
+
+    def spec(self) -> str:
+        p = self.precision
+        scale = f",loss_scale={p.loss_scale}" if p.loss_scale is not None else ""
+        return f"{self.name}{{compute={p.compute},reduce={p.reduce},master={p.master}{scale}}}"
