@@ -18,7 +18,7 @@ from benchmarks import sizes, systems
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
 from benchmarks.sizes import SIZES, make_batches
-from benchmarks.systems import BASELINE, SYSTEMS, Trainer
+from benchmarks.systems import SYSTEMS, Trainer
 from zerofx.demo.measure import PeakMemory
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 3
@@ -105,7 +105,10 @@ def main() -> None:
             system: measure(name, size.batch, system, options.ranks)
             for system in systems.chosen(options)
         }
-        lines += [result(name, system, mine, data[BASELINE]) for system, mine in data.items()]
+        lines += [
+            result(name, system, mine, data[SYSTEMS[system].baseline])
+            for system, mine in data.items()
+        ]
     finish("memory", COLUMNS, lines, options)
 
 

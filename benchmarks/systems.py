@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,17 @@ KEEP_HEAP = {
 
 @dataclass(frozen=True)
 class System:
-    """How to make a system: `wrap` takes the plain model; `env` is that of its processes."""
+    """How to make a system: `wrap` takes the plain model; `env` is that of its processes.
+
+    baseline: the system that it is measured against, and whose losses it must reproduce within
+    `loss_tolerance`, relative.
+    """
 
     wrap: Callable[[GPT], nn.Module]
     env: dict[str, str] = field(default_factory=dict)
     communicates: bool = True
+    baseline: str = BASELINE
+    loss_tolerance: float = 1e-4
 
 
 def ddp(model: GPT) -> nn.Module:
@@ -41,27 +48,34 @@ def ddp(model: GPT) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp2(model: GPT) -> nn.Module:
-    """Shard every block and the root."""
+def fsdp2(model: GPT, dtype: torch.dtype | None = None) -> nn.Module:
+    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reduce = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
-def compiled(stage: int, kernels: str) -> Callable[[GPT], nn.Module]:
+def compiled(stage: int, **plan: Any) -> Callable[[GPT], nn.Module]:
     """Return how to compile the model at a stage."""
 
     def wrap(model: GPT) -> nn.Module:
         import zerofx  # here, so that the peers' processes stay free of it
 
-        return zerofx.compile(model, zerofx.Plan(stage=stage, kernels=kernels), device="cpu")
+        return zerofx.compile(model, zerofx.Plan(stage=stage, **plan), device="cpu")
 
     return wrap
+
+
+def _in_bf16(wrap: Callable[[GPT], nn.Module]) -> System:
+    """Two orders of the same bf16 sums differ by its last bit: 8 bits of a loss."""
+    return System(wrap, baseline="fsdp2-bf16", loss_tolerance=2e-2)
 
 
 SYSTEMS: dict[str, System] = {
@@ -70,8 +84,13 @@ SYSTEMS: dict[str, System] = {
     "ddp": System(ddp),
     "ddp-heap": System(ddp, KEEP_HEAP),
     "nocomm": System(lambda model: model, communicates=False),
+    "fsdp2-bf16": _in_bf16(lambda model: fsdp2(model, torch.bfloat16)),
     **{
-        f"zerofx-{stage}{suffix}": System(compiled(stage, kernels))
+        f"zerofx-{stage}-bf16": _in_bf16(compiled(stage, precision="bf16"))
+        for stage in (3, 2, 1, 0)
+    },
+    **{
+        f"zerofx-{stage}{suffix}": System(compiled(stage, kernels=kernels))
         for kernels, suffix in (("inductor", ""), ("aten", "-aten"))
         for stage in (3, 2, 1, 0)
     },
@@ -80,20 +99,20 @@ SYSTEMS: dict[str, System] = {
 
 def add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
     """Add the options that choose systems and their ranks."""
-    known = f"all, or of {', '.join(SYSTEMS)}; {BASELINE} always runs"
+    known = f"all, or of {', '.join(SYSTEMS)}; what one is measured against always runs"
     parser.add_argument("--systems", default=",".join(systems), help=known)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Return the names of the chosen systems, the baseline first."""
+    """Return the names of the chosen systems, their baselines first."""
     wanted = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
     unknown = set(wanted) - set(SYSTEMS)
     if unknown:
         raise SystemExit(
             f"--systems: unknown {', '.join(sorted(unknown))}; known {', '.join(SYSTEMS)}"
         )
-    return list(dict.fromkeys([BASELINE, *wanted]))
+    return list(dict.fromkeys([*(SYSTEMS[name].baseline for name in wanted), *wanted]))
 
 
 class Trainer:

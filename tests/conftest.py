@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from pool import pool  # noqa: F401  (a fixture: real gloo ranks)
+from triton_interpreter import interpreted  # noqa: F401  (a fixture: a process of its own)
 
 # No deadlines: a busy machine is not a failure. Derandomized: a red run is red again.
 settings.register_profile(

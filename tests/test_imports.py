@@ -42,9 +42,8 @@ BELOW: dict[str, set[str]] = {
     "optim": {"runtime", "fields"},
     "reports": {"views", "codegen", "ir"},
     "targets": {"errors"},
-    "api": {
-        "optim", "compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine",
-    },  # fmt: skip
+    "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
+    | {"optim"},
     "zerofx": {"api", "reports", "optim"},
     "demo": {"zerofx"},
     "doctor": {"api", "zerofx"},

@@ -17,6 +17,7 @@ from zerofx.capture.formats import compute_dtypes
 from zerofx.compiled.digest import describe_layout
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
+from zerofx.compiled.scaling import make_scaler
 from zerofx.ir.program import Program
 from zerofx.machine import Machine, machine_for
 from zerofx.passes.pipeline import Setting, run
@@ -65,7 +66,7 @@ def compile(
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)
-    return CompiledModule(model, setting, Engine(store))
+    return CompiledModule(model, setting, Engine(store, make_scaler(checked, world)))
 
 
 def _connect(

@@ -189,12 +189,14 @@ def _machine(name: str | None) -> Any:
 def _capture(model: str, plan: Plan, batch: int, seq: int) -> Program:
     from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.capture import capture
+    from zerofx.passes.placement import compute_dtype
     from zerofx.targets import resolve
 
     target = resolve(model, batch, seq)
     return capture(
         target.module, target.args, target.kwargs,
         differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+        compute_dtype=compute_dtype(plan.precision),
     )  # fmt: skip
 
 

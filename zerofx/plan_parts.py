@@ -11,7 +11,6 @@ from zerofx.errors import PlanError
 from zerofx.fields import (
     Patterns,
     check_names,
-    either,
     flag,
     one_of,
     optional,
@@ -25,6 +24,58 @@ from zerofx.fields import (
 )
 
 _dtype = one_of("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """What fp16's loss is multiplied by: so much that small gradients are not rounded to zero.
+
+    dynamic: double (`growth`) after `growth_interval` steps without an overflow, and halve
+        (`backoff`), down to `minimum`, at the `hysteresis`-th overflow after a rise.
+    initial: the scale at the start; the only one if not dynamic.
+    """
+
+    dynamic: bool = spec_field(True, flag)
+    initial: float = spec_field(65536.0, real(0, above=True))
+    growth_interval: int = spec_field(2000, whole(1))
+    growth: float = spec_field(2.0, real(1, above=True))
+    backoff: float = spec_field(0.5, real(0, 1, above=True))
+    minimum: float = spec_field(1.0, real(0, above=True))
+    hysteresis: int = spec_field(1, whole(1))
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan.precision.loss_scale")
+        if self.dynamic and self.initial < self.minimum:
+            raise PlanError(
+                f"Plan.precision.loss_scale.initial = {self.initial} is below minimum = "
+                f"{self.minimum}; raise the one or lower the other"
+            )
+
+    @classmethod
+    def read(cls, where: str, value: Any) -> LossScale | str | None:
+        """Read None, "external", "dynamic", a fixed factor, a mapping of fields, or a LossScale."""
+        if value is None or value == "external" or isinstance(value, cls):
+            return value
+        if value == "dynamic":
+            return cls()
+        if isinstance(value, Mapping):
+            check_names("loss_scale", value, [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return cls(dynamic=False, initial=real(0, above=True)(where, value))
+        raise refuse(where, value, "are 'dynamic', a factor, 'external', a mapping or a LossScale")
+
+    def to_plain(self) -> Any:
+        """Return "dynamic", the fixed factor, or the fields that were set."""
+        if not self.dynamic:
+            return self.initial
+        fields = dataclasses.fields(self)
+        chosen = {
+            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
+        }
+        return chosen or "dynamic"
+
+
 _tier = one_of("none", "cpu", "nvme")
 
 
@@ -32,15 +83,14 @@ _tier = one_of("none", "cpu", "nvme")
 class Precision:
     """In which number format a step computes, reduces gradients, and keeps the master weights.
 
-    loss_scale: None, `"dynamic"`, or a fixed factor; only fp16 compute needs one.
+    loss_scale: for fp16 compute, which needs one: `"dynamic"`, a fixed factor, a LossScale or a
+        dict of its fields; `"external"` where `torch.amp.GradScaler` scales the loss.
     """
 
     compute: str = spec_field("fp32", _dtype)
     reduce: str = spec_field("fp32", _dtype)
     master: str = spec_field("fp32", _dtype)
-    loss_scale: str | float | None = spec_field(
-        None, optional(either("dynamic", real(0, above=True)))
-    )
+    loss_scale: LossScale | str | None = spec_field(None, LossScale.read)
 
     # bf16 reduces in fp32, because a sum over ranks in 8 bits of mantissa loses the small terms;
     # fp16 has 11 and its loss scale, and halves the traffic as in the ZeRO paper.
@@ -56,6 +106,12 @@ class Precision:
             raise PlanError(
                 f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
                 f"{self.compute!r}: only fp16 underflows; drop loss_scale or compute in fp16"
+            )
+        if self.loss_scale is None and self.compute == "fp16":
+            raise PlanError(
+                "Plan.precision.loss_scale = None contradicts compute = 'fp16', whose gradients "
+                "underflow; use loss_scale='dynamic', a fixed factor, or 'external' where "
+                "torch.amp.GradScaler scales the loss"
             )
         if self.master not in ("fp32", self.compute):
             raise PlanError(
@@ -77,7 +133,9 @@ class Precision:
 
     def to_plain(self) -> Any:
         """Return the name of this precision where it has one, else its fields."""
-        fields = dataclasses.asdict(self)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.loss_scale, LossScale):
+            fields["loss_scale"] = self.loss_scale.to_plain()
         names = (name for name, named in self.NAMED.items() if Precision(**named) == self)
         return next(names, fields)
 

@@ -58,8 +58,6 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.precision.compute == "fp16":
-        yield "precision", plan.precision.to_plain(), "bf16"
     if plan.activations == "auto":
         yield "activations", "auto", "recompute"
     if _offloaded_patterns(plan):

@@ -16,10 +16,12 @@ from zerofx.capture.signature import signature_key
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
 from zerofx.compiled.hooks import HookWatch
 from zerofx.compiled.programs import Programs, ProgramTable, load_directory
+from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ShardError
 from zerofx.ir.program import Program
 from zerofx.passes.pipeline import Setting
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_state import flat_state, full_state
 from zerofx.runtime.shards import ShardStore
 
@@ -82,6 +84,11 @@ class CompiledModule(nn.Module):
         """One Program a signature, in the order of first calls; none before the first."""
         return Programs(b.program for b in self._programs.bound.values())
 
+    @property
+    def loss_scale(self) -> LossScaler | None:
+        """The scale of fp16 gradients and how many steps were skipped; None without scaling."""
+        return self._engine.gradients.scaler
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Sum gradients locally until the first backward outside, which reduces all of the sum.
@@ -92,12 +99,12 @@ class CompiledModule(nn.Module):
         there each backward reduces into the shards, which is the same sum, and this changes
         nothing.
         """
-        engine, before = self._engine, self._engine.no_sync
-        engine.no_sync = self._setting.plan.stage <= 1 and engine.world.size > 1
+        gradients, before = self._engine.gradients, self._engine.gradients.no_sync
+        gradients.no_sync = self._setting.plan.stage <= 1 and self._engine.world.size > 1
         try:
             yield
         finally:
-            engine.no_sync = before
+            gradients.no_sync = before
 
     def refresh(self) -> None:
         """Gather every resident parameter anew at the next forward."""
@@ -162,7 +169,10 @@ class CompiledModule(nn.Module):
             blank = torch.empty(param.shape, dtype=param.dtype, device="meta")
             memo[id(param)] = nn.Parameter(blank, param.requires_grad)
         model = copy.deepcopy(self._model, memo)
-        engine = Engine(ShardStore.copy_of(store, model))
+        scaler = make_scaler(self._setting.plan, store.world)
+        if self.loss_scale is not None and scaler is not None:
+            scaler.load_state_dict(self.loss_scale.state_dict())
+        engine = Engine(ShardStore.copy_of(store, model), scaler)
         made = CompiledModule(model, self._setting, engine)
         made.__dict__["_programs"] = ProgramTable(model, self._setting, engine, self._programs)
         memo[id(self)] = made

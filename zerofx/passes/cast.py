@@ -48,5 +48,4 @@ class Cast(Pass):
 
     def spec(self) -> str:
         p = self.precision
-        scale = f",loss_scale={p.loss_scale}" if p.loss_scale is not None else ""
-        return f"{self.name}{{compute={p.compute},reduce={p.reduce},master={p.master}{scale}}}"
+        return f"{self.name}{{compute={p.compute},reduce={p.reduce},master={p.master}}}"

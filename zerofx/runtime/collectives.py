@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerofx.errors import DesyncError
 
+STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
@@ -83,11 +84,15 @@ class Axis:
             out.copy_(full)
         return DONE
 
-    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
-        """Set `buf` [n] in place to scale * the sum over ranks."""
-        if scale != 1.0:
-            buf.mul_(scale)
-        return DONE
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        """Set `buf` [n] to scale * the sum over ranks of `source`, by default of `buf` itself."""
+        return self.reduce_scatter(buf, buf if source is None else source, scale, label)
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         """Set `buf` on every rank to its value on rank `src` of this axis."""
@@ -168,12 +173,22 @@ class Scratch:
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
-    """Set `out` to scale * (((parts[0] + parts[1]) + parts[2]) + ...); it aliases none of them."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-    if scale != 1.0:
-        out.mul_(scale)
+    """Set `out` to scale * (((parts[0] + parts[1]) + parts[2]) + ...).
+
+    Of the parts it may alias the first. Long ones are taken a stretch at a time, so that what the
+    second and later passes touch still lies in the cache.
+    """
+    numel = out.numel()
+    step = max(STRETCH_BYTES // out.element_size(), 1)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        is_whole = stop - start == numel
+        own, *others = (out, *parts) if is_whole else (t[start:stop] for t in (out, *parts))
+        torch.add(others[0], others[1], out=own)
+        for part in others[2:]:
+            own.add_(part)
+        if scale != 1.0:
+            own.mul_(scale)
 
 
 def all_reduce_bytes(buf: Tensor, rank: int, size: int) -> int:

@@ -91,30 +91,35 @@ class GlooAxis(Axis):
 
         return Flight(self._lane, label, handles, finish)
 
-    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        full = buf if source is None else source
         if self.size > 2:
-            return self._all_reduce_by_slices(buf, scale, label)
+            return self._all_reduce_by_slices(buf, full, scale, label)
         # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
-        lent, parts = self._landing(buf, buf.numel())
-        handles = self._exchange(self._reduce_wire, [buf] * 2, parts, label)
+        lent, _ = self._landing(buf, buf.numel())
+        handles = self._exchange(self._reduce_wire, [full] * 2, [lent[0]] * 2, label)
 
         def finish() -> None:
-            buf.add_(lent[0])  # a + b is b + a, bit for bit
-            if scale != 1.0:
-                buf.mul_(scale)
+            ordered_sum([full, lent[0]], buf, scale)  # a + b is b + a, bit for bit
             self._scratch.give_back(lent)
 
         return Flight(self._lane, label, handles, finish)
 
-    def _all_reduce_by_slices(self, buf: Tensor, scale: float, label: str) -> Work:
+    def _all_reduce_by_slices(self, buf: Tensor, full: Tensor, scale: float, label: str) -> Work:
         """Each rank sums its own slice and sends it round: 2 * (size - 1) / size of the bytes."""
-        slices = buf.tensor_split(self.size)
+        given, slices = full.tensor_split(self.size), buf.tensor_split(self.size)
         mine = slices[self.rank]
         numel = mine.numel()
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
-        lent, parts = self._landing(mine, numel)
-        handles = self._exchange(self._reduce_wire, slices, parts, label)
+        lent, parts = self._landing(given[self.rank], numel)
+        handles = self._exchange(self._reduce_wire, given, parts, label)
 
         def finish() -> None:
             total = self._scratch.take(numel, buf)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from zerofx.runtime.engine import Engine, Flight
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.flight import Flight
 
 _CURRENT = threading.local()
 
@@ -88,7 +89,8 @@ class GraphCalls:
         return self._launch(flight, tensor)
 
     def store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
-        is_kept = self.engine.no_sync or self.engine.discards
+        gradients = self.engine.gradients
+        is_kept = gradients.no_sync or gradients.discards
         self.engine.store_grad(None if is_kept else reduced, bucket)
         own = self.engine.layout.buckets[bucket].dtype
         return reduced.to(own, copy=True)  # an op may not return its argument

@@ -40,7 +40,15 @@ class NcclAxis(Axis):
         handle = reduce_scatter_flat(self._reduces, out, full)
         return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
 
-    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        if source is not None:
+            buf.copy_(source)
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
         return Flight(self._lane, label, [handle], lambda: _scale(buf, scale))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ class Ledger:
         self.world = world
         self.writes = 0
         self.handouts = 0
+        self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
 
     def note_backward(self) -> None:
         """Take it that after this backward parameters change through an alias, if one is out."""

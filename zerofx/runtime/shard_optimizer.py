@@ -128,11 +128,11 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "that are the model's no more, and trains nothing; build it over the compiled model's "
             "parameters(), or hand it over: zerofx.compile(model, plan, optimizer=optimizer)"
         )
-    ledgers = {
-        id(p._ledger): p._ledger
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if type(p) is ReplicatedParameter
-    }
-    for ledger in ledgers.values():
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    replicated = {id(p._ledger): p._ledger for p in params if type(p) is ReplicatedParameter}
+    sharded = {id(p._piece.ledger): p._piece.ledger for p in params if isinstance(p, ShardedTensor)}
+    for ledger in replicated.values():
         ledger.writes += 1
+    for ledger in (*replicated.values(), *sharded.values()):
+        if ledger.on_step is not None:
+            ledger.on_step()

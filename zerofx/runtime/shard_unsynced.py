@@ -132,24 +132,37 @@ class LocalSums:
         self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
         self._sums: dict[int, _Sum] = {}
 
-    def add(self, bucket: int, buffer: Tensor, names: Collection[str], scale: float) -> None:
-        """Add a packed bucket of which `names` have gradients to the sum."""
+    def add(
+        self,
+        bucket: int,
+        buffer: Tensor,
+        names: Collection[str],
+        scale: float,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Add a packed bucket of which `names` have gradients to the sum, which is unscaled."""
         self._scales[bucket] = scale
         if not self._is_sharded:
             target, accumulate = self._store.grad_target(bucket)
-            _ = target.add_(buffer) if accumulate else target.copy_(buffer)
+            if accumulate:
+                target.add_(buffer, alpha=1.0 / loss_scale)
+            else:
+                torch.mul(buffer, 1.0 / loss_scale, out=target)
             self._store.publish_grads(bucket, names)
             return
         held = self._sums.get(bucket)
         if held is None:
             own = self._store.layout.buckets[bucket].dtype  # not the one that gradients travel in
-            held = self._sums[bucket] = _Sum(self._store, bucket, buffer.to(own, copy=True))
+            full = buffer.to(own, copy=True).div_(loss_scale)
+            held = self._sums[bucket] = _Sum(self._store, bucket, full)
         else:
             held.forget_cleared()
-            held.full.add_(buffer)
+            held.full.add_(buffer, alpha=1.0 / loss_scale)
         held.mark(names)
 
-    def settle(self, bucket: int, buffer: Tensor) -> tuple[Tensor, bool, frozenset[str]]:
+    def settle(
+        self, bucket: int, buffer: Tensor, loss_scale: float = 1.0
+    ) -> tuple[Tensor, bool, frozenset[str]]:
         """Add the sum to a bucket that is about to be reduced.
 
         Returns:
@@ -162,11 +175,12 @@ class LocalSums:
         if held is not None:
             names = held.unmark()
             if names:
-                buffer.add_(held.full)
+                buffer.add_(held.full, alpha=loss_scale)
             return *self._store.grad_target(bucket), names
         target, is_set = self._store.grad_target(bucket)
         if is_set:
-            buffer.add_(target)  # with what was reduced before: equal on all ranks, so is its mean
+            # with what was reduced before: equal on all ranks, so is its mean
+            buffer.add_(target, alpha=loss_scale)
         return target, False, frozenset()
 
     def left(self) -> dict[int, float]:

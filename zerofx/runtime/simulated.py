@@ -123,10 +123,19 @@ class SimulatedAxis(Axis):
 
         return self._launch(("reduce-scatter", scale), full, land, label)
 
-    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         return self._launch(
-            ("all-reduce", scale), buf, lambda parts: ordered_sum(parts, buf, scale), label
+            ("all-reduce", scale),
+            buf if source is None else source,
+            lambda parts: ordered_sum(parts, buf, scale),
+            label,
         )
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:

@@ -30,8 +30,14 @@ class LoopbackAxis(Axis):
         torch.mul(full.view(self.size, -1)[self.rank], scale * self.size, out=out)
         return DONE
 
-    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
-        buf.mul_(scale * self.size)
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        torch.mul(buf if source is None else source, scale * self.size, out=buf)
         return DONE
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:

@@ -131,8 +131,11 @@ class Executable:
                 "would be wrong; run backward before the change"
             )
         # autograd.grad(loss, inputs) asks for no gradient of a parameter
-        engine.discards = not will_run(self._accumulate)
-        state = f"no_sync={engine.no_sync};inputs_only={engine.discards}"
+        gradients = engine.gradients
+        gradients.discards = not will_run(self._accumulate)
+        state = f"no_sync={gradients.no_sync};inputs_only={gradients.discards}"
+        if gradients.scaler is not None:
+            tangents = gradients.scaler.begin(tangents)
         try:
             self._agree(f"backward of {self.contract.label}", state)
             with self._guard(), torch.no_grad(), self._own_random("backward"):
@@ -140,7 +143,9 @@ class Executable:
                 grads = self.backward(engine, engine.store.shards, saved, tangents)
             engine.rest()
         finally:
-            engine.discards = False
+            gradients.discards = False
+        if gradients.scaler is not None:
+            return gradients.scaler.unscaled(grads)
         return grads
 
     def _agree(self, what: str, state: str) -> None:

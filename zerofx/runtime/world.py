@@ -147,9 +147,7 @@ class World:
         if self.replicate_size == 1:
             return self._shard.reduce_scatter(out, full, scale, label)
         if self.shard_size == 1:
-            if out.data_ptr() != full.data_ptr():
-                out.copy_(full)
-            return self._replicate.all_reduce(out, scale, label)
+            return self._replicate.all_reduce(out, scale, label, full)
         first = self._shard.reduce_scatter(out, full, 1.0, label)
         return Then(first, lambda: self._replicate.all_reduce(out, scale, label))
 

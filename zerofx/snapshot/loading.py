@@ -110,7 +110,7 @@ class _Load(Job):
             ) from error
         finally:
             self.store.ledger.writes += 1
-            self.model._engine.drop_unsynced()
+            self.model._engine.gradients.drop_unsynced()
 
     def _apply(self) -> None:
         for name, buffer in state.buffers_of(self.model).items():
@@ -120,4 +120,6 @@ class _Load(Job):
         if self.optimizer is not None:
             saved = self.values["optimizer"]
             state.load_optimizer(self.optimizer, self.names, saved, self.states)
+        if self.model.loss_scale is not None and self.values.get("loss_scale"):
+            self.model.loss_scale.load_state_dict(self.values["loss_scale"])
         set_random_states(self.random, self.world.device)

@@ -79,7 +79,15 @@ class _Save(Job):
         modules = {
             path: m.get_extra_state() for path, m in state.extra_states_of(self.model._model)
         }
-        self.values = pack({"extra": dict(self.extra), "optimizer": values, "modules": modules})
+        scaler = self.model.loss_scale
+        self.values = pack(
+            {
+                "extra": dict(self.extra),
+                "optimizer": values,
+                "modules": modules,
+                "loss_scale": scaler.state_dict() if scaler is not None else {},
+            }
+        )
         files.check_place(self.folder)
         self.written = files.begin(self.folder)
         return self.written

@@ -1,0 +1,25 @@
+"""From a plan's loss scale to the scaler that runs."""
+
+from __future__ import annotations
+
+from zerofx.plan import Plan
+from zerofx.plan_parts import LossScale
+from zerofx.runtime.loss_scale import LossScaler, ScaleRule
+from zerofx.runtime.world import World
+
+
+def make_scaler(plan: Plan, world: World) -> LossScaler | None:
+    """Return the scaler that a plan asks for, None where nothing is scaled here."""
+    asked = plan.precision.loss_scale
+    if asked is None or asked == "external":
+        return None
+    assert isinstance(asked, LossScale)
+    rule = ScaleRule(
+        asked.initial,
+        asked.growth_interval if asked.dynamic else 0,
+        asked.growth,
+        asked.backoff,
+        asked.minimum,
+        asked.hysteresis,
+    )
+    return LossScaler(rule, world.device)

@@ -1,0 +1,52 @@
+"""Views that take a flat buffer apart: made once for each place in memory, reused every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from zerofx.runtime.layout import Layout
+
+
+class BucketViews:
+    """The parameters in a bucket's flat buffer, and the padding between them.
+
+    is_lasting: tells whether a buffer is the same tensor every step, so that its views can be kept.
+    """
+
+    def __init__(self, layout: Layout, is_lasting: Callable[[Tensor, int], bool]) -> None:
+        self._layout = layout
+        self._is_lasting = is_lasting
+        self._views: dict[tuple, tuple[Tensor, ...]] = {}
+
+    def params(self, full: Tensor, bucket: int, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return views for the parameters at these positions in the bucket."""
+        key = (id(full), bucket, positions)
+        views = self._views.get(key)
+        if views is None:
+            members = [self._layout.buckets[bucket].params[i] for i in positions]
+            views = tuple(full[p.offset : p.end].view(p.shape) for p in members)
+            self._keep(key, views, full, bucket)
+        return views
+
+    def gaps(self, full: Tensor, bucket: int) -> tuple[Tensor, ...]:
+        """Return views of all padding."""
+        key = (id(full), bucket, "gaps")
+        views = self._views.get(key)
+        if views is None:
+            b = self._layout.buckets[bucket]
+            ends = [0, *(p.end for p in b.params)]
+            starts = [*(p.offset for p in b.params), b.numel]
+            pairs = zip(ends, starts, strict=True)
+            views = tuple(full[lo:hi] for lo, hi in pairs if hi > lo)
+            self._keep(key, views, full, bucket)
+        return views
+
+    def _keep(self, key: tuple, views: tuple[Tensor, ...], full: Tensor, bucket: int) -> None:
+        if self._is_lasting(full, bucket):
+            self._views[key] = views
+
+    def clear(self) -> None:
+        """Forget all views: a buffer has moved."""
+        self._views.clear()

@@ -1,0 +1,31 @@
+"""A collective of one bucket, on its way."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zerofx.runtime.layout import Bucket
+
+
+def label(verb: str, bucket: Bucket) -> str:
+    """Name a collective for the watchdog: its bucket's units and its first parameters."""
+    names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
+    return f"{verb} of bucket {bucket.index} ({bucket.label()}: {names})"
+
+
+class Flight:
+    """A launched transfer: `tensor` may be read only after `wait`."""
+
+    __slots__ = ("bucket", "tensor", "work")
+
+    def __init__(self, tensor: Tensor | None, work: object, bucket: int) -> None:
+        self.tensor = tensor
+        self.work = work
+        self.bucket = bucket
+
+    def wait(self) -> Tensor | None:
+        """Return what was delivered (None for a reduction that was put off)."""
+        if self.work is not None:
+            self.work.wait()  # type: ignore[attr-defined]
+            self.work = None
+        return self.tensor

@@ -1,0 +1,157 @@
+"""The way of gradients: packed into a bucket, reduced, and stored where the user sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zerofx.compat.tensors import foreach_copy_, foreach_zero_
+from zerofx.runtime.bucket_views import BucketViews
+from zerofx.runtime.flight import Flight, label
+from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.shard_unsynced import LocalSums
+from zerofx.runtime.slots import SlotPool
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+
+class Gradients:
+    """Takes each bucket's gradients from packing to `p.grad`.
+
+    no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
+    parameter gets a gradient.
+    """
+
+    def __init__(
+        self, store: ShardStore, slots: SlotPool, views: BucketViews, scaler: LossScaler | None
+    ) -> None:
+        self.no_sync = False
+        self.discards = False
+        self.scaler = scaler
+        self._store, self._slots, self._views = store, slots, views
+        self._world, self._layout = store.world, store.layout
+        self._sums = LocalSums(store)
+        self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
+        self._names: dict[tuple, frozenset[str]] = {}
+        # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
+        self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
+        self._scratch: dict[int, Tensor] = {}
+        if scaler is not None:
+            store.ledger.on_step = scaler.note_step
+        self._labels = [label("reduction", b) for b in self._layout.buckets]
+
+    # -- what a schedule calls --------------------------------------------------------------
+    def buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
+        """Return the flat buffer into which a bucket's gradients are packed."""
+        b = self._layout.buckets[bucket]
+        buffer = self._slots.take(slot, b.numel, b.reduce_dtype)
+        if zero:
+            buffer.zero_()
+        else:
+            gaps = self._views.gaps(buffer, bucket)
+            if gaps:
+                foreach_zero_(gaps)
+        self._packed[bucket] = ()
+        return buffer
+
+    def pack(
+        self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
+    ) -> None:
+        """Copy gradients of the parameters at these positions into their bucket's buffer."""
+        foreach_copy_(self._views.params(buffer, bucket, params), grads)
+        self._packed[bucket] += (params,)
+
+    def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
+        """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
+        if self.discards:
+            return Flight(None, None, bucket)
+        loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        if self.no_sync:
+            self._sums.add(bucket, buffer, self._packed_names(bucket), scale, loss_scale)
+            return Flight(None, None, bucket)
+        self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
+        target, accumulate, _ = self._targets[bucket]
+        is_target = not accumulate and target.dtype is buffer.dtype
+        out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
+        work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
+        return Flight(out, work, bucket)
+
+    def _scratch_like(self, bucket: int, target: Tensor, dtype: torch.dtype) -> Tensor:
+        scratch = self._scratch.get(bucket)
+        if scratch is None:
+            with torch.inference_mode(False):
+                scratch = self._scratch[bucket] = torch.empty_like(target, dtype=dtype)
+        return scratch
+
+    def store(self, reduced: Tensor | None, bucket: int) -> None:
+        """Assign or accumulate a reduced slice into the gradients that the user sees."""
+        if reduced is None:
+            return
+        target, accumulate, summed = self._targets.pop(bucket)
+        if self.scaler is not None:
+            if reduced.dtype is not target.dtype:
+                wide = torch.empty_like(target) if accumulate else target
+                reduced = wide.copy_(reduced)
+            self.scaler.unscale(reduced)
+        if accumulate:
+            target.add_(reduced)
+        elif reduced is not target:
+            target.copy_(reduced)
+        names = self._packed_names(bucket)
+        self._store.publish_grads(bucket, names | summed if summed else names)
+
+    def _packed_names(self, bucket: int) -> frozenset[str]:
+        """Return the parameters whose gradients this backward has packed into the bucket."""
+        key = (bucket, self._packed[bucket])
+        names = self._names.get(key)
+        if names is None:
+            members = self._layout.buckets[bucket].params
+            names = frozenset(members[i].name for some in key[1] for i in some)
+            self._names[key] = names
+        return names
+
+    # -- the end of a backward --------------------------------------------------------------
+    def finish(self) -> None:
+        """End a backward: reduce what no_sync left, and drop all if any of it overflowed."""
+        if self.no_sync or self.discards:
+            return
+        self._reduce_left()
+        if self.scaler is not None:
+            self._look_for_overflow(self.scaler)
+
+    @torch.no_grad()
+    def _reduce_left(self) -> None:
+        """Reduce sums of no_sync whose buckets this backward's program has no gradient for."""
+        left = self._sums.left()
+        if not left:
+            return
+        self._world.agree("reduction of what no_sync summed", f"buckets={list(left)}")
+        for bucket, scale in left.items():
+            b = self._layout.buckets[bucket]
+            buffer = torch.zeros(b.numel, dtype=b.reduce_dtype, device=self._world.device)
+            self._packed[bucket] = ()
+            self.store(self.reduce(buffer, bucket, scale).wait(), bucket)
+
+    @torch.no_grad()
+    def _look_for_overflow(self, scaler: LossScaler) -> None:
+        """Let all ranks know of an inf or NaN that any has found; then no p.grad stays."""
+        flag = scaler.take_flag()
+        self._world.all_reduce(flag, label="check of the loss scale for overflow").wait()
+        scaler.note_backward(bool(flag.item()))
+        if scaler.has_overflowed:
+            self._sums.drop()
+            for param in self._store.params.values():
+                param.grad = None
+
+    def drop_unsynced(self) -> None:
+        """Forget gradients that were summed under no_sync and not yet reduced."""
+        self._sums.drop()
+
+    def abandon(self) -> None:
+        """Forget what was packed and launched."""
+        self._packed.clear()
+        self._targets.clear()
