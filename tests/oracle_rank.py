@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import Program
+from zerofx.runtime.kernels.ops import FUSED
 
 if TYPE_CHECKING:
     from oracle import State
@@ -120,7 +121,8 @@ class Rank:
 
 def _is_ours(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith("zerofx::")
+    is_fused = node.target in FUSED  # compute, whose body runs as any op's does
+    return schema is not None and schema.name.startswith("zerofx::") and not is_fused
 
 
 def _copy(value: Any) -> Any:

@@ -25,6 +25,7 @@ from zerofx.analysis.storage import (
 )
 from zerofx.analysis.workspace import workspace_bytes
 from zerofx.ir import ops
+from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
@@ -162,6 +163,8 @@ class _Walk:
     def _communication(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return what a zerofx op's result lies in: a slot, memory of its own, or its argument."""
         target = node.target
+        if is_in_place(node, self.program.layout):
+            return ()  # the gradient's own memory
         if target is ops.all_gather or target is ops.grad_buffer:
             category = Category.GATHERED if target is ops.all_gather else Category.GRADIENTS
             slot = slot_of(node)

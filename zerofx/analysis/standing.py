@@ -7,6 +7,7 @@ import math
 from zerofx.analysis.scratch import receive_buffers
 from zerofx.analysis.storage import Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.ir import ops
+from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
 
@@ -53,12 +54,15 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
     """
     found = []
     layout = program.layout
+    packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
+        if is_in_place(node, layout):
+            packed[info(node).index] = time
         if node.target not in ops.REDUCES or layout is None:
             continue
         bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
-        birth = time if size >= layout.rest_bytes else 0
+        birth = packed.get(bucket.index, time) if size >= layout.rest_bytes else 0
         found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node)))
         if bucket.reduce_dtype is not bucket.dtype:
             unit = bucket.label()

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         logits = self.head(self.norm(h))
         if y is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())  # also in bf16
 
     def num_parameters(self) -> int:
         """Count parameter elements, tied weights once."""

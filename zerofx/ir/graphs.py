@@ -13,6 +13,7 @@ from zerofx.compat.graphs import OpOverload, op_argument, pytree
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program
+from zerofx.runtime.layout import Layout
 
 _EXTRA_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
 
@@ -118,6 +119,13 @@ def call(
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
     return node
+
+
+def is_in_place(node: fx.Node, layout: Layout | None) -> bool:
+    """Tell whether a gradient buffer is the memory that `p.grad` shows after the reduction."""
+    if node.target is not ops.grad_buffer or layout is None:
+        return False
+    return layout.reduces_in_place(layout.buckets[info(node).index])
 
 
 def set_results(graph: fx.Graph, results: Iterable[Any]) -> None:

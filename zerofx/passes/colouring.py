@@ -5,24 +5,26 @@ from __future__ import annotations
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graphs import users_after_views
+from zerofx.ir.graphs import is_in_place, users_after_views
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.program import Program
+from zerofx.runtime.layout import Layout
 
 
 def assign(program: Program) -> list[int]:
     """Write a slot into every gather and gradient buffer that fits one; return the slots' bytes.
 
     A slot holds one buffer at a time and only within one call: what leaves its call (a kept
-    bucket) gets memory of its own. Slots of all graphs share one pool, since calls never overlap.
+    bucket) gets memory of its own, and what is reduced in place lies in p.grad's. Slots of all
+    graphs share one pool, since calls never overlap.
     """
     sizes: list[int] = []
     for gm in program.graphs.values():
-        _colour(gm.graph, sizes)
+        _colour(gm.graph, sizes, program.layout)
     return sizes
 
 
-def _colour(graph: fx.Graph, sizes: list[int]) -> None:
+def _colour(graph: fx.Graph, sizes: list[int], layout: Layout | None) -> None:
     free = set(range(len(sizes)))
     ends: dict[fx.Node, list[int]] = {}
     for node in list(graph.nodes):
@@ -30,7 +32,7 @@ def _colour(graph: fx.Graph, sizes: list[int]) -> None:
             free.add(slot)
         if node.target is ops.all_gather or node.target is ops.grad_buffer:
             end = _end(node)
-            if end is None:
+            if end is None or is_in_place(node, layout):
                 continue
             slot = _take(free, sizes, nbytes(value(node)))
             node.args = (*node.args[:-1], slot) if _has_slot(node) else (*node.args, slot)

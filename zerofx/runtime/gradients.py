@@ -46,23 +46,38 @@ class Gradients:
 
     # -- what a schedule calls --------------------------------------------------------------
     def buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
-        """Return the flat buffer into which a bucket's gradients are packed."""
+        """Return the flat buffer into which a bucket's gradients are packed.
+
+        Where every rank holds whole gradients and none is set yet, that is p.grad's own memory.
+        """
         b = self._layout.buckets[bucket]
-        buffer = self._slots.take(slot, b.numel, b.reduce_dtype)
+        own = self._own_place(bucket)
+        buffer = own if own is not None else self._slots.take(slot, b.numel, b.reduce_dtype)
         if zero:
             buffer.zero_()
         else:
-            gaps = self._views.gaps(buffer, bucket)
+            gaps = self._views.gaps(buffer, bucket, own is not None)
             if gaps:
                 foreach_zero_(gaps)
         self._packed[bucket] = ()
         return buffer
 
+    def _own_place(self, bucket: int) -> Tensor | None:
+        is_put_off = self.no_sync or self.discards or self._sums.holds(bucket)
+        if is_put_off or not self._layout.reduces_in_place(self._layout.buckets[bucket]):
+            return None
+        target, accumulate = self._store.grad_target(bucket)
+        if accumulate:
+            return None
+        self._targets[bucket] = target, False, frozenset()
+        return target
+
     def pack(
         self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
-        foreach_copy_(self._views.params(buffer, bucket, params), grads)
+        views = self._views.params(buffer, bucket, params, bucket in self._targets)
+        foreach_copy_(views, grads)
         self._packed[bucket] += (params,)
 
     def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
@@ -73,7 +88,8 @@ class Gradients:
         if self.no_sync:
             self._sums.add(bucket, buffer, self._packed_names(bucket), scale, loss_scale)
             return Flight(None, None, bucket)
-        self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
+        if bucket not in self._targets:
+            self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
         is_target = not accumulate and target.dtype is buffer.dtype
         out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)

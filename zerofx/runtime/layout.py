@@ -111,6 +111,10 @@ class Layout:
         is_data_parallel = self.shard_size == 1 and self.replicate_size > 1
         return sys.maxsize if is_data_parallel else REST_BYTES
 
+    def reduces_in_place(self, bucket: Bucket) -> bool:
+        """Tell whether a bucket's gradients can be packed and reduced where `p.grad` shows them."""
+        return self.shard_size == 1 and bucket.reduce_dtype is bucket.dtype
+
     def shard_numel(self, bucket: Bucket) -> int:
         """Return the elements of `bucket` that one rank owns."""
         return bucket.numel // self.shard_size

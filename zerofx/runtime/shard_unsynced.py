@@ -160,6 +160,10 @@ class LocalSums:
             held.full.add_(buffer, alpha=1.0 / loss_scale)
         held.mark(names)
 
+    def holds(self, bucket: int) -> bool:
+        """Tell whether a sum of this bucket waits for its reduction."""
+        return bucket in self._scales
+
     def settle(
         self, bucket: int, buffer: Tensor, loss_scale: float = 1.0
     ) -> tuple[Tensor, bool, frozenset[str]]:
