@@ -71,7 +71,10 @@ def run_both(name: str, stage: int) -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 @pytest.mark.parametrize("name", CASES_RUN)
 def test_graphs_run_as_the_schedule_does(pool: Any, name: str, stage: int) -> None:
     for emitted, by_graphs in pool.run(2, run_both, name, stage):

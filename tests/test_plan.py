@@ -176,7 +176,6 @@ LATER: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tiling": {"h.*": 2}}, "Plan.tiling = {'h.*': 2} is not in this release"),
     ({"offload": {"optimizer": "cpu"}}, "Plan.offload = {'optimizer': 'cpu'} is not in"),
-    ({"outputs": "loss"}, "use outputs='all'"),
     ({"update": "in-backward"}, "use update='step'"),
     ({"cuda_graph": True}, "use cuda_graph=False"),
 ]

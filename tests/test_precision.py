@@ -23,14 +23,21 @@ CELLS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "gpt", {"stage": 3}, {"optimizer": "sgd"}),
     (2, "gpt", {"stage": 1}, {"optimizer": "adamw", "clip": 0.5}),
     (2, "gpt", {"stage": 0}, {"accumulation": 3}),
-    (1, "gpt", {"stage": 3, "activations": "recompute"}, {"optimizer": "adamw"}),
     (2, "convnet", {"stage": 2}, {"optimizer": "sgd"}),
+]
+MORE: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (1, "gpt", {"stage": 3, "activations": "recompute"}, {"optimizer": "adamw"}),
     (2, "hf-llama", {"stage": 3, "persist_below": "1KiB"}, {"optimizer": "adamw"}),
     (2, "hf-gpt2", {"stage": 3, "bucket_bytes": 0}, {"accumulation": 2}),
+    (4, "gpt", {"stage": 3}, {"optimizer": "sgd"}),
+    (4, "gpt", {"stage": 3, "shard_axis_size": 2}, {"clip": 0.5}),
 ]
 
 
-@pytest.mark.parametrize(("world", "name", "plan", "options"), CELLS)
+@pytest.mark.parametrize(
+    ("world", "name", "plan", "options"),
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE)],
+)
 def test_bf16_trains_as_plain_bf16_over_fp32_weights(
     pool: Any, world: int, name: str, plan: dict[str, Any], options: dict[str, Any]
 ) -> None:

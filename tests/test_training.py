@@ -22,9 +22,13 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 DETERMINISTIC = [n for n, c in CASES.items() if not c.is_random]
 
 
-def judge(report: Report, optimizer: str) -> None:
-    """Hold a report against the project's tolerances (fp32)."""
-    assert report.loss <= 1e-6, report
+def judge(report: Report, optimizer: str, kernels: str = "aten") -> None:
+    """Hold a report against the project's tolerances (fp32).
+
+    Inductor's own rounding moves AdamW's parameters by some 5e-6, and the later losses with them.
+    """
+    drifts = kernels == "inductor" and optimizer.startswith("adam")
+    assert report.loss <= (1e-5 if drifts else 1e-6), report
     assert report.model <= (1e-5 if optimizer.startswith("adam") else 1e-6), report
     assert report.buffers <= 1e-6, report
     if optimizer == "sgd":
@@ -61,17 +65,18 @@ def test_same_training_in_every_cell(pool: Any, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kernels", ["aten", "inductor"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_full_matrix(pool: Any, name: str, kernels: str) -> None:
-    worlds, stages = (1, 2, 4), (0, 1, 2, 3)
-    rest = product(("keep", "recompute", 0.5), (1, 3), (None, 0.5), ("sgd", "adamw-fused"))
-    for (world, stage), cell in product(product(worlds, stages), list(rest)):
-        activations, accumulation, clip, optimizer = cell
+def test_full_matrix(pool: Any, name: str, kernels: str, world: int) -> None:
+    cells = product(
+        (0, 1, 2, 3), ("keep", "recompute", 0.5), (1, 3), (None, 0.5), ("sgd", "adamw-fused")
+    )
+    for stage, activations, accumulation, clip, optimizer in cells:
         plan = {"kernels": kernels, "stage": stage, "activations": activations}
         reports = pool.run(world, train, name, plan, optimizer, accumulation, clip, timeout_s=600)
         for report in reports:
-            judge(report, optimizer)
+            judge(report, optimizer, kernels)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
         )
     if plan.offload.is_used:
         yield "offload", plan.offload.to_plain(), "none"
-    for field, instead in {"outputs": "all", "update": "step", "cuda_graph": False}.items():
+    for field, instead in {"update": "step", "cuda_graph": False}.items():
         if getattr(plan, field) != instead:
             yield field, getattr(plan, field), instead
 
