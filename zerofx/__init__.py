@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerofx import capture as capture
+    from zerofx import optim as optim
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
     from zerofx.api import rewrite as rewrite
@@ -42,13 +43,15 @@ _HOME = {
     "export": "zerofx.snapshot",
 }
 
-__all__ = sorted([*_HOME, "capture"])
+__all__ = sorted([*_HOME, "capture", "optim"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
         importlib.import_module("zerofx.reports")  # gives the captured Program its methods
         return importlib.import_module("zerofx.capture")
+    if name == "optim":
+        return importlib.import_module("zerofx.optim")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'zerofx' has no attribute {name!r}")

@@ -31,6 +31,10 @@ class DesyncError(ZerofxError):
     """Ranks disagree about what runs next, or one did not arrive in time."""
 
 
+class OptimizerError(ZerofxError, ValueError):
+    """A zerofx optimizer cannot train the parameters or groups that it was given."""
+
+
 class SnapshotError(ZerofxError):
     """A save or load is refused: truncated, foreign, half-written, or of another model."""
 

@@ -1,0 +1,25 @@
+"""Optimizer steps over lists of tensors: torch has them fused, without public names.
+
+The fused kernels read a `grad_scale` to divide gradients by, and write the quotient back into the
+gradients; on CPU that costs a store of the gradient's size, so None is passed where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, beta1, beta2, weight_decay,
+# eps, amsgrad, maximize, grad_scale=None, found_inf=None); `steps` already count this step
+fused_adam_: Callable[..., None] = torch._fused_adam_
+
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+
+# (params, grads, momentum_buffers, *, weight_decay, momentum, lr, dampening, nesterov, maximize,
+# is_first_step, grad_scale=None, found_inf=None); no buffers where momentum is 0
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
+
+foreach_add_: Callable[..., None] = torch._foreach_add_
+
+foreach_mul_: Callable[..., None] = torch._foreach_mul_

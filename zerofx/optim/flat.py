@@ -1,0 +1,225 @@
+"""What all optimizers here share: parameters and states as flat runs, a norm, then one update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from zerofx.compat.optim import foreach_add_
+from zerofx.errors import OptimizerError
+from zerofx.optim.clip import divisor, global_norm
+from zerofx.optim.places import check_dtype, neighbours, place_of
+from zerofx.optim.stretch import Run, Stretch
+
+Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
+
+
+def alike(work: Work) -> list[Work]:
+    """Divide runs into those of one dtype and device: one call of a fused kernel takes no more."""
+    found: dict[Any, Work] = {}
+    for run, grad in work:
+        found.setdefault((run.param.dtype, run.param.device), []).append((run, grad))
+    return list(found.values())
+
+
+@dataclass
+class _Group:
+    """How one parameter group is laid out."""
+
+    params: list[Tensor]
+    keys: tuple[str, ...]
+    stretches: list[Stretch]
+    waiting: list[Tensor]  # without state, since they had no gradient so far
+
+
+class FlatOptimizer(Optimizer):
+    """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
+
+    A subclass names its states and updates runs; closures, clipping, loss scales, step counts,
+    loading and layout are here. `grad_norm` is the norm over all groups and ranks of the last
+    step's gradients before clipping, float64 [], None without max_grad_norm.
+
+    Parameters without a gradient are left out of a step, as in torch. `GradScaler` hands its scale
+    to the step itself, so that unscaling is no pass of its own; where it found an infinity (on any
+    rank), nothing is changed.
+    """
+
+    counts_steps: ClassVar[bool] = True
+    takes_half: ClassVar[bool] = False
+    stretch_type: type[Stretch] = Stretch
+    _step_supports_amp_scaling = True
+
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
+    _laid: dict[int, _Group]
+
+    def _begin(self, max_grad_norm: float | None) -> None:
+        """Set what the constructor adds to torch's.
+
+        Raises:
+            OptimizerError: max_grad_norm is not positive, or a group asks for what is not done.
+        """
+        if max_grad_norm is not None and not max_grad_norm > 0.0:
+            raise OptimizerError(
+                f"max_grad_norm is {max_grad_norm}, but must be positive; None does not clip"
+            )
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = None
+        self._laid = {}
+
+    # -- what a subclass says -------------------------------------------------------------------
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the states, of a parameter's shape, that the group's options need."""
+        raise NotImplementedError
+
+    def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
+        """Update runs of one dtype and device, none empty; gradients are divided by `scale`."""
+        raise NotImplementedError
+
+    def update_groups(self, work: Sequence[tuple[dict[str, Any], Work]], scale: Any) -> None:
+        """Update all groups; called on every rank, also where it owns no element of them."""
+        for group, pairs in work:
+            for part in alike([pair for pair in pairs if pair[0].numel]):
+                self.update(group, part, scale)
+
+    # -- torch's interface --------------------------------------------------------------------
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        kind = type(self).__name__
+        if group.get("differentiable"):
+            raise OptimizerError(
+                f"{kind}: differentiable=True would record every update for autograd; use "
+                f"torch.optim.{kind} on an uncompiled model for it"
+            )
+        for param in group["params"]:
+            check_dtype(param, kind, self.takes_half)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; return what `closure` returns."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                f"{type(self).__name__}: a step reads rates and step counts on the host, so that a "
+                "CUDA graph would repeat the same ones for ever; step outside the graph"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0.0:
+            return loss
+        with torch.inference_mode(False):
+            work = [self._work(number) for number in range(len(self.param_groups))]
+            self._update_all(work)
+        return loss
+
+    def _update_all(self, work: Sequence[Work]) -> None:
+        grad_scale = getattr(self, "grad_scale", None)
+        norm = None
+        if self.max_grad_norm is not None:
+            norm = global_norm(pair for pairs in work for pair in pairs)
+            self.grad_norm = norm if grad_scale is None else norm / grad_scale
+        scale = divisor(norm, self.max_grad_norm, grad_scale)
+        self.update_groups(list(zip(self.param_groups, work, strict=True)), scale)
+        for laid in self._laid.values():
+            for stretch in laid.stretches:
+                if stretch.ledger is not None:
+                    stretch.ledger.writes += 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states on this rank, without step counts."""
+        return sum(s.state_bytes for laid in self._laid.values() for s in laid.stretches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states and groups as the torch optimizer of this name would."""
+        found = super().state_dict()
+        found["state"] = {
+            k: dict(v) if isinstance(v, Mapping) else v for k, v in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._laid.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            for number in range(len(self.param_groups)):
+                self._layout(number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("max_grad_norm", "stretch_type")
+        return {**super().__getstate__(), **{k: getattr(self, k) for k in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._laid = {}
+        self.grad_norm = None
+        super().__setstate__(state)
+
+    # -- layout -------------------------------------------------------------------------------
+    def _work(self, number: int) -> Work:
+        """Return the runs of a group that have gradients; counts a step of each."""
+        laid = self._layout(number)
+        fresh = [p for p in laid.waiting if p.grad is not None]
+        if fresh:
+            laid.stretches += self._stretches(fresh, laid.keys)
+            made = set(map(id, fresh))
+            laid.waiting = [p for p in laid.waiting if id(p) not in made]
+        work: Work = []
+        for stretch in laid.stretches:
+            work += stretch.runs([p.grad for p in stretch.params])
+        if work and self.counts_steps:
+            foreach_add_([run.steps for run, _ in work], 1)
+        return work
+
+    def _layout(self, number: int) -> _Group:
+        """Return the layout of a group, made anew where parameters or states are not as they were.
+
+        States that were loaded, or that torch's own optimizer made, are taken into flat tensors.
+        """
+        group = self.param_groups[number]
+        params, keys = group["params"], self.state_keys(group)
+        laid = self._laid.get(number)
+        if laid is not None and self._is_current(laid, params, keys):
+            return laid
+        self._laid.pop(number, None)
+        for param in params:
+            check_dtype(param, type(self).__name__, self.takes_half)
+        has_state = [p for p in params if self._has_state(p, keys)]
+        known = set(map(id, has_state))
+        waiting = [p for p in params if id(p) not in known]
+        laid = _Group(list(params), keys, self._stretches(has_state, keys), waiting)
+        self._laid[number] = laid
+        return laid
+
+    def _is_current(self, laid: _Group, params: list[Tensor], keys: tuple[str, ...]) -> bool:
+        return (
+            laid.keys == keys
+            and len(laid.params) == len(params)
+            and all(map(is_, laid.params, params))
+            and all(stretch.is_intact(self.state) for stretch in laid.stretches)
+            and not any(self._has_state(p, keys) for p in laid.waiting)
+        )
+
+    def _has_state(self, param: Tensor, keys: tuple[str, ...]) -> bool:
+        needed = (*keys, "step") if self.counts_steps else keys
+        if not needed:
+            return True
+        held = self.state.get(param) or {}
+        return all(held.get(key) is not None for key in needed)
+
+    def _stretches(self, params: Sequence[Tensor], keys: tuple[str, ...]) -> list[Stretch]:
+        places = [place_of(p) for p in params]
+        made = []
+        for numbers in neighbours(enumerate(places)):
+            stretch = self.stretch_type([params[i] for i in numbers], [places[i] for i in numbers])
+            stretch.adopt(self.state, keys, self.counts_steps)
+            made.append(stretch)
+        return made

@@ -1,0 +1,76 @@
+"""Parameter groups by name: a group takes the parameters that its patterns cover.
+
+    zerofx.optim.AdamW([
+        {"params": model.named_parameters(), "names": ["*.bias", "*norm*"], "weight_decay": 0.0},
+        {"params": model.named_parameters(), "names": "*"},
+    ])
+
+`names` is one pattern or a list: shell wildcards over whole names, where `*` crosses dots; a
+module's name (`blocks.0`) covers all that is in it. A group takes what no group before it has
+taken.
+"""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from zerofx.errors import OptimizerError
+from zerofx.fields import covers
+
+
+def resolve_groups(params: Any) -> Any:
+    """Return `params` as torch.optim takes them: groups with "names" have chosen theirs.
+
+    Raises:
+        OptimizerError: a pattern covers none of its group's parameters, or they have no names.
+    """
+    if isinstance(params, Tensor):
+        return params  # torch says what is wrong with it
+    groups = list(params)
+    if not any(isinstance(g, dict) and "names" in g for g in groups):
+        return groups
+    taken: set[int] = set()
+    found = []
+    for number, group in enumerate(groups):
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        chosen = _chosen(number, members, group["names"], taken) if "names" in group else members
+        taken |= {id(m[1] if isinstance(m, tuple) else m) for m in chosen}
+        found.append({**{k: v for k, v in group.items() if k != "names"}, "params": chosen})
+    return found
+
+
+def _names(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or covers(pattern, name)
+
+
+def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> list[Any]:
+    if not all(isinstance(m, tuple) for m in members):
+        raise OptimizerError(
+            f'group {number} chooses by "names", so its "params" must come with them: give '
+            "model.named_parameters()"
+        )
+    patterns = [names] if isinstance(names, str) else list(names)
+    known = [name for name, _ in members]
+    for pattern in patterns:
+        if not any(_names(pattern, name) for name in known):
+            near = difflib.get_close_matches(pattern, known, 3, 0.0)
+            raise OptimizerError(
+                f"group {number}: {pattern!r} names none of the {len(known)} parameters; the "
+                f"nearest are {', '.join(near)}"
+            )
+    chosen = [
+        (name, p)
+        for name, p in members
+        if id(p) not in taken and any(_names(pattern, name) for pattern in patterns)
+    ]
+    if not chosen:
+        raise OptimizerError(
+            f"group {number}: all parameters that {patterns} name are in groups before it; give "
+            "the narrower patterns first, or drop the group"
+        )
+    return chosen

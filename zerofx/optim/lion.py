@@ -1,0 +1,56 @@
+"""Lion over flat runs: the sign of an interpolated gradient, one state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.optim.flat import FlatOptimizer, Work
+from zerofx.optim.groups import resolve_groups
+from zerofx.optim.options import check_adam_options
+from zerofx.optim.parts import parts
+
+
+class Lion(FlatOptimizer):
+    """p -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay p);  then m = beta2 m + (1 - beta2) g.
+
+    States: "exp_avg" (m). Updates are of one size, lr, so that rates are 3 to 10 times smaller and
+    weight decays as much larger than AdamW's.
+
+    Raises:
+        OptimizerError: a parameter is float16 without a float32 master copy.
+
+    Source: "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), Algorithm 2.
+    """
+
+    counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        check_adam_options(lr, betas, weight_decay)
+        self._begin(max_grad_norm)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(resolve_groups(params), defaults)
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        for run, grad in work:
+            for start, stop in parts(run.param):
+                param, m = run.param[start:stop], run.states["exp_avg"][start:stop]
+                g = grad[start:stop] if scale is None else grad[start:stop] / scale
+                sign = torch.mul(m, beta1).add_(g, alpha=1 - beta1).sign_()
+                param.mul_(1 - lr * group["weight_decay"])
+                param.add_(sign, alpha=-lr)
+                m.mul_(beta2).add_(g, alpha=1 - beta2)

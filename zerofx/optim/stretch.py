@@ -1,0 +1,239 @@
+"""Neighbouring parameters and their states as flat tensors, and the runs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.compat.tensors import local_tensor
+from zerofx.errors import OptimizerError
+from zerofx.optim.places import Place, flat_from, local_of, name_of, shown
+from zerofx.runtime.param_tensor import ShardedTensor, local_value
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters `first:last` of a stretch, all of which are stepped alike, as flat tensors.
+
+    Shapes: param and each of states [numel] (or Codes); steps [last - first], equal numbers.
+    bounds: the half-open range of each parameter's elements in the run.
+    """
+
+    first: int
+    last: int
+    params: tuple[Tensor, ...]
+    bounds: tuple[tuple[int, int], ...]
+    param: Tensor
+    states: Mapping[str, Any]
+    steps: Tensor
+    is_first: bool  # the states were made for this very step
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+
+class Stretch:
+    """Parameters of one group between which lies nothing but padding, with one flat tensor a state.
+
+    Padding is zero in parameters, gradients and states, and every update keeps it so. States that
+    are made new are zero, as are their step counts, which lie on the host: kernels take the count
+    as a number.
+    """
+
+    def __init__(self, params: Sequence[Tensor], places: Sequence[Place]) -> None:
+        self.params = tuple(params)
+        self.ledger = places[0].ledger
+        start = places[0].offset
+        self._bounds = tuple(
+            (p.offset - start, p.end - start) if p.length else (0, 0) for p in places
+        )
+        self.numel = self._bounds[-1][1]
+        # what carries the memory: a local tensor, or the parameter itself
+        self._carriers = [local_tensor(p) if isinstance(p, ShardedTensor) else p for p in params]
+        self._pointers = self._read_pointers()
+        self.flat = flat_from(local_of(params[0]), self.numel)
+        self.states: dict[str, Tensor] = {}
+        self.steps = torch.zeros(0)
+        self.is_first = True
+        # of each parameter: its states, as `state` and as a dict holds them, and what is in there
+        self._held: list[tuple[Tensor, Any, dict[str, Any], list[tuple[str, Any]]]] = []
+        self._pattern: tuple[tuple[int, int], ...] = ()
+        self._runs: list[Run] | None = None
+
+    def _read_pointers(self) -> list[int]:
+        return [t.data_ptr() for t in self._carriers]
+
+    # -- states -------------------------------------------------------------------------------
+    def adopt(
+        self,
+        state: MutableMapping[Tensor, Any],
+        keys: Sequence[str],
+        counts: bool,
+    ) -> None:
+        """Lay out the states `keys` and the step counts, with what `state` has of them.
+
+        What `state[param]` then holds of them are views of the flat tensors; values of other keys
+        are left alone.
+        """
+        old = [state.get(p) or {} for p in self.params]
+        self.is_first = not any(d.get(key) is not None for d in old for key in keys)
+        if not keys and not counts:
+            return
+        if counts:
+            counted = [d.get("step") for d in old]
+            self.steps = torch.tensor([0.0 if c is None else float(c) for c in counted])
+        new = self._adopt_states(old, keys)
+        for number, (param, values) in enumerate(zip(self.params, new, strict=True)):
+            if counts:
+                values["step"] = self.steps[number]
+            state[param] = values
+            held: Any = getattr(values, "held", values)
+            names = (*keys, "step") if counts else keys
+            self._held.append((param, values, held, [(name, held[name]) for name in names]))
+
+    def _adopt_states(
+        self, old: Sequence[MutableMapping[str, Any]], keys: Sequence[str]
+    ) -> Sequence[MutableMapping[str, Any]]:
+        """Return each parameter's states, with `keys` laid out; made where there were none."""
+        self.states = {key: torch.zeros_like(self.flat) for key in keys}
+        new = [dict(values) for values in old]
+        for number, (param, values) in enumerate(zip(self.params, new, strict=True)):
+            start, stop = self._bounds[number]
+            for key, flat in self.states.items():
+                view = shown(flat[start:stop], param)
+                if values.get(key) is not None:
+                    fill(view, values[key], param, key)
+                values[key] = view
+        return new
+
+    def _states_of(self, first: int, last: int) -> dict[str, Any]:
+        """Return the flat states of the parameters first:last."""
+        start, stop = self._bounds[first][0], self._bounds[last - 1][1]
+        return {key: flat[start:stop] for key, flat in self.states.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states on this rank, without step counts."""
+        return sum(flat.nbytes for flat in self.states.values())
+
+    def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
+        """Whether parameters and states still are what was laid out."""
+        return self._read_pointers() == self._pointers and all(
+            state.get(param) is values and all(held.get(k) is v for k, v in known)
+            for param, values, held, known in self._held
+        )
+
+    # -- a step -------------------------------------------------------------------------------
+    def runs(self, grads: Sequence[Tensor | None]) -> list[tuple[Run, Tensor]]:
+        """Return what is to be stepped, each run with its flat gradient; counts the step.
+
+        A run ends where a parameter has no gradient, where the gradients do not lie like the
+        parameters, and where the step counts differ.
+        """
+        locals_ = [
+            None if g is None else _strided(local_of(g), p)
+            for g, p in zip(grads, self.params, strict=True)
+        ]
+        pattern = tuple(self._joined(locals_))
+        if self._runs is None or pattern != self._pattern:
+            self._runs = [self._run(i, j) for i, j in self._split_by_steps(pattern)]
+            self._pattern = pattern
+        found = self._runs
+        if self.is_first:  # those that are made for this step know it; the next are made anew
+            self.is_first, self._runs = False, None
+        return [(run, self._flat_grad(locals_[run.first], run)) for run in found]
+
+    def _joined(self, grads: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+        """Return ranges of parameters whose gradients lie like them, relative to one another."""
+        ranges: list[tuple[int, int]] = []
+        last_delta: object = None
+        for i, (grad, pointer) in enumerate(zip(grads, self._pointers, strict=True)):
+            delta: object = None
+            if grad is not None:
+                # a transposed gradient, say, is flat memory in another order
+                delta = grad.data_ptr() - pointer if grad.is_contiguous() else object()
+                if not self.numel:
+                    delta = 0
+                if delta == last_delta:
+                    ranges[-1] = ranges[-1][0], i + 1
+                else:
+                    ranges.append((i, i + 1))
+            last_delta = delta
+        return [r for whole in ranges for r in self._within_storage(whole, grads)]
+
+    def _within_storage(
+        self, whole: tuple[int, int], grads: Sequence[Tensor | None]
+    ) -> list[tuple[int, int]]:
+        """Return the range, or each parameter alone if its gradients only happen to be neighbours.
+
+        Where the first one's storage reaches over all of them, they lie in that storage.
+        """
+        first, last = whole
+        grad = grads[first]
+        assert grad is not None
+        if last - first > 1:
+            end = grad.storage_offset() + self._bounds[last - 1][1] - self._bounds[first][0]
+            if end * grad.itemsize > grad.untyped_storage().nbytes():
+                return [(i, i + 1) for i in range(first, last)]
+        return [whole]
+
+    def _split_by_steps(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        if not self.steps.numel():
+            return list(ranges)
+        counts = self.steps.tolist()
+        found: list[tuple[int, int]] = []
+        for first, last in ranges:
+            cuts = [k for k in range(first + 1, last) if counts[k] != counts[k - 1]]
+            found += pairwise([first, *cuts, last])
+        return found
+
+    def _run(self, first: int, last: int) -> Run:
+        start, stop = self._bounds[first][0], self._bounds[last - 1][1]
+        return Run(
+            first,
+            last,
+            self.params[first:last],
+            tuple((a - start, b - start) for a, b in self._bounds[first:last]),
+            self.flat[start:stop],
+            self._states_of(first, last),
+            self.steps[first:last],
+            self.is_first,
+        )
+
+    def _flat_grad(self, first: Tensor | None, run: Run) -> Tensor:
+        assert first is not None
+        if run.last - run.first == 1:
+            return first.reshape(-1)
+        return flat_from(first, run.numel)
+
+
+def _strided(grad: Tensor, param: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise OptimizerError(
+            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim takes dense ones; "
+            "make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
+        )
+    return grad
+
+
+def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
+    """Copy a state that was loaded, cut like the parameter or whole, into its place.
+
+    Raises:
+        ShardError, OptimizerError: it has another shape; names the parameter and both shapes.
+    """
+    if isinstance(view, ShardedTensor):
+        local_tensor(view).copy_(local_value(view, value, f"the state {key!r}"))
+        return
+    if value.shape != view.shape:
+        raise OptimizerError(
+            f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, the "
+            f"parameter {list(view.shape)}"
+        )
+    view.copy_(value)
