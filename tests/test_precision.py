@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import CASES
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import loss_of, train_cell
 
 import zerofx
@@ -46,6 +49,37 @@ def test_bf16_trains_as_plain_bf16_over_fp32_weights(
         assert report.loss <= 1e-6, report
         assert report.model <= 1e-5, report
         assert report.buffers <= 1e-6, report
+
+
+def run_beside_fsdp2(stage: int, kernels: str) -> float:
+    """Return the largest relative difference of 20 losses from FSDP2's in the same precision."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    peer = CASES["gpt"].make()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in peer.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(peer, mesh=mesh, mp_policy=policy)
+    plan = {"stage": stage, "kernels": kernels, "precision": "bf16"}
+    mine = zerofx.compile(CASES["gpt"].make(), plan)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (mine, peer)]
+    worst = 0.0
+    for step in range(20):
+        args, kwargs = CASES["gpt"].batch(10 * step + dist.get_rank())
+        losses = [loss_of(m(*args, **kwargs)) for m in (mine, peer)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        a, b = (float(loss.detach()) for loss in losses)
+        worst = max(worst, abs(a - b) / abs(b))
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_follows_fsdp2(pool: Any, stage: int) -> None:
+    assert pool.run(2, run_beside_fsdp2, stage, "aten") == [0.0, 0.0]
+    assert max(pool.run(2, run_beside_fsdp2, stage, "inductor", timeout_s=300)) < 5e-3
 
 
 def run_narrow(precision: dict[str, str]) -> tuple[list[str], list[float]]:
