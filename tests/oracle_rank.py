@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import Program
-from zerofx.runtime.kernels.ops import FUSED
 
 if TYPE_CHECKING:
     from oracle import State
@@ -120,9 +119,11 @@ class Rank:
 
 
 def _is_ours(node: fx.Node) -> bool:
+    """Say whether a node communicates; a fused pattern is compute, though its op is zerofx's."""
     schema = getattr(node.target, "_schema", None)
-    is_fused = node.target in FUSED  # compute, whose body runs as any op's does
-    return schema is not None and schema.name.startswith("zerofx::") and not is_fused
+    if schema is None or not schema.name.startswith("zerofx::"):
+        return False
+    return hasattr(Communication, "_" + schema.name.split("::")[1])
 
 
 def _copy(value: Any) -> Any:

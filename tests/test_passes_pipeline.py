@@ -18,6 +18,7 @@ NAMES = [p.name for p in PASSES]
 def test_the_order_in_reading_form() -> None:
     assert NAMES == [
         "cast",
+        "fuse",
         "merge-tied",
         "split",
         "cut-regions",
@@ -80,8 +81,8 @@ def test_specs_name_every_option() -> None:
     assert specs["sync-buffers"] == "sync-buffers{enabled=true}"
 
 
-def test_only_two_passes_change_numbers() -> None:
-    assert [p.name for p in PASSES if not p.keeps_bits] == ["cast", "sync-buffers"]
+def test_only_three_passes_change_numbers() -> None:
+    assert [p.name for p in PASSES if not p.keeps_bits] == ["cast", "fuse", "sync-buffers"]
 
 
 class Lies(Pass):

@@ -63,7 +63,9 @@ class Plan:
     outputs: "all", or "loss": other outputs are not computed for the caller.
     update: "step", or "in-backward": the optimizer runs per bucket inside backward.
     buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
-    numerics: "bitwise", or "fast": passes may change rounding.
+    numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
+        chunks, never holding all logits, and on a GPU norms, gated activations and rotary
+        embeddings are fused by kernels of our own.
     kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
     cuda_graph: whether whole programs run as CUDA graphs.
     debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from zerofx.ir.meta import nbytes, value
+from zerofx.runtime.kernels import ops
+from zerofx.runtime.kernels.cross_entropy import tile_sizes
 from zerofx.runtime.recurrent import recurrent, recurrent_grads
 
 aten = torch.ops.aten
@@ -36,6 +38,37 @@ def _batch_norm_backward(node: fx.Node) -> int:
 def _dropout(node: fx.Node) -> int:
     """The mask, before it is a boolean one."""
     return nbytes(value(node.all_input_nodes[0]))
+
+
+def _loss_head(node: fx.Node) -> int:
+    """A tile of logits; in half precision its copy in fp32 as well."""
+    given: Any = node.args
+    hidden, weight = given[:2]
+    return _tile(hidden, weight, 1, 1 if _is_half(hidden) else 0)
+
+
+def _loss_head_backward(node: fx.Node) -> int:
+    """The same; in half precision the tile's gradient, and dhidden as it is added up."""
+    given: Any = node.args
+    hidden, weight = given[1:3]
+    if not _is_half(hidden):
+        return _tile(hidden, weight, 1, 0)
+    rows, _ = tile_sizes(len(value(hidden)), len(value(weight)))
+    return _tile(hidden, weight, 2, 1) + 2 * nbytes(value(hidden)) + _product(hidden, rows)
+
+
+def _tile(hidden: Any, weight: Any, own: int, wide: int) -> int:
+    """Return the bytes of `own` tiles in the dtype of hidden, and of `wide` ones in fp32."""
+    rows, columns = tile_sizes(len(value(hidden)), len(value(weight)))
+    return rows * columns * (own * value(hidden).element_size() + 4 * wide)
+
+
+def _product(hidden: Any, rows: int) -> int:
+    return int(rows * value(hidden).shape[1] * value(hidden).element_size())
+
+
+def _is_half(node: Any) -> bool:
+    return bool(value(node).element_size() < 4)
 
 
 _GATES = {"gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -70,6 +103,8 @@ _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_dropout.default: _dropout,
+    ops.linear_cross_entropy: _loss_head,
+    ops.linear_cross_entropy_backward: _loss_head_backward,
     recurrent: _recurrent,
     recurrent_grads: _recurrent_backward,
 }

@@ -14,6 +14,7 @@ import torch
 
 from zerofx.codegen.constants import constants_source
 from zerofx.codegen.facts import program_facts
+from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function
 from zerofx.ir.program import BACKWARD, FORWARD, Program
@@ -49,11 +50,14 @@ def render(program: Program) -> dict[str, str]:
         summary=program.history[-1].summary if program.history else "",
         regions=[c.name for c in codes],
         has_constants=bool(constants),
+        has_kernels=bool(library.kernels),
         functions=functions,
     )
     files = {"schedule.py": schedule}
     if constants:
         files["constants.py"] = constants
+    if library.kernels:
+        files["kernels.py"] = render_kernels(library.kernels.values())
     files |= {f"regions/{c.name}.py": c.source for c in codes}
     files["plan.yaml"] = program.plan.to_yaml()
     facts = program_facts(program)

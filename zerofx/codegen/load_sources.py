@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.load_record import Recorder
 from zerofx.errors import ProgramError
+from zerofx.runtime.kernels.launch import plain_forms
 from zerofx.runtime.regions import import_file
 
 
@@ -32,6 +33,9 @@ class Files:
 
     def constants(self, directory: Path) -> Any:
         return _Constants(self, import_file(directory / "constants.py", "zerofx_constants"))
+
+    def kernels(self, directory: Path) -> Any:
+        return _Kernels(self, import_file(directory / "kernels.py", "zerofx_kernels"))
 
     def now(self) -> Recorder:
         assert self.recorder is not None, "a region or constant is used outside the two functions"
@@ -68,6 +72,24 @@ class _Regions:
             recorder.node(arg, f"an argument of {name}")
         with recorder.region(recorder.unit_here()):
             return self._files.functions[name](args)
+
+
+class _Kernels:
+    """Stands for the loaded kernels: calling one records the fused op that it is."""
+
+    def __init__(self, files: Files, module: ModuleType) -> None:
+        self._files, self._module = files, module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._module, name, None)
+        if not callable(function):
+            raise self._files.now().refuse(f"kernels.py has no function {name}")
+        return lambda *args: self._run(function, args)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        recorder = self._files.now()
+        with recorder.region(recorder.unit_here()), plain_forms():
+            return function(*args)
 
 
 class _Constants:

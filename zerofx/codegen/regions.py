@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from zerofx.codegen.kernels import KernelCall, kernel_call
 from zerofx.codegen.text import callee, describe, identifier, literal, wrap_tuple
 from zerofx.ir import ops
-from zerofx.ir.graphs import regions
+from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
 
 
@@ -28,19 +29,27 @@ class RegionCode:
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One place where a region runs: the values it reads and makes, in the callee's order."""
+    """One place where a region runs: the values it reads and makes, in the callee's order.
+
+    kernel: what runs in its place where the region is one fused node, taken apart.
+    """
 
     code: RegionCode
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
+    kernel: KernelCall | None = None
 
 
 @dataclass
 class RegionLibrary:
-    """Collects regions over all graphs of a program, equal structures once."""
+    """Collects regions over all graphs of a program, equal structures once.
+
+    kernels: those that fused nodes call, by name.
+    """
 
     codes: dict[str, RegionCode] = field(default_factory=dict)
+    kernels: dict[str, KernelCall] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
     def calls(self, graph: fx.Graph) -> dict[fx.Node, RegionCall]:
@@ -57,6 +66,13 @@ class RegionLibrary:
             if any(u not in inside for u in n.users) and isinstance(value(n), torch.Tensor)
         )
         body = _Body(nodes, inputs, outputs)
+        if is_fused(nodes[0]):
+            kernel = _kernel(nodes[0])
+            self.kernels.setdefault(kernel.name, kernel)
+            code = RegionCode(
+                f"kernels.{kernel.function}", body.source(kernel.function), kernel.name
+            )
+            return RegionCall(code, inputs, outputs, tuple(nodes), kernel)
         key = hashlib.sha256(body.canonical().encode()).hexdigest()[:16]
         if key not in self.codes:
             name = self._name(nodes)
@@ -73,6 +89,11 @@ class RegionLibrary:
             name = f"{base}_{phase}_{k}"
         self.names.add(name)
         return name
+
+
+def _kernel(node: fx.Node) -> KernelCall:
+    values = [value(a) if isinstance(a, fx.Node) else a for a in node.args]
+    return kernel_call(node.target, *values)
 
 
 class _Body:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zerofx.codegen.constants import constant_name, constant_nodes
+from zerofx.codegen.kernels import tensor_args
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.codegen.statements import buffer, slot_of, statement
@@ -18,7 +19,8 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, Program
 
 RESERVED = (
-    "rt", "shards", "buffers", "constants", "inputs", "saved", "tangents", "args", "torch", "zfx",
+    "rt", "shards", "buffers", "constants", "kernels", "inputs", "saved", "tangents", "args",
+    "torch", "zfx",
 )  # fmt: skip
 
 
@@ -88,7 +90,9 @@ class Function:
         index = 0
         while index < len(self.nodes):
             node = self.nodes[index]
-            if node in self.calls:
+            if node in self.calls and self.calls[node].kernel is not None:
+                self._kernel(self.calls[node])
+            elif node in self.calls:
                 self._region(self.calls[node])
             elif node.target is ops.param_view:
                 index = self._unpack(index)
@@ -141,6 +145,21 @@ class Function:
         result = f"{wrap_tuple(gives, 0)} = " if gives else ""
         self._row(f"{result}{call.code.name}(args)", unit)
 
+    def _kernel(self, call: RegionCall) -> None:
+        """Write the call of a fused node's kernel; `_` takes what nothing reads."""
+        node = call.nodes[0]
+        takes = tensor_args(node.target, node.args)
+        items = {n.args[1]: n for n in call.outputs if n is not node}
+        gives = [self.names.bind(node)] if node in call.outputs else []
+        if isinstance(value(node), tuple):
+            gives = [
+                self.names.bind(items[i]) if i in items else "_" for i in range(len(value(node)))
+            ]
+        texts = (self.names.bind(a) if isinstance(a, fx.Node) else repr(a) for a in takes)
+        # on one line: its comment says to which unit the call belongs
+        self._row(f"{', '.join(gives)} = {call.code.name}({', '.join(texts)})", info(node).unit)
+        self._drop(node, but=call.outputs, also=("_",) if "_" in gives else ())
+
     def _unpack(self, index: int) -> int:
         """Write one `unpack` for a run of views of the same buffer; return the next index."""
         assert self.program.layout is not None
@@ -164,9 +183,12 @@ class Function:
         self._row(text, note)
         self._drop(node)
 
-    def _drop(self, node: fx.Node, but: Collection[fx.Node] = ()) -> None:
-        """Write the `del` of what nothing reads after this statement."""
+    def _drop(
+        self, node: fx.Node, but: Collection[fx.Node] = (), also: Collection[str] = ()
+    ) -> None:
+        """Write the `del` of what nothing reads after this statement, and of the names `also`."""
         gone = [self.names.bind(n) for n in self.last.get(node, []) if n not in but]
+        gone += also
         if gone:
             self._row(f"del {wrap_tuple(gone).removesuffix(',')}")
 

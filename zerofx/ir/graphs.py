@@ -13,6 +13,7 @@ from zerofx.compat.graphs import OpOverload, op_argument, pytree
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program
+from zerofx.runtime.kernels.ops import FUSED
 from zerofx.runtime.layout import Layout
 
 _EXTRA_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
@@ -49,6 +50,11 @@ def root_producer(node: fx.Node) -> fx.Node:
 def is_compute(node: fx.Node) -> bool:
     """Say whether the node belongs into a region (anything that is not a zerofx op or glue)."""
     return node.op == "call_function" and node.target not in ops.ALL and not is_glue(node)
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Say whether the node is a fused pattern: a kernel of ours, in a region of its own."""
+    return node.target in FUSED
 
 
 def is_glue(node: fx.Node) -> bool:

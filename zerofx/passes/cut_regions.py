@@ -1,4 +1,7 @@
-"""cut-regions: group compute into regions, cut where execution passes from unit to unit."""
+"""cut-regions: group compute into regions, cut where execution passes from unit to unit.
+
+A fused node is a region by itself: the schedule calls its kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir.graphs import is_alias, is_compute, root_producer
+from zerofx.ir.graphs import is_alias, is_compute, is_fused, root_producer
 from zerofx.ir.meta import info, set_info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
@@ -51,15 +54,23 @@ def _getitems_behind_producers(graph: fx.Graph) -> None:
 
 
 def _number(graph: fx.Graph) -> int:
-    region, unit = -1, None
+    region, unit, is_kernel = -1, None, False
     for node in graph.nodes:
         if not is_compute(node):
             continue
         here = info(node).unit
-        if here != unit and not (region >= 0 and _follows(node, region)):
-            region, unit = region + 1, here
+        if is_kernel or is_fused(node):
+            begins = not _is_item_of_kernel(node)
+        else:
+            begins = here != unit and not (region >= 0 and _follows(node, region))
+        if begins:
+            region, unit, is_kernel = region + 1, here, is_fused(node)
         set_info(node, region=region)
     return region + 1
+
+
+def _is_item_of_kernel(node: fx.Node) -> bool:
+    return node.target is operator.getitem and is_fused(root_producer(node))
 
 
 def _follows(node: fx.Node, region: int) -> bool:

@@ -21,6 +21,7 @@ from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
+from zerofx.passes.fuse import Fuse
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.prefetch import PrefetchGathers
@@ -48,6 +49,8 @@ class Setting:
 ORDER: list[Callable[[Setting], Pass]] = [
     # first of all: it says what a parameter is, to whatever counts or compares them
     lambda s: Cast(precision=s.plan.precision),
+    # before merge-tied, behind which the reference is taken: all else is proved against this graph
+    lambda s: Fuse(patterns=_patterns(s)),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
@@ -76,6 +79,13 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # last: places follow the final order
     lambda s: AssignSlots(),
 ]
+
+
+def _patterns(setting: Setting) -> str:
+    """Return what may be fused: it changes rounding, and on CPU only the loss head gains by it."""
+    if setting.plan.numerics == "bitwise":
+        return "none"
+    return "all" if setting.machine.device_type == "cuda" else "linear-cross-entropy"
 
 
 def _or(value: int | None, default: int) -> int:

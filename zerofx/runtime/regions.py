@@ -58,11 +58,13 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 class Reader(Protocol):
-    """Stands in for `load_regions` and `load_constants`: how a schedule is read, not run."""
+    """Stands in for what loads a schedule's other files: how a schedule is read, not run."""
 
     def regions(self, directory: Path) -> Any: ...
 
     def constants(self, directory: Path) -> Any: ...
+
+    def kernels(self, directory: Path) -> Any: ...
 
 
 _READER: ContextVar[Reader | None] = ContextVar("reader", default=None)
@@ -84,6 +86,14 @@ def load_constants(schedule_file: str) -> Any:
     if (reader := _READER.get()) is not None:
         return reader.constants(directory)
     return import_file(directory / "constants.py", "zerofx_constants")
+
+
+def load_kernels(schedule_file: str) -> Any:
+    """Return the program's fused kernels by name."""
+    directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader.kernels(directory)
+    return import_file(directory / "kernels.py", "zerofx_kernels")
 
 
 def load_regions(schedule_file: str, kernels: str | None = None) -> Any:

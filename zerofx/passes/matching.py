@@ -1,0 +1,102 @@
+"""What the patterns of the fuse pass ask of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir.meta import Phase, info, value
+
+aten = torch.ops.aten
+
+RESHAPES = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+})  # fmt: skip
+# kernels are written for these; a double is left as it is
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def users(node: fx.Node, *targets: Any) -> list[fx.Node]:
+    return [u for u in node.users if is_call(u, *targets)]
+
+
+def only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
+    """Return the one node that reads this one, if there is one and it calls one of `targets`."""
+    found = list(node.users)
+    return found[0] if len(found) == 1 and is_call(found[0], *targets) else None
+
+
+def args(node: fx.Node) -> Any:
+    """Return a node's arguments; the op's schema says what they are."""
+    return node.args
+
+
+def other(node: fx.Node, known: Any) -> Any:
+    """Return the operand of a binary node that is not `known`; None where that is none of them."""
+    a, b = args(node)[:2]
+    return b if a is known else a if b is known else None
+
+
+def products(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (product, other operand) of each multiplication by another tensor."""
+    for user in users(node, aten.mul.Tensor):
+        operand = other(user, node)
+        if isinstance(operand, fx.Node):
+            yield user, operand
+
+
+def detached(node: fx.Node) -> list[fx.Node]:
+    """Return the chains of detach behind a node."""
+    found: list[fx.Node] = []
+    todo = users(node, aten.detach.default)
+    while todo:
+        found.append(todo.pop())
+        todo += users(found[-1], aten.detach.default)
+    return found
+
+
+def shape(node: Any) -> tuple[int, ...]:
+    val = value(node) if isinstance(node, fx.Node) else None
+    return tuple(val.shape) if isinstance(val, Tensor) else ()
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    found: torch.dtype = value(node).dtype
+    return found
+
+
+def is_widening(node: fx.Node) -> bool:
+    """Say whether a node only casts to fp32."""
+    return is_call(node, aten._to_copy.default) and node.kwargs.get("dtype") is torch.float32
+
+
+def plain_sum(node: fx.Node | None) -> bool:
+    """Say whether a node adds two tensors of one shape and dtype, unscaled."""
+    if node is None or not is_call(node, aten.add.Tensor) or node.kwargs:
+        return False
+    summands = [a for a in node.args if isinstance(a, fx.Node)]
+    return len(summands) == 2 and all(
+        shape(a) == shape(node) and dtype(a) == dtype(node) for a in summands
+    )
+
+
+def residual_of(x: Any, norm: fx.Node) -> tuple[Any, ...] | None:
+    """Return the summands of a norm's input, if the sum belongs to it."""
+    if plain_sum(x) and info(x).unit == info(norm).unit and info(x).phase is Phase.FORWARD:
+        return tuple(x.args)
+    return None
+
+
+def behind_sum(dx: fx.Node) -> tuple[fx.Node, Any, set[fx.Node]]:
+    """Return (sum, other summand, nodes) where dx goes into the residual stream's gradient only."""
+    total = only_user(dx, aten.add.Tensor)
+    if total is None or not plain_sum(total) or total.args[0] is total.args[1]:
+        return dx, None, set()
+    return total, other(total, dx), {total}

@@ -1,0 +1,110 @@
+"""How a Triton kernel of this folder is written, and when it runs in place of the torch form.
+
+Triton is optional: a kernel is a plain function under `@kernel`, compiled at its first launch with
+`tl` put into its module. The interpreter (`TRITON_INTERPRET=1`, set before Triton is imported)
+runs the same source on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreting() -> bool:
+    """Say whether Triton kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_forms() -> Iterator[None]:
+    """Let kernels run as the ops they stand for inside: how emitted ones are read, not run."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def use_triton(device: torch.device) -> bool:
+    """Say whether kernels over tensors on `device` run through Triton."""
+    if _PLAIN.get():
+        return False
+    return (device.type == "cuda" and has_triton()) or is_interpreting()
+
+
+class Kernel:
+    """A Triton kernel that is compiled when it is first launched: `kernel[grid](...)`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        import triton
+        import triton.language as tl
+
+        self.function.__globals__["tl"] = tl
+        return triton.jit(self.function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.jitted[grid]
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Make a Triton kernel of a function whose annotations are `tl.constexpr` or nothing."""
+    return Kernel(function)
+
+
+def num_blocks(numel: int, block: int) -> int:
+    """Return how many blocks cover `numel` elements."""
+    return -(-numel // block)
+
+
+def check_flat(numel: int, **tensors: Tensor | None) -> None:
+    """Check that tensors are flat memory of one length: 1-D and contiguous.
+
+    Raises:
+        ValueError: naming the tensor, its shape and the length expected.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}; "
+                f"flat, contiguous memory of {numel} elements is needed: pass tensor.view(-1)"
+            )
+
+
+# -- strides, for kernels that read tensors where they lie -----------------------------------------
+def with_unit_stride(x: Tensor) -> Tensor:
+    """Return x, copied only where its last dimension is not dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return x as [rows, D] with dense rows, copied only where no view can be that."""
+    return with_unit_stride(x).reshape(-1, x.shape[-1])
+
+
+def batch_stride(x: Tensor) -> int:
+    """Return the stride of dimension 0, 0 where one element of it serves all."""
+    return x.stride(0) if x.shape[0] > 1 else 0
