@@ -143,3 +143,29 @@ def test_bytes_per_step_are_2_psi_and_3_psi(pool: Any, stage: int) -> None:
             assert sent["all_gather"] <= gathers * ring
             # what backward does not read (an embedding's rows) is not gathered again
             assert sent["all_gather"] > (gathers - 1) * ring
+
+
+# -- gradients where they are seen ----------------------------------------------------------------
+def run_and_look_where_gradients_lie(stage: int) -> list[set[int]]:
+    """Return the addresses of each p.grad over four steps."""
+    model = zerofx.compile(CASES["gpt"].make(), {"stage": stage, "kernels": "aten"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, set[int]] = {n: set() for n, _ in model.named_parameters()}
+    for step in range(4):
+        args, _ = CASES["gpt"].batch(step)
+        model(*args).backward()
+        for name, param in model.named_parameters():
+            grad = param.grad
+            assert grad is not None
+            local = grad.to_local() if stage else grad
+            found[name].add(local.data_ptr())
+            del grad, local
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_lie_in_the_same_memory_every_step(pool: Any, stage: int) -> None:
+    for found in pool.run(2, run_and_look_where_gradients_lie, stage):
+        assert all(len(addresses) == 1 for addresses in found)

@@ -51,12 +51,13 @@ class Gradients:
         Where every rank holds whole gradients and none is set yet, that is p.grad's own memory.
         """
         b = self._layout.buckets[bucket]
-        own = self._own_place(bucket)
-        buffer = own if own is not None else self._slots.take(slot, b.numel, b.reduce_dtype)
+        buffer = self._own_place(bucket)
+        if buffer is None:
+            buffer = self._slots.take(slot, b.numel, b.reduce_dtype)
         if zero:
             buffer.zero_()
         else:
-            gaps = self._views.gaps(buffer, bucket, own is not None)
+            gaps = self._views.gaps(buffer, bucket)
             if gaps:
                 foreach_zero_(gaps)
         self._packed[bucket] = ()
@@ -76,8 +77,11 @@ class Gradients:
         self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
-        views = self._views.params(buffer, bucket, params, bucket in self._targets)
-        foreach_copy_(views, grads)
+        if bucket in self._targets:  # p.grad's own memory: what it shows are the views
+            shown = self._store.grad_views(bucket)
+            foreach_copy_([shown[i] for i in params], grads)
+        else:
+            foreach_copy_(self._views.params(buffer, bucket, params), grads)
         self._packed[bucket] += (params,)
 
     def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:

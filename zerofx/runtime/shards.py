@@ -129,6 +129,10 @@ class ShardStore:
         """
         return self._grad_shard(bucket).target()
 
+    def grad_views(self, bucket: int) -> list[Tensor]:
+        """Return what p.grad of the bucket's parameters shows, in the bucket's order."""
+        return self._grad_shard(bucket).views
+
     def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
         """Set p.grad of the bucket's parameters (those among `names`) that require one."""
         self._grad_shard(bucket).publish(names, self.layout.buckets[bucket].names)

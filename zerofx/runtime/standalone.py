@@ -53,9 +53,15 @@ class LooseStore:
         self.layout, self.world = layout, world
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
         self.grads: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] = {}
 
     def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
-        return torch.empty_like(self.shards[bucket]), False
+        self._targets[bucket] = torch.empty_like(self.shards[bucket])
+        return self._targets[bucket], False
+
+    def grad_views(self, bucket: int) -> list[Tensor]:
+        flat = self._targets[bucket]
+        return [flat[p.offset : p.end].view(p.shape) for p in self.layout.buckets[bucket].params]
 
     def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
         self.grads[bucket] = self.shards[bucket]
