@@ -2,12 +2,12 @@
 
     zerofx.optim.AdamW([
         {"params": model.named_parameters(), "names": ["*.bias", "*norm*"], "weight_decay": 0.0},
-        {"params": model.named_parameters(), "names": "*"},
+        {"params": model.named_parameters()},
     ])
 
 `names` is one pattern or a list: shell wildcards over whole names, where `*` crosses dots; a
 module's name (`blocks.0`) covers all that is in it. A group takes what no group before it has
-taken.
+taken; without `names` it takes all the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def resolve_groups(params: Any) -> Any:
     for number, group in enumerate(groups):
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
-        chosen = _chosen(number, members, group["names"], taken) if "names" in group else members
+        is_named = "names" in group or all(isinstance(m, tuple) for m in members)
+        names = group.get("names", "*")
+        chosen = _chosen(number, members, names, taken) if is_named else members
         taken |= {id(m[1] if isinstance(m, tuple) else m) for m in chosen}
         found.append({**{k: v for k, v in group.items() if k != "names"}, "params": chosen})
     return found
