@@ -190,3 +190,31 @@ def test_inputs_get_gradients_in_their_own_format() -> None:
     assert x.grad is not None and x.grad.dtype is torch.float32
     weight = model.weight.detach().to(torch.bfloat16).float()
     assert torch.equal(x.grad, weight.expand(3, 4))
+
+
+class Shifted(nn.Module):
+    """A buffer of the model's own widens what its units are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.5]))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x - self.mean))
+        return x.float().sum()
+
+
+def test_units_get_their_inputs_in_the_compute_format() -> None:
+    model = zerofx.compile(Shifted(), zerofx.Plan(precision="bf16", kernels="aten"))
+    plain = Shifted()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    half = x.bfloat16()
+    for layer in plain.layers:
+        wide = half - plain.mean  # fp32: buffers keep their format
+        assert wide.dtype is torch.float32
+        weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
+        half = torch.tanh(nn.functional.linear(wide.bfloat16(), weight, bias))
+    assert torch.equal(model(x), half.float().sum())

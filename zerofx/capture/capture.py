@@ -13,7 +13,7 @@ from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
 from zerofx.capture.explain import explained
-from zerofx.capture.formats import compute_dtypes
+from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
@@ -63,7 +63,8 @@ def capture(
     fakes = call.fakes(mode, place)
     computes = compute_dtypes(model, compute_dtype)
     swap = StateSwap(model, mode, place, param_meta, computes)
-    with swap.installed(), annotated(model):
+    casts = cast_units(unit_of_param, computes, compute_dtype)
+    with swap.installed(), annotated(model, casts, compute_dtype):
         params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
         buffers = canonical_buffers(model)
         harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)

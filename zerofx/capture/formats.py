@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError
 from zerofx.runtime.layout import LOW_OR_SINGLE
 
@@ -52,6 +55,34 @@ def cast_inputs(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> tuple[T
     return tuple(t.to(dtype) if t.dtype in LOW_OR_SINGLE else t for t in tensors)
 
 
+def cast_units(
+    units: Mapping[str, str], computes: Mapping[str, torch.dtype], dtype: torch.dtype | None
+) -> set[str]:
+    """Return the units with parameters computed in `dtype`: what they are given is cast to it.
+
+    Between units a buffer in its own format, say, may have widened what passes.
+    """
+    return {units[name] for name, found in computes.items() if found is dtype and units[name]}
+
+
+def casting(forward: Callable[..., Any], name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a module's forward with floating-point tensors among its arguments cast."""
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        own = [v for v in leaves if isinstance(v, Tensor)]
+        given = iter(copies := cast_inputs(own, dtype))
+        before = counted_writes(own, copies)
+        leaves = [next(given) if isinstance(v, Tensor) else v for v in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        result = forward(*args, **kwargs)
+        check_unwritten(own, copies, before, f"{name}.forward")
+        return result
+
+    return call
+
+
 def counted_writes(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[int | None]:
     """Return how often each copy made by `cast_inputs` was written to; None for all others."""
     pairs = zip(tensors, given, strict=True)
@@ -59,7 +90,10 @@ def counted_writes(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[i
 
 
 def check_unwritten(
-    tensors: Sequence[Tensor], given: Sequence[Tensor], before: Sequence[int | None]
+    tensors: Sequence[Tensor],
+    given: Sequence[Tensor],
+    before: Sequence[int | None],
+    where: str = "forward",
 ) -> None:
     """Refuse a forward that wrote to its copy of an input: the user's tensor would not see it.
 
@@ -69,7 +103,7 @@ def check_unwritten(
     for i, (was, now) in enumerate(zip(before, counted_writes(tensors, given), strict=True)):
         if was != now:
             raise CaptureError(
-                f"capture: forward writes in place to input tensor {i}, which it gets as a "
+                f"capture: {where} writes in place to input tensor {i}, which it gets as a "
                 f"{given[i].dtype} copy of the {tensors[i].dtype} given; give it in "
                 f"{given[i].dtype}, or return the new value"
             )

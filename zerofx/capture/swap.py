@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import traceback as fx_traceback
 
 from zerofx.capture.attributes import RESERVED, Held
 from zerofx.capture.call import place
+from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
 from zerofx.compat.graphs import FakeTensorMode
 
@@ -187,14 +188,22 @@ def _restore(holder: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def annotated(model: nn.Module) -> Iterator[None]:
-    """Mark every node that a submodule's forward makes with the submodule's qualified name."""
+def annotated(
+    model: nn.Module, casts: Collection[str] = (), dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """Mark every node that a submodule's forward makes with the submodule's qualified name.
+
+    Modules named in `casts` get their floating-point inputs in `dtype`.
+    """
     wrapped: list[tuple[nn.Module, bool, Any]] = []
     try:
         for name, module in model.named_modules():
             own = module.__dict__.get("forward")
             wrapped.append((module, own is not None, own))
-            module.__dict__["forward"] = _marking(module.forward, name)
+            forward = module.forward
+            if name in casts and dtype is not None:
+                forward = casting(forward, name, dtype)
+            module.__dict__["forward"] = _marking(forward, name)
         yield
     finally:
         for module, had_own, own in wrapped:
