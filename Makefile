@@ -1,6 +1,6 @@
 # make demo      train a byte-level GPT on two ranks, and show what was compiled
 # make test      lint, types, and every test that is not slow (under 10 minutes on 2 cores)
-# make test-all  the full matrix too
+# make test-all  the full matrix too (hours); its table goes to build/full-matrix.md
 # make bench     step time against FSDP2 and DDP
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, VENV=dir its place,
@@ -47,7 +47,7 @@ test: lint
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_FLAGS)
 
 test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist worksteal -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.step_time $(BENCH_FLAGS)

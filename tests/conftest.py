@@ -9,6 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from pathlib import Path
+from typing import Any
+
+import matrix_table
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -33,3 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write what the full matrix found, where it ran, as a table."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    path = matrix_table.write(Path(__file__).parents[1] / "build", reports)
+    if path is not None:
+        terminalreporter.write_line(f"the full matrix: {path}")

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from matrix_table import PROPERTY
 from models import CASES
 from training import Report, train, train_cell
 
@@ -68,7 +69,9 @@ def test_same_training_in_every_cell(pool: Any, name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kernels", ["aten", "inductor"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_full_matrix(pool: Any, name: str, kernels: str, world: int) -> None:
+def test_full_matrix(pool: Any, name: str, kernels: str, world: int, record_property: Any) -> None:
+    """Every choice with every other; what was found goes into a table (matrix_table.py)."""
+    found: list[Report] = []
     cells = product(
         (0, 1, 2, 3), ("keep", "recompute", 0.5), (1, 3), (None, 0.5), ("sgd", "adamw-fused")
     )
@@ -77,6 +80,9 @@ def test_full_matrix(pool: Any, name: str, kernels: str, world: int) -> None:
         reports = pool.run(world, train, name, plan, optimizer, accumulation, clip, timeout_s=600)
         for report in reports:
             judge(report, optimizer, kernels)
+        found += reports
+    worst = max(r.loss for r in found), max(r.model for r in found)
+    record_property(PROPERTY, (name, kernels, world, len(found) // world, *worst))
 
 
 @pytest.mark.slow

@@ -1,0 +1,29 @@
+"""The table that `make test-all` writes: how far each model's training lies from plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PROPERTY = "matrix"
+HEAD = "| model | kernels | ranks | cells | worst loss | worst model |\n|---|---|---|---|---|---|\n"
+
+
+def rows(reports: list[Any]) -> list[str]:
+    """Return the lines of all reports that have one; each is a test's user property."""
+    found = [p for r in reports for key, p in getattr(r, "user_properties", ()) if key == PROPERTY]
+    return sorted(
+        f"| {name} | {kernels} | {world} | {cells} | {loss:.1e} | {model:.1e} |\n"
+        for name, kernels, world, cells, loss, model in found
+    )
+
+
+def write(folder: Path, reports: list[Any]) -> Path | None:
+    """Write the table; None where no test of the matrix has run."""
+    lines = rows(reports)
+    if not lines:
+        return None
+    folder.mkdir(exist_ok=True)
+    path = folder / "full-matrix.md"
+    path.write_text(HEAD + "".join(lines), encoding="utf-8")
+    return path
