@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from training import loss_of
 
 import zerofx
+from zerofx.compiled.scaling import rule_of
 from zerofx.errors import PlanError
-from zerofx.runtime.loss_scale import LossScaler, ScaleRule
+from zerofx.plan_parts import LossScale
+from zerofx.runtime.loss_scale import LossScaler
 
 
 def _scaler(**rule: Any) -> LossScaler:
-    return LossScaler(ScaleRule(**rule), torch.device("cpu"))
+    return LossScaler(rule_of(LossScale(**rule)), torch.device("cpu"))
 
 
 def _run(scaler: LossScaler, overflows: list[bool]) -> list[float]:
@@ -45,7 +47,7 @@ def test_hysteresis_waits_for_several_overflows() -> None:
 
 
 def test_a_fixed_scale_stays_and_still_skips() -> None:
-    scaler = _scaler(initial=8.0, growth_interval=0)
+    scaler = _scaler(initial=8.0, dynamic=False)
     assert _run(scaler, [False, True, False]) == [8, 8, 8]
     assert scaler.num_skipped == 1
 

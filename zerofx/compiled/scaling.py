@@ -14,12 +14,16 @@ def make_scaler(plan: Plan, world: World) -> LossScaler | None:
     if asked is None or asked == "external":
         return None
     assert isinstance(asked, LossScale)
-    rule = ScaleRule(
-        asked.initial,
-        asked.growth_interval if asked.dynamic else 0,
-        asked.growth,
-        asked.backoff,
-        asked.minimum,
-        asked.hysteresis,
+    return LossScaler(rule_of(asked), world.device)
+
+
+def rule_of(asked: LossScale) -> ScaleRule:
+    """Return a plan's loss scale as the runtime, which knows no plans, takes it."""
+    return ScaleRule(
+        initial=asked.initial,
+        growth_interval=asked.growth_interval if asked.dynamic else 0,
+        growth=asked.growth,
+        backoff=asked.backoff,
+        minimum=asked.minimum,
+        hysteresis=asked.hysteresis,
     )
-    return LossScaler(rule, world.device)

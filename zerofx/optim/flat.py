@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -38,7 +39,7 @@ class _Group:
     waiting: list[Tensor]  # without state, since they had no gradient so far
 
 
-class FlatOptimizer(Optimizer):
+class FlatOptimizer(Optimizer, ABC):
     """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
 
     A subclass names its states and updates runs; closures, clipping, loss scales, step counts,
@@ -74,13 +75,16 @@ class FlatOptimizer(Optimizer):
         self._laid = {}
 
     # -- what a subclass says -------------------------------------------------------------------
+    @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the states, of a parameter's shape, that the group's options need."""
-        raise NotImplementedError
 
     def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
-        """Update runs of one dtype and device, none empty; gradients are divided by `scale`."""
-        raise NotImplementedError
+        """Update runs of one dtype and device, none empty; gradients are divided by `scale`.
+
+        A subclass that has work between groups or ranks overrides `update_groups` instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither update nor update_groups")
 
     def update_groups(self, work: Sequence[tuple[dict[str, Any], Work]], scale: Any) -> None:
         """Update all groups; called on every rank, also where it owns no element of them."""

@@ -28,12 +28,12 @@ from zerofx.compat.tensors import unscale_and_check
 class ScaleRule:
     """How the scale moves; `growth_interval` 0 is a fixed scale."""
 
-    initial: float = 65536.0
-    growth_interval: int = 2000
-    growth: float = 2.0
-    backoff: float = 0.5
-    minimum: float = 1.0
-    hysteresis: int = 1
+    initial: float
+    growth_interval: int
+    growth: float
+    backoff: float
+    minimum: float
+    hysteresis: int
 
 
 class LossScaler:

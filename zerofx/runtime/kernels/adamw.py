@@ -74,8 +74,7 @@ def flat_adamw_(
 
     Args:
         step: the number of this step, 1 for the first.
-        grad_scale: the gradient is divided by it. On a CPU the quotient replaces the gradient, as
-            torch's fused optimizers leave it; on CUDA the gradient stays as it was.
+        grad_scale: the gradient is divided by it, and itself stays as it was.
         found_inf: 0-d; where it is not 0 nothing is changed, and the host does not wait for it.
         lowp: receives the new parameter in its own dtype.
 
@@ -92,10 +91,6 @@ def flat_adamw_(
         return
     if use_triton(param.device):
         _launch(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, found_inf, lowp)
-    elif {t.dtype for t in (grad, exp_avg, exp_avg_sq)} == {param.dtype}:
-        _fused_cpu(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, found_inf)
-        if lowp is not None:
-            lowp.copy_(param)
     else:
         adamw_torch_(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, found_inf, lowp)
 
@@ -129,29 +124,6 @@ def adamw_torch_(
             old.copy_(new if skip is None else torch.where(skip, old.float(), new))
         if low is not None:
             low.copy_(p)
-
-
-def _fused_cpu(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rule: Rule,
-    grad_scale: Tensor | float | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Run torch's own fused CPU kernel, which takes a scale and a skip as well."""
-    fused = torch.ops.aten._fused_adamw_ if rule.adam_w_mode else torch.ops.aten._fused_adam_
-    scale = None
-    if grad_scale is not None:
-        scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=param.device)
-    if found_inf is not None:
-        found_inf = found_inf.to(torch.float32)
-    fused(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(rule.step))],
-        lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay,
-        eps=rule.eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=found_inf,
-    )  # fmt: skip
 
 
 def _launch(
