@@ -28,6 +28,7 @@ class Measured:
 
     sent: kind of collective -> (calls, bytes) in one step.
     padded_numel, regathered_numel: elements of all buckets, and of those that backward gathers.
+    shard_bytes, largest_shard_bytes: what all gradients on this rank take, and those of one bucket.
     """
 
     peak_bytes: int
@@ -37,6 +38,8 @@ class Measured:
     predicted_sent: dict[str, tuple[int, int]]
     padded_numel: int
     regathered_numel: int
+    shard_bytes: int
+    largest_shard_bytes: int
 
 
 # -- models large enough for tensors to outweigh what operators allocate inside ---------------
@@ -114,7 +117,10 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
         # else capture's operators would be profiled too, which is slow
         model._programs.known.update(programs)
         call = MODELS[name](model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if plan.get("update") == "in-backward":
+            optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(STEPS):
             before = _counters(model)
             with memory.step():
@@ -134,6 +140,8 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
         regathered_numel=sum(
             n.args[2] for n in program.graph("backward").nodes if n.target is ops.all_gather
         ),
+        shard_bytes=sum(s.nbytes for s in model._engine.store.shards),
+        largest_shard_bytes=max(s.nbytes for s in model._engine.store.shards),
     )
 
 

@@ -77,6 +77,8 @@ BASES = [
     Base("binary", Choice(3, activations="recompute")),
     Base("lstm", Choice(3)),
     Base("gpt", Choice(3, 1)),
+    Base("gpt", Choice(3, units=FINE, update="in-backward")),
+    Base("gpt", Choice(0, update="in-backward")),
 ]
 
 

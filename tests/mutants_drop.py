@@ -70,6 +70,14 @@ def drop_store(edit: Editor) -> str | None:
     return what
 
 
+def drop_update(edit: Editor) -> str | None:
+    if (node := edit.any_of(edit.find(ops.update))) is None:
+        return None
+    what = label(node)
+    edit.erase(node)
+    return what
+
+
 def drop_compute(edit: Editor) -> str | None:
     """Leave out a node whose input has the shape of its result."""
     nodes = [

@@ -10,6 +10,7 @@ from mutants_drop import (
     drop_reduction,
     drop_release,
     drop_store,
+    drop_update,
     drop_wait,
     duplicate,
     duplicate_compute,
@@ -20,6 +21,7 @@ from mutants_move import (
     move_op,
     move_pack,
     move_region,
+    move_update,
     move_wait,
     release_early,
     release_late,
@@ -54,9 +56,9 @@ COMMUNICATION: list[Kind] = [
     wrong_pack_offset,
 ]  # fmt: skip
 KINDS: list[Kind] = [
-    drop_wait, drop_release, drop_pack, drop_part_of_pack, drop_reduction, drop_store,
+    drop_wait, drop_release, drop_pack, drop_part_of_pack, drop_reduction, drop_store, drop_update,
     drop_compute, duplicate, duplicate_launch, duplicate_compute, swap, swap_two, swap_launches,
-    move_op, move_launch, move_wait, wait_late, move_pack, move_region, release_early,
+    move_op, move_launch, move_wait, wait_late, move_pack, move_update, move_region, release_early,
     release_late, reorder_compute, retarget_compute, retarget_op, retarget_parameter,
     retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot,
     wrong_zero, wrong_saved, one_rank,

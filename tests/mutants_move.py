@@ -84,6 +84,11 @@ def move_pack(edit: Editor) -> str | None:
     return None if node is None else _move(edit, [node])
 
 
+def move_update(edit: Editor) -> str | None:
+    node = edit.any_of(edit.find(ops.update))
+    return None if node is None else _move(edit, [node])
+
+
 def move_region(edit: Editor) -> str | None:
     regions = [s for s in edit.statements() if info(s[0]).region is not None]
     return _move(edit, edit.rng.choice(regions)) if regions else None

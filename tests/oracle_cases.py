@@ -86,6 +86,7 @@ class Choice:
     units: tuple[str, ...] = ()
     bucket_bytes: int = 6000
     persist_below: int = 100
+    update: str = "step"
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"world{self.world_size}", str(self.activations)]
@@ -93,6 +94,7 @@ class Choice:
         parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
         parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
         parts += ["units"] if self.units else []
+        parts += [self.update] if self.update != "step" else []
         return "-".join(parts)
 
     def plan(self) -> Plan:
@@ -105,6 +107,7 @@ class Choice:
             units=self.units or "auto",
             bucket_bytes=self.bucket_bytes,
             persist_below=self.persist_below,
+            update=self.update,
         )
 
     def setting(self) -> Setting:

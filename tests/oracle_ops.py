@@ -25,6 +25,7 @@ class Communication:
         self.packed: dict[int, set[str]] = {}  # bucket -> parameters whose gradient was reduced
         self._reducing: dict[int, int] = {}  # address of a reduction's result -> bucket
         self._filling: dict[int, tuple[int, set[str]]] = {}  # address of a gradient buffer
+        self._stored: dict[int, Tensor] = {}  # bucket -> the gradient that an update may take
 
     @property
     def group(self) -> range:
@@ -39,6 +40,7 @@ class Communication:
         self.exchange.check_landed(self.rank)
         self._reducing.clear()
         self._filling.clear()
+        self._stored.clear()
         self.memory.end_call()
 
     def run(self, node: fx.Node, args: tuple, kwargs: dict) -> Blocking:
@@ -173,7 +175,18 @@ class Communication:
         reduced = reduced.to(dtype or reduced.dtype)
         before = self.memory.grads.get(bucket)
         self.memory.grads[bucket] = reduced.clone() if before is None else before + reduced
+        self._stored[bucket] = reduced
         return reduced
+
+    def _update(self, stored: Tensor, shard: Tensor, bucket: int) -> Blocking:
+        yield from ()
+        if shard is not self.shards[bucket]:
+            raise OracleError(
+                f"an update of bucket {bucket} is given something else than its shard"
+            )
+        if stored is not self._stored.pop(bucket, None):
+            raise OracleError(f"an update of bucket {bucket} with what is not its gradient")
+        shard.sub_(stored.to(shard.dtype), alpha=0.5)
 
     def _sync_buffers(self, values: list[Tensor]) -> Blocking:
         received: list[Tensor] = []

@@ -28,6 +28,7 @@ _WORDS = {
     ops.reduce_scatter: "reduce",
     ops.all_reduce: "all-reduce",
     ops.store_grad: "store",
+    ops.update: "update",
 }
 
 

@@ -38,6 +38,8 @@ FAST = [
     ("branches", Choice(0, activations="recompute")),
     ("stage", Choice(3, activations="recompute")),
     ("hf-llama", Choice(3)),
+    ("gpt", Choice(3, update="in-backward")),
+    ("convnet", Choice(0, update="in-backward")),
 ]
 
 ACTIVATIONS: list[str | float] = ["keep", "recompute", 0.5]

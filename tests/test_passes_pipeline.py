@@ -30,6 +30,7 @@ def test_the_order_in_reading_form() -> None:
         "prefetch-gathers",
         "sink-waits",
         "keep-gathered",
+        "update-in-backward",
         "assign-slots",
     ]
 

@@ -27,6 +27,7 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.shard_optimizer import check_type, swap_optimizer
 from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.updates import BucketOptimizer, check_optimizer
 from zerofx.runtime.world import World
 
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -62,9 +63,14 @@ def compile(
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
     if optimizer is not None and layout.shard_size > 1:
         check_type(optimizer)
-    store = ShardStore.build(model, layout, world)
+    in_backward = checked.update == "in-backward"
+    if optimizer is not None and in_backward:
+        check_optimizer(optimizer)
+    store = ShardStore.build(model, layout, world, in_backward=in_backward)
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
+        if isinstance(optimizer, BucketOptimizer):
+            optimizer.update_in_backward()
     setting = Setting(checked, world.size, described, layout)
     return CompiledModule(model, setting, Engine(store, make_scaler(checked, world)))
 

@@ -49,10 +49,27 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
             "that it leaves out; change one of them"
         )
+    if plan.update == "in-backward" and plan.precision.loss_scale is not None:
+        yield (
+            "Plan.update = 'in-backward' contradicts precision.loss_scale: whether a step "
+            "overflowed is known only after the last gradient, when the first parameters are "
+            "updated; compute in bf16 or fp32, or use update='step'"
+        )
     if plan.cuda_graph and plan.debug:
         yield (
             "Plan.cuda_graph = True contradicts debug = True, which stops at every region; "
             "change one of them"
+        )
+    if plan.cuda_graph and plan.precision.loss_scale not in (None, "external"):
+        yield (
+            "Plan.cuda_graph = True contradicts precision.loss_scale, a factor on the host that a "
+            "replayed graph cannot follow; compute in bf16, or let torch.amp.GradScaler scale the "
+            "loss (loss_scale='external')"
+        )
+    if plan.cuda_graph and plan.update == "in-backward":
+        yield (
+            "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
+            "and step counts on the host, inside what is replayed; use update='step'"
         )
 
 
@@ -70,9 +87,6 @@ def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
         )
     if plan.offload.is_used:
         yield "offload", plan.offload.to_plain(), "none"
-    for field, instead in {"update": "step", "cuda_graph": False}.items():
-        if getattr(plan, field) != instead:
-            yield field, getattr(plan, field), instead
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

@@ -48,12 +48,13 @@ def _resident(life: Lifetimes) -> list[Storage]:
 
 
 def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
-    """Return the reduced gradients, which p.grad shows from the reduction to zero_grad.
+    """Return the reduced gradients, from the reduction to their update, or else to zero_grad.
 
     What was reduced in another format than theirs lies in a buffer of its own, kept for the bucket.
     """
     found = []
     layout = program.layout
+    updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if n.target is ops.update}
     packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout):
@@ -62,8 +63,11 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
             continue
         bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
-        birth = packed.get(bucket.index, time) if size >= layout.rest_bytes else 0
-        found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, life.end, info(node)))
+        birth, death = 0, life.end
+        if size >= layout.rest_bytes or bucket.index in updated:
+            birth = packed.get(bucket.index, time)
+            death = updated.get(bucket.index, life.end)
+        found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, death, info(node)))
         if bucket.reduce_dtype is not bucket.dtype:
             unit = bucket.label()
             found.append(

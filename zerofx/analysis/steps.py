@@ -30,7 +30,7 @@ class Lane(str, Enum):
 class Step:
     """One step of a schedule.
 
-    kind: "region", "pack", "launch", "wait", "release" or "sync".
+    kind: "region", "pack", "launch", "wait", "release", "update" or "sync".
     verb: what a launch is called: "AG", "RS", "AR" or "BC".
     heaviest: the costliest op of a region, empty where there is none to name.
     resident_bytes: the most that the rank holds during the step.
@@ -129,6 +129,10 @@ def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     if target is ops.pack:
         return Step(
             index, graph, Lane.COMPUTE, "pack", where.unit, where.index, resident_bytes=resident
+        )
+    if target is ops.update:
+        return Step(
+            index, graph, Lane.COMPUTE, "update", where.unit, where.index, resident_bytes=resident
         )
     if target is ops.sync_buffers:
         return Step(index, graph, Lane.REDUCE, "sync", "", verb="BC", resident_bytes=resident)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen
 
 from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
@@ -23,7 +24,7 @@ from zerofx.collector import paused_collector
 from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
 from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.ir.meta import OutputInfo, Role
-from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program, copy_graph
+from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program
 
 
 @paused_collector()
@@ -131,7 +132,8 @@ def label(gm: fx.GraphModule, names: Names) -> tuple[fx.GraphModule, tuple[Outpu
     check_graph(gm)
     infos = label_results(gm, names)
     label_placeholders(gm, names)
-    return LazyGraphModule(gm, copy_graph(gm.graph)), infos
+    gm.graph.set_codegen(CodeGen())  # it takes and gives flat lists, whatever the tracer wrapped
+    return LazyGraphModule(gm, gm.graph), infos
 
 
 def make_calling(call: Call, results: Results) -> Calling:

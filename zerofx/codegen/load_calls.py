@@ -129,6 +129,15 @@ class Calls:
             ops.store_grad, node, bucket, named=_reduced(b, b.dtype), **_of(b)
         )
 
+    def update(self, shard: Tensor, bucket: int) -> None:
+        node = self._recorder.node(shard, f"the shard of bucket {bucket}")
+        stored = self.stored.get(bucket)
+        if stored is None:
+            raise self._recorder.refuse(
+                f"rt.update of bucket {bucket} comes before rt.store_grad of it"
+            )
+        self._recorder.communicate(ops.update, stored, node, bucket, **_of(self._bucket(bucket)))
+
     # -- buffers ----------------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         given = [self._recorder.node(v, "a buffer's new value") for v in values]

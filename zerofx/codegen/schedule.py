@@ -70,7 +70,7 @@ class Function:
 
     def _is_static(self, node: fx.Node) -> bool:
         """Say whether a value lies in a slot or a resident buffer: dropping it frees nothing."""
-        if node.target in (ops.grad_buffer, ops.resident):
+        if node.target in (ops.grad_buffer, ops.resident, ops.store_grad):
             return True
         if node.target not in _PASSED_ON:
             return False

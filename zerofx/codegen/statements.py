@@ -100,6 +100,12 @@ def _store(node: fx.Node, names: Names, program: Program) -> Statement:
     return f"rt.store_grad({reduced}, bucket={info(node).index})", info(node).unit
 
 
+def _update(node: fx.Node, names: Names, program: Program) -> Statement:
+    args: Any = node.args
+    call = f"rt.update({buffer(args[1], names)}, bucket={info(node).index})"
+    return call, f"{info(node).unit}  -{_size(args[0])}"
+
+
 def _sync(node: fx.Node, names: Names, program: Program) -> Statement:
     values = wrap_list([names.bind(n) for n in node.all_input_nodes], 40)
     users: list[Any] = list(node.users)
@@ -118,5 +124,6 @@ _WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
     ops.reduce_scatter: _reduce("reduce_scatter"),
     ops.all_reduce: _reduce("all_reduce"),
     ops.store_grad: _store,
+    ops.update: _update,
     ops.sync_buffers: _sync,
 }

@@ -66,6 +66,7 @@ make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 
 # The properties of Tensor behind those that a subclass overrides: `.__get__(t)`, `.__set__(t, v)`.
 raw_data: Any = torch.Tensor.data
+raw_grad: Any = torch.Tensor.grad
 
 raw_version: Any = torch.Tensor._version
 

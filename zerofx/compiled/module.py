@@ -17,7 +17,7 @@ from zerofx.compiled.convert import check_shards_stay, convert_buffers
 from zerofx.compiled.hooks import HookWatch
 from zerofx.compiled.programs import Programs, ProgramTable, load_directory
 from zerofx.compiled.scaling import make_scaler
-from zerofx.errors import ShardError
+from zerofx.errors import GradientError, ShardError
 from zerofx.ir.program import Program
 from zerofx.passes.pipeline import Setting
 from zerofx.runtime.engine import Engine
@@ -98,7 +98,16 @@ class CompiledModule(nn.Module):
         drops the sum, and anything else raises. At stages 2 and 3 whole gradients are never held:
         there each backward reduces into the shards, which is the same sum, and this changes
         nothing.
+
+        Raises:
+            GradientError: the plan updates parameters inside every backward.
         """
+        if self._engine.store.updates is not None:
+            raise GradientError(
+                "no_sync() puts off the reduction of gradients, but Plan(update='in-backward') "
+                "updates the parameters inside every backward; use Plan(update='step') to "
+                "accumulate"
+            )
         gradients, before = self._engine.gradients, self._engine.gradients.no_sync
         gradients.no_sync = self._setting.plan.stage <= 1 and self._engine.world.size > 1
         try:

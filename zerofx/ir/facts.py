@@ -19,4 +19,5 @@ class Fact(Enum):
     RELEASED = auto()
     PREFETCHED = auto()
     WAITS_SUNK = auto()
+    UPDATES_PLACED = auto()
     SLOTS_ASSIGNED = auto()

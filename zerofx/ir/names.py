@@ -13,7 +13,7 @@ from zerofx.ir.text import identifier
 STEMS: dict[Any, str] = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
-    ops.all_reduce: "reduce", ops.store_grad: "stored",
+    ops.all_reduce: "reduce", ops.store_grad: "stored", ops.update: "update",
 }  # fmt: skip
 
 

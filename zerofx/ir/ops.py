@@ -10,6 +10,8 @@ the result; it may be read only behind `wait`.
 `dtype` says where a number format changes: a gather casts the shard before it travels, packing
 casts gradients into their buffer's format, storing casts the reduced slice to the shard's. It is
 left out where nothing changes. The real bodies take the formats from the layout.
+
+`update` runs the optimizer over a shard, in place: what backward does where the plan says so.
 """
 
 from __future__ import annotations
@@ -160,6 +162,13 @@ store_grad = _define(
     effect=True,
 )
 
+update = _define(
+    "update(Tensor stored, Tensor(a!) shard, int bucket) -> ()",
+    lambda stored, shard, bucket: current_calls().update(stored, shard, bucket),
+    lambda stored, shard, bucket: None,
+    effect=True,
+)
+
 # -- buffers ------------------------------------------------------------------------------------
 sync_buffers = _define(
     "sync_buffers(Tensor[] values) -> Tensor[]",
@@ -170,4 +179,6 @@ sync_buffers = _define(
 GATHERS = frozenset({all_gather, refresh})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 LAUNCHES = GATHERS | REDUCES
-ALL = LAUNCHES | {resident, wait, param_view, release, grad_buffer, pack, store_grad, sync_buffers}
+ALL = LAUNCHES | {
+    resident, wait, param_view, release, grad_buffer, pack, store_grad, update, sync_buffers,
+}  # fmt: skip

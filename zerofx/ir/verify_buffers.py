@@ -42,6 +42,7 @@ class Buffer:
     packed, zeroed, reduced: of a gradient buffer, what was packed where, whether the rest is
         zero, and the launch of its reduction.
     source: of a reduction's result, the gradient buffer; stored: its store_grad.
+    updated: of a shard, the update that has overwritten it.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class Buffer:
     reduced: fx.Node | None = None
     source: Buffer | None = None
     stored: fx.Node | None = None
+    updated: fx.Node | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -66,7 +68,7 @@ class Buffer:
 
     def is_open_to(self, target: Any) -> bool:
         """Say whether a node of this kind may read it now."""
-        if self.taken is not None or self.released is not None:
+        if self.taken is not None or self.released is not None or self.updated is not None:
             return False
         if self.kind is Kind.PACKED:
             return target is ops.pack or target in ops.REDUCES

@@ -19,7 +19,7 @@ from zerofx.ir.verify_values import label_of
 from zerofx.runtime.layout import Bucket, ParamSlice
 
 
-class BackwardOrder(Order):
+class GradientOrder(Order):
     """Order, and what becomes of the gradients."""
 
     def __init__(self, program: Program, graph: str, crossing: Crossing) -> None:

@@ -113,6 +113,12 @@ class Walk:
                 f"{reader} reads {what} after its release; move the release behind the last "
                 "read, or gather the bucket again",
             )
+        if buffer.updated is not None:
+            self.fail(
+                node,
+                f"{reader} reads {what} after {buffer.updated.name} has put the optimizer's new "
+                "values there; move the update behind the last read",
+            )
         if buffer.taken is not None:
             self.fail(
                 node,

@@ -226,6 +226,7 @@ _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
     ops.reduce_scatter: Numbering._reduce,
     ops.all_reduce: Numbering._reduce,
     ops.store_grad: Numbering._same,
+    ops.update: Numbering._nothing,
     ops.sync_buffers: Numbering._sync,
 }
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from zerofx.compat.optim import foreach_add_
 from zerofx.errors import OptimizerError
 from zerofx.optim.clip import divisor, global_norm
+from zerofx.optim.in_backward import Owner, StepsInBackward, is_stepped, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
 from zerofx.optim.stretch import Run, Stretch
 
@@ -39,7 +40,7 @@ class _Group:
     waiting: list[Tensor]  # without state, since they had no gradient so far
 
 
-class FlatOptimizer(Optimizer, ABC):
+class FlatOptimizer(StepsInBackward, Optimizer, ABC):
     """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
 
     A subclass names its states and updates runs; closures, clipping, loss scales, step counts,
@@ -72,7 +73,7 @@ class FlatOptimizer(Optimizer, ABC):
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
-        self._laid = {}
+        self._laid, self._updates = {}, []
 
     # -- what a subclass says -------------------------------------------------------------------
     @abstractmethod
@@ -104,6 +105,7 @@ class FlatOptimizer(Optimizer, ABC):
             )
         for param in group["params"]:
             check_dtype(param, kind, self.takes_half)
+        self.update_in_backward()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,12 +119,16 @@ class FlatOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._note_step()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0.0:
             return loss
         with torch.inference_mode(False):
-            work = [self._work(number) for number in range(len(self.param_groups))]
-            self._update_all(work)
+            laid = [self._layout(number) for number in range(len(self.param_groups))]
+            self._update_all([self._work(each, is_stepped) for each in laid])
+        for ledger in {id(s.ledger): s.ledger for each in laid for s in each.stretches}.values():
+            if ledger is not None:
+                ledger.writes += 1
         return loss
 
     def _update_all(self, work: Sequence[Work]) -> None:
@@ -133,10 +139,6 @@ class FlatOptimizer(Optimizer, ABC):
             self.grad_norm = norm if grad_scale is None else norm / grad_scale
         scale = divisor(norm, self.max_grad_norm, grad_scale)
         self.update_groups(list(zip(self.param_groups, work, strict=True)), scale)
-        for laid in self._laid.values():
-            for stretch in laid.stretches:
-                if stretch.ledger is not None:
-                    stretch.ledger.writes += 1
 
     @property
     def state_bytes(self) -> int:
@@ -163,22 +165,22 @@ class FlatOptimizer(Optimizer, ABC):
         return {**super().__getstate__(), **{k: getattr(self, k) for k in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._laid = {}
+        self._laid, self._updates = {}, []
         self.grad_norm = None
         super().__setstate__(state)
 
     # -- layout -------------------------------------------------------------------------------
-    def _work(self, number: int) -> Work:
-        """Return the runs of a group that have gradients; counts a step of each."""
-        laid = self._layout(number)
-        fresh = [p for p in laid.waiting if p.grad is not None]
+    def _work(self, laid: _Group, is_due: Callable[[Owner], bool]) -> Work:
+        """Return the runs of a group that are due and have gradients; counts a step of each."""
+        fresh = [p for p in laid.waiting if is_due(owner_of(p)) and p.grad is not None]
         if fresh:
             laid.stretches += self._stretches(fresh, laid.keys)
             made = set(map(id, fresh))
             laid.waiting = [p for p in laid.waiting if id(p) not in made]
         work: Work = []
         for stretch in laid.stretches:
-            work += stretch.runs([p.grad for p in stretch.params])
+            if is_due((stretch.ledger, stretch.bucket)):
+                work += stretch.runs([p.grad for p in stretch.params])
         if work and self.counts_steps:
             foreach_add_([run.steps for run, _ in work], 1)
         return work

@@ -48,7 +48,7 @@ class Stretch:
 
     def __init__(self, params: Sequence[Tensor], places: Sequence[Place]) -> None:
         self.params = tuple(params)
-        self.ledger = places[0].ledger
+        self.ledger, self.bucket = places[0].ledger, places[0].bucket
         start = places[0].offset
         self._bounds = tuple(
             (p.offset - start, p.end - start) if p.length else (0, 0) for p in places

@@ -31,6 +31,7 @@ from zerofx.passes.shard_parameters import ShardParameters
 from zerofx.passes.sink_waits import SinkWaits
 from zerofx.passes.split import Split
 from zerofx.passes.sync_buffers import SyncBuffers
+from zerofx.passes.update_in_backward import UpdateInBackward
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
 
@@ -76,6 +77,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: SinkWaits(),
     # after all that moves: what fits is measured on the final order
     lambda s: KeepGathered(budget_bytes=s.plan.memory_budget),
+    # after all that moves reads of shards, which an update overwrites
+    lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # last: places follow the final order
     lambda s: AssignSlots(),
 ]

@@ -35,6 +35,7 @@ class Engine:
         self.slots = SlotPool(store.world.device, poison)
         self.views = BucketViews(store.layout, self._is_lasting)
         self.gradients = Gradients(store, self.slots, self.views, scaler)
+        self.keeps_memory = False  # between calls too: recordings work at fixed addresses
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
         self._forward_slots: set[int] = set()
@@ -46,6 +47,7 @@ class Engine:
         self.reduce_scatter = self.gradients.reduce
         self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
         self.store_grad = self.gradients.store
+        self.update = self.gradients.update
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
         """Make room for a program's slots; those used `in_forward` stay between calls."""
@@ -61,8 +63,9 @@ class Engine:
             self.abandon()
             raise
         self.store.ledger.note_backward()
-        self.slots.rest(self._forward_slots, self.layout.rest_bytes)
-        self.world.rest(self.layout.rest_bytes)
+        if not self.keeps_memory:
+            self.slots.rest(self._forward_slots, self.layout.rest_bytes)
+            self.world.rest(self.layout.rest_bytes)
 
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""

@@ -32,9 +32,11 @@ class Gradients:
         self.no_sync = False
         self.discards = False
         self.scaler = scaler
+        self.publish = store.publish_grads  # of a bucket, for these names
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
+        self._stored: dict[int, frozenset[str]] = {}  # bucket -> whose gradients wait for an update
         self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
         self._names: dict[tuple, frozenset[str]] = {}
         # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
@@ -122,7 +124,15 @@ class Gradients:
         elif reduced is not target:
             target.copy_(reduced)
         names = self._packed_names(bucket)
-        self._store.publish_grads(bucket, names | summed if summed else names)
+        names = names | summed if summed else names
+        self.publish(bucket, names)
+        self._stored[bucket] = names
+
+    def update(self, shard: Tensor, bucket: int) -> None:
+        """Let the optimizers update a bucket's shard now, and free its gradients."""
+        names = self._stored.pop(bucket, None)
+        if names is not None:  # None: this backward runs for inputs alone
+            self._store.update_bucket(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:
         """Return the parameters whose gradients this backward has packed into the bucket."""
@@ -134,11 +144,19 @@ class Gradients:
             self._names[key] = names
         return names
 
-    # -- the end of a backward --------------------------------------------------------------
+    # -- the beginning and the end of a backward ----------------------------------------------
+    def begin(self) -> None:
+        """Check, before anything is launched, that a backward may do what it will do."""
+        if not self.discards:
+            self._store.begin_updates()
+
     def finish(self) -> None:
         """End a backward: reduce what no_sync left, and drop all if any of it overflowed."""
+        self._stored.clear()
         if self.no_sync or self.discards:
             return
+        if self._store.updates is not None:
+            self._store.updates.end()
         self._reduce_left()
         if self.scaler is not None:
             self._look_for_overflow(self.scaler)
@@ -175,3 +193,4 @@ class Gradients:
         """Forget what was packed and launched."""
         self._packed.clear()
         self._targets.clear()
+        self._stored.clear()

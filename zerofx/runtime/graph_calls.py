@@ -95,5 +95,8 @@ class GraphCalls:
         own = self.engine.layout.buckets[bucket].dtype
         return reduced.to(own, copy=True)  # an op may not return its argument
 
+    def update(self, stored: Tensor, shard: Tensor, bucket: int) -> None:
+        self.engine.update(shard, bucket)
+
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         return self.engine.sync_buffers(values)

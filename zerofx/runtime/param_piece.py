@@ -11,6 +11,7 @@ import torch
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.updates import Updates
 
 if TYPE_CHECKING:
     from zerofx.runtime.world import World
@@ -23,13 +24,16 @@ class Ledger:
     away (`to_local()`), through which later writes cannot be seen, and every backward after the
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
     a model frees its shards at once.
+
+    updates: where backward updates the parameters itself, who does it there.
     """
 
-    def __init__(self, layout: Layout, world: World) -> None:
+    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
         self.layout = layout
         self.world = world
         self.writes = 0
         self.handouts = 0
+        self.updates = Updates() if in_backward else None
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
 
     def note_backward(self) -> None:

@@ -76,6 +76,12 @@ class GradShard:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             self._asleep = False
 
+    def drop(self) -> None:
+        """Set every p.grad to None and free the flat's memory."""
+        for param in self.params:
+            param.grad = None
+        self.rest(0)
+
     def target(self) -> tuple[Tensor, bool]:
         """Return the flat shard to reduce into, and whether to add to what it holds.
 

@@ -129,7 +129,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "parameters(), or hand it over: zerofx.compile(model, plan, optimizer=optimizer)"
         )
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    replicated = {id(p._ledger): p._ledger for p in params if type(p) is ReplicatedParameter}
+    replicated = {id(p._ledger): p._ledger for p in params if isinstance(p, ReplicatedParameter)}
     sharded = {id(p._piece.ledger): p._piece.ledger for p in params if isinstance(p, ShardedTensor)}
     for ledger in replicated.values():
         ledger.writes += 1

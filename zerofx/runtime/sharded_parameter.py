@@ -79,16 +79,24 @@ class ReplicatedParameter(torch.nn.Parameter):
 allow_foreach(ReplicatedParameter)
 
 
-def sharded_parameter(local: torch.Tensor, piece: Piece, requires_grad: bool) -> ShardedParameter:
+def sharded_parameter(
+    local: torch.Tensor,
+    piece: Piece,
+    requires_grad: bool,
+    cls: type[ShardedParameter] = ShardedParameter,
+) -> ShardedParameter:
     """Return the parameter whose piece is `local`, a view of the flat shard."""
-    out = wrap(local, piece, cls=ShardedParameter)
+    out = wrap(local, piece, cls=cls)
     return out.requires_grad_() if requires_grad else out
 
 
 def replicated_parameter(
-    view: torch.Tensor, piece: Piece, requires_grad: bool
+    view: torch.Tensor,
+    piece: Piece,
+    requires_grad: bool,
+    cls: type[ReplicatedParameter] = ReplicatedParameter,
 ) -> ReplicatedParameter:
     """Return the parameter that is `view`, of the global shape, into its flat bucket."""
-    out = make_subclass(ReplicatedParameter, view, requires_grad)
+    out = make_subclass(cls, view, requires_grad)
     out._ledger, out._zfx_name = piece.ledger, piece.name
     return out

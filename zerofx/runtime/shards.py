@@ -16,7 +16,14 @@ from zerofx.runtime.shard_grads import GradShard
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
 from zerofx.runtime.shard_tree import ParameterTree, attributes_of
-from zerofx.runtime.sharded_parameter import replicated_parameter, sharded_parameter
+from zerofx.runtime.sharded_parameter import (
+    ReplicatedParameter,
+    ShardedParameter,
+    replicated_parameter,
+    sharded_parameter,
+)
+from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
+from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
 
 
@@ -28,10 +35,10 @@ class ShardStore:
     one, for an optimizer that was built before.
     """
 
-    def __init__(self, layout: Layout, world: World) -> None:
+    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
         self.layout = layout
         self.world = world
-        self.ledger = Ledger(layout, world)
+        self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.where}
         with torch.inference_mode(False):
             self.shards = [
@@ -46,12 +53,17 @@ class ShardStore:
 
     @classmethod
     def build(
-        cls, model: nn.Module, layout: Layout, world: World, seed: int | None = None
+        cls,
+        model: nn.Module,
+        layout: Layout,
+        world: World,
+        seed: int | None = None,
+        in_backward: bool = False,
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
-        `torch.initial_seed()`. A collective call.
+        `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
@@ -60,7 +72,7 @@ class ShardStore:
         tree = ParameterTree(model)
         tree.check()
         _check_layout(tree, layout)
-        store = cls(layout, world)
+        store = cls(layout, world, in_backward)
         fill_shards(store, model, tree, seed)
         store._watch(tree)
         return store
@@ -69,7 +81,7 @@ class ShardStore:
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
         """Return a store of its own memory with `other`'s values, over a copy of its model."""
         tree = ParameterTree(model)
-        store = cls(other.layout, other.world)
+        store = cls(other.layout, other.world, other.updates is not None)
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
@@ -81,6 +93,11 @@ class ShardStore:
     @property
     def is_sharded(self) -> bool:
         return self.layout.shard_size > 1
+
+    @property
+    def updates(self) -> Updates | None:
+        """Who updates the parameters inside backward; None where optimizers step after it."""
+        return self.ledger.updates
 
     @property
     def epoch(self) -> int:
@@ -113,10 +130,14 @@ class ShardStore:
         piece = self.pieces[name]
         with torch.inference_mode(False), torch.no_grad():
             view = self.local_view(name)
+            new: Any
             if self.is_sharded:
-                new: Any = sharded_parameter(view, piece, like.requires_grad)
+                kind = ShardedParameter if self.updates is None else UpdatedShardedParameter
+                new = sharded_parameter(view, piece, like.requires_grad, kind)
             else:
-                new = replicated_parameter(view.view(piece.shape), piece, like.requires_grad)
+                plain = ReplicatedParameter if self.updates is None else UpdatedParameter
+                view = view.view(piece.shape)
+                new = replicated_parameter(view, piece, like.requires_grad, plain)
         vars(new).update(attributes_of(like))
         self.params[name] = new
         return new
@@ -137,8 +158,22 @@ class ShardStore:
         """Set p.grad of the bucket's parameters (those among `names`) that require one."""
         self._grad_shard(bucket).publish(names, self.layout.buckets[bucket].names)
 
+    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
+        """Let the optimizers update a bucket, `names` of which have gradients; these are freed."""
+        assert self.updates is not None
+        trained = [n for n in names if self.params[n].requires_grad]
+        self.updates.run(self.ledger, bucket, trained)
+        self._grad_shard(bucket).drop()
+
+    def begin_updates(self) -> None:
+        """Check that a backward may update parameters, where that is what backward does."""
+        if self.updates is not None:
+            self.updates.begin([n for n, p in self.params.items() if p.requires_grad])
+
     def rest(self) -> None:
         """Free large gradient shards that no p.grad shows."""
+        if self.updates is not None:
+            return  # freed by each update
         for shard in self._grads.values():
             shard.rest(self.layout.rest_bytes)
 

@@ -18,6 +18,7 @@ class SlotPool:
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         self.device = device
         self.poison = poison
+        self.moves = 0  # how often a slot has moved
         self._bytes: list[Tensor] = []
         self._owned: set[int] = set()
         self._asleep: set[int] = set()
@@ -36,6 +37,7 @@ class SlotPool:
                 buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             if i < len(self._bytes):
                 moved = True
+                self.moves += 1
                 self._bytes[i] = buffer
                 self._asleep.discard(i)
                 self._typed = {k: v for k, v in self._typed.items() if k[0] != i}

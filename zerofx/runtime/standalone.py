@@ -48,6 +48,7 @@ class LooseStore:
     """Shards and gradients without a model behind them."""
 
     epoch = writes = 0
+    updates = None
 
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout, self.world = layout, world
@@ -64,7 +65,11 @@ class LooseStore:
         return [flat[p.offset : p.end].view(p.shape) for p in self.layout.buckets[bucket].params]
 
     def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
-        self.grads[bucket] = self.shards[bucket]
+        self.grads[bucket] = self._targets[bucket]
+
+    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
+        """Take a plain gradient step: there is no optimizer."""
+        self.shards[bucket].sub_(self._targets.pop(bucket), alpha=1e-3)
 
 
 def run_standalone(schedule_file: str) -> None:

@@ -92,7 +92,7 @@ class Executable:
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
-        if self.contract.is_training:
+        if self.contract.is_training and not engine.keeps_memory:
             engine.store.rest()
         kind = "forward" if self.contract.is_training else "inference"
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
@@ -126,13 +126,15 @@ class Executable:
         tangents = self._tangents(incoming)
         if engine.store.poll_writes() != call.writes:
             raise GradientError(
-                f"{self.contract.label}: the parameters were changed (by an optimizer step, a load "
-                "or an in-place write) between this forward and its backward, so its gradients "
-                "would be wrong; run backward before the change"
+                f"{self.contract.label}: the parameters were changed (by an optimizer step, a "
+                "load, an in-place write or another backward that updates them) between this "
+                "forward and its backward, so its gradients would be wrong; run backward before "
+                "the change"
             )
         # autograd.grad(loss, inputs) asks for no gradient of a parameter
         gradients = engine.gradients
         gradients.discards = not will_run(self._accumulate)
+        gradients.begin()
         state = f"no_sync={gradients.no_sync};inputs_only={gradients.discards}"
         if gradients.scaler is not None:
             tangents = gradients.scaler.begin(tangents)

@@ -105,6 +105,8 @@ def _cell(step: Step) -> str:
         return f"{step.heaviest} {step.unit or '(root)'}{prime}".strip()
     if step.kind == "pack":
         return f"pack b{step.bucket}{prime}"
+    if step.kind == "update":
+        return f"update b{step.bucket}{prime}"
     if step.kind == "release":
         return f"x  b{step.bucket}"
     if step.kind == "sync":

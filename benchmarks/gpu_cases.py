@@ -1,0 +1,148 @@
+"""What `benchmarks.gpu` measures: models, how each system trains them, and the targets."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zerofx.demo.gpt import GPTConfig
+
+MEMORY_TOLERANCE = 0.05  # of a predicted peak, to either side
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound that a value has to keep: `<=` or `>=`."""
+
+    sign: str
+    bound: float
+
+    def is_met(self, value: float) -> bool:
+        return (operator.le if self.sign == "<=" else operator.ge)(value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.bound:.2f}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One ratio of two systems, taken in each round: `over`'s value divided by `under`'s.
+
+    key: "step_s", or "peak_bytes", which has no rounds.
+    system: the one of the two whose row it is.
+    """
+
+    key: str
+    over: str
+    under: str
+    system: str
+    target: Target | None = None
+
+    @property
+    def measure(self) -> str:
+        what = {"step_s": "step time", "peak_bytes": "peak"}[self.key]
+        return f"{what}, {self.over} / {self.under}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a system trains: which wrapping, and for zerofx which fields of its plan."""
+
+    kind: str
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, trained by several systems in turn.
+
+    reference: the system whose losses the others must reproduce within `loss_tolerance`, relative.
+    takes_batch: whether --batch is about this model.
+    """
+
+    model: GPTConfig
+    batch: int
+    steps: int
+    precision: str
+    systems: dict[str, Setup]
+    comparisons: tuple[Comparison, ...]
+    reference: str
+    loss_tolerance: float
+    takes_batch: bool = True
+
+    def tiny(self) -> Case:
+        """Return the case at a size that a rehearsal on a CPU runs in no time."""
+        model = replace(self.model, width=32, heads=2, seq=16, vocab=97)
+        model = replace(model, layers=min(self.model.layers, 2))
+        return replace(self, model=model, batch=2, steps=1)
+
+
+_AT_LEAST_AS_FAST = Target("<=", 1.0)
+# two orders of the same bf16 sums differ by its last bit: 8 bits of a loss
+_BF16, _FP32 = 2e-2, 1e-4
+
+CASES = {
+    "small": Case(
+        GPTConfig(layers=4, width=128, heads=4, seq=128),
+        batch=4,
+        steps=100,
+        precision="fp32",
+        systems={
+            "torch.compile": Setup("torch.compile"),
+            "zerofx": Setup("zerofx"),
+            "zerofx-graph": Setup("zerofx", {"cuda_graph": True}),
+        },
+        comparisons=(
+            Comparison(
+                "step_s", "torch.compile", "zerofx-graph", "zerofx-graph", Target(">=", 1.5)
+            ),
+            Comparison("step_s", "torch.compile", "zerofx", "zerofx"),
+        ),
+        reference="torch.compile",
+        loss_tolerance=_FP32,
+        takes_batch=False,
+    ),
+    # no blocks: the loss head is all there is, beside one norm, so that it alone is compared
+    "loss-head": Case(
+        GPTConfig(layers=0, width=2048, heads=16, seq=1024, vocab=50304),
+        batch=4,
+        steps=5,
+        precision="bf16",
+        systems={
+            "zerofx-bitwise": Setup("zerofx", {"numerics": "bitwise"}),
+            "zerofx-fast": Setup("zerofx", {"numerics": "fast"}),
+        },
+        comparisons=(
+            Comparison(
+                "peak_bytes", "zerofx-fast", "zerofx-bitwise", "zerofx-fast", Target("<=", 1.0)
+            ),
+            Comparison("step_s", "zerofx-fast", "zerofx-bitwise", "zerofx-fast"),
+        ),
+        reference="zerofx-bitwise",
+        loss_tolerance=_BF16,
+    ),
+    "gpt": Case(
+        GPTConfig(layers=24, width=2048, heads=16, seq=1024, vocab=50304),
+        batch=4,
+        steps=4,
+        precision="bf16",
+        systems={
+            "torch.compile": Setup("torch.compile"),
+            "fsdp2": Setup("fsdp2"),
+            "zerofx": Setup("zerofx", {"numerics": "fast"}),
+        },
+        comparisons=(
+            Comparison("step_s", "zerofx", "torch.compile", "zerofx", _AT_LEAST_AS_FAST),
+            Comparison("step_s", "zerofx", "fsdp2", "zerofx", _AT_LEAST_AS_FAST),
+        ),
+        reference="torch.compile",
+        loss_tolerance=_BF16,
+    ),
+}
+
+
+def case_named(name: str, batch: int | None, rehearse: bool) -> Case:
+    """Return a case as the command line wants it."""
+    case = CASES[name].tiny() if rehearse else CASES[name]
+    return replace(case, batch=batch) if batch and case.takes_batch else case

@@ -1,0 +1,104 @@
+"""What an optimizer does inside backward, where a model's plan has its updates there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.errors import OptimizerError
+from zerofx.optim.places import name_of, place_of
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.updates import Updates
+
+Owner = tuple[Ledger | None, Bucket | None]  # whose a parameter is: nobody's if not compiled
+
+
+class StepsInBackward:
+    """The part of an optimizer that a backward with `Plan(update="in-backward")` calls.
+
+    `step()` then only notes that the loop has come round; parameters of other models, and of none,
+    are stepped by it as ever.
+    """
+
+    param_groups: list[dict[str, Any]]
+    _updates: list[Updates]  # of the models whose backward updates parameters of this optimizer
+    _laid: dict[int, Any]
+    _layout: Callable[[int], Any]
+    _work: Callable[[Any, Callable[[Owner], bool]], Any]
+    _update_all: Callable[[Any], None]
+
+    def update_in_backward(self) -> None:
+        """Take over the updates of all parameters whose model has them inside backward.
+
+        Raises:
+            ShardError: this optimizer clips, for which all gradients must be known.
+        """
+        found: dict[int, tuple[Updates, list[str]]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                updates = _updates_of(param)
+                if updates is not None:
+                    found.setdefault(id(updates), (updates, []))[1].append(name_of(param))
+        for updates, names in found.values():
+            updates.take_over(self, names)
+        self._updates = [updates for updates, _ in found.values()]
+
+    def begin_backward(self) -> None:
+        """Look once a backward at whether parameters and states lie where they did."""
+        with torch.inference_mode(False), torch.no_grad():
+            for number in range(len(self.param_groups)):
+                self._layout(number)
+
+    @torch.no_grad()
+    def update_bucket(self, ledger: Ledger, bucket: int) -> None:
+        """Update the parameters of a bucket that have a gradient now."""
+
+        def is_due(owner: Owner) -> bool:
+            return owner[0] is ledger and owner[1] is not None and owner[1].index == bucket
+
+        with torch.inference_mode(False):
+            groups = range(len(self.param_groups))
+            self._update_all([self._work(self._laid[number], is_due) for number in groups])
+
+    def _note_step(self) -> None:
+        """Tell the models that the loop has come to `step()`.
+
+        Raises:
+            OptimizerError: a GradScaler scaled the loss: the updates were made with scaled
+                gradients, and nothing can be skipped any more.
+        """
+        if not self._updates:
+            return
+        if getattr(self, "grad_scale", None) is not None:
+            raise OptimizerError(
+                f"{type(self).__name__}: a GradScaler cannot unscale gradients that "
+                "Plan(update='in-backward') has used inside backward already; compute in bf16 "
+                "without a scaler, or use Plan(update='step')"
+            )
+        for updates in self._updates:
+            updates.note_step(self)
+
+
+def owner_of(param: Tensor) -> Owner:
+    """Return the ledger and bucket of a compiled model's parameter."""
+    place = place_of(param)
+    return place.ledger, place.bucket
+
+
+def is_stepped(owner: Owner) -> bool:
+    """Say whether `step()` updates such parameters, not backward."""
+    return owner[0] is None or owner[0].updates is None
+
+
+def _updates_of(param: Tensor) -> Updates | None:
+    if isinstance(param, ShardedTensor):
+        return param._piece.ledger.updates
+    if isinstance(param, ReplicatedParameter):
+        return param._ledger.updates
+    return None

@@ -1,0 +1,69 @@
+"""update-in-backward: run the optimizer over each bucket as soon as its gradient is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call, set_results, users_after_views
+from zerofx.ir.meta import Phase, Role, info, set_info
+from zerofx.ir.program import BACKWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+
+
+@dataclass(frozen=True)
+class UpdateInBackward(Pass):
+    """Place each bucket's optimizer update in backward, which frees its gradient at once.
+
+    It stands behind the stored gradient and behind the last read of the shard, whose values it
+    overwrites: at stage 0, and in a world of one, layers compute on the shard itself.
+    """
+
+    name: ClassVar[str] = "update-in-backward"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_SUNK, Fact.PREFETCHED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATES_PLACED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
+
+    enabled: bool = False
+
+    def run(self, program: Program) -> Report:
+        if not self.enabled or BACKWARD not in program.graphs:
+            return Report(False, "the optimizer steps after backward")
+        graph = program.graph(BACKWARD)
+        shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
+        stored = [n for n in graph.nodes if n.target is ops.store_grad]
+        for node in stored:
+            _place(graph, node, shards[info(node).index])
+        _return_no_gradients(program)
+        return Report(bool(stored), f"{len(stored)} updates")
+
+
+def _place(graph: fx.Graph, stored: fx.Node, shard: fx.Node) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = max([stored, *_readers(shard)], key=order.__getitem__)
+    with graph.inserting_after(last):
+        node = call(graph, ops.update, (stored, shard, info(stored).index))
+    where = info(stored)
+    set_info(node, phase=Phase.BACKWARD, unit=where.unit, index=where.index)
+
+
+def _return_no_gradients(program: Program) -> None:
+    """Take the gradient shards out of backward's results: they are gone by then."""
+    left = [
+        (spec, node)
+        for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True)
+        if spec.role is not Role.SHARD_GRAD
+    ]
+    program.outputs[BACKWARD] = tuple(spec for spec, _ in left)
+    set_results(program.graph(BACKWARD), [node for _, node in left])
+
+
+def _readers(shard: fx.Node) -> list[fx.Node]:
+    """Return what reads the shard; a gather does so until its wait."""
+    found = list(users_after_views(shard))
+    for node in [n for n in found if n.target in ops.GATHERS]:
+        found += [u for u in node.users if u.target is ops.wait]
+    return found

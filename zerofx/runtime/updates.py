@@ -1,0 +1,142 @@
+"""Updates inside backward: which optimizer makes them, and that each is one step of the loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from zerofx.errors import GradientError, ShardError
+
+if TYPE_CHECKING:
+    from zerofx.runtime.param_piece import Ledger
+
+_PLAN = "Plan(update='in-backward')"
+
+
+@runtime_checkable
+class BucketOptimizer(Protocol):
+    """An optimizer that can step one bucket of a model at a time."""
+
+    def update_in_backward(self) -> None:
+        """Take over its parameters of models whose backward updates them."""
+
+    def begin_backward(self) -> None:
+        """Make ready for the updates of one backward."""
+
+    def update_bucket(self, ledger: Ledger, bucket: int) -> None:
+        """Update the parameters of a bucket that have a gradient now."""
+
+
+class Updates:
+    """Who updates the parameters of one model inside its backward passes.
+
+    A backward leaves no gradients: they are freed bucket by bucket, so `p.grad` may not be read
+    until the `step()` that stands behind it in the loop, nor may another backward run.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[str, weakref.ref[Any]] = {}  # parameter -> its optimizer
+        self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_checked = False
+
+    def take_over(self, optimizer: Any, names: Iterable[str]) -> None:
+        """Let `optimizer` update these parameters from now on, in place of any earlier one.
+
+        Raises:
+            ShardError: it cannot step buckets, or clips, for which all gradients must be known.
+        """
+        check_optimizer(optimizer)
+        for name in names:
+            self._owners[name] = weakref.ref(optimizer, self._note_loss)
+        self._is_checked = False
+
+    def _note_loss(self, ref: weakref.ref[Any]) -> None:
+        self._is_checked = False
+
+    def _owner(self, name: str) -> Any:
+        held = self._owners.get(name)
+        return None if held is None else held()
+
+    # -- a backward -----------------------------------------------------------------------------
+    def begin(self, trained: Collection[str]) -> None:
+        """Check, before anything is launched, that a backward may update these parameters.
+
+        Raises:
+            GradientError: a backward has run since the last step, or a parameter has no optimizer.
+        """
+        if self._unstepped:
+            raise GradientError(
+                f"a second backward since optimizer.step(): {_PLAN} updates the parameters inside "
+                "every backward and cannot sum the gradients of several; call optimizer.step() "
+                "after each, or accumulate with Plan(update='step')"
+            )
+        if not self._is_checked:
+            for name in trained:
+                self._require_owner(name)
+            self._is_checked = True
+        for optimizer in self._optimizers(self._owners):
+            optimizer.begin_backward()
+
+    def run(self, ledger: Ledger, bucket: int, names: Collection[str]) -> None:
+        """Update a bucket; `names` are its parameters that have a gradient."""
+        for name in names:
+            self._require_owner(name)
+        for optimizer in self._optimizers(names):
+            optimizer.update_bucket(ledger, bucket)
+        ledger.writes += 1
+
+    def end(self) -> None:
+        """Note that a backward has made its updates."""
+        self._unstepped.update(self._optimizers(self._owners))
+
+    def _optimizers(self, names: Iterable[str]) -> list[BucketOptimizer]:
+        found = (self._owner(name) for name in names)
+        return list({id(o): o for o in found if o is not None}.values())
+
+    def _require_owner(self, name: str) -> None:
+        if self._owner(name) is None:
+            raise GradientError(
+                f"{name}: {_PLAN} updates it inside backward, but no optimizer of zerofx.optim "
+                "has it; build one over model.parameters() and keep it, or freeze the parameter "
+                "(requires_grad_(False))"
+            )
+
+    # -- between backward and the next ------------------------------------------------------------
+    def note_step(self, optimizer: Any) -> None:
+        """Note the `step()` that stands behind a backward; its updates are made."""
+        self._unstepped.discard(optimizer)
+
+    def check_read(self, name: str) -> None:
+        """Refuse to show p.grad of a parameter that was updated and not yet stepped.
+
+        Raises:
+            GradientError: clipping, a norm or a log would find no gradient and say nothing.
+        """
+        if self._owner(name) in self._unstepped:
+            raise GradientError(
+                f"{name}.grad was used and freed inside backward ({_PLAN}): gradients can be "
+                "neither clipped nor looked at before optimizer.step(); for that use "
+                "Plan(update='step')"
+            )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless an optimizer can update bucket by bucket.
+
+    Raises:
+        ShardError: it cannot step buckets, or clips, for which all gradients must be known.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, BucketOptimizer):
+        raise ShardError(
+            f"{_PLAN} needs an optimizer that steps bucket by bucket, which torch.optim.{kind} "
+            f"cannot; use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), or Plan(update='step')"
+        )
+    limit = getattr(optimizer, "max_grad_norm", None)
+    if limit is not None:
+        raise ShardError(
+            f"{kind}(max_grad_norm={limit}) clips by the norm of all gradients, but with {_PLAN} "
+            "the first parameters are updated before the last gradient is known; leave "
+            "max_grad_norm out, or use Plan(update='step')"
+        )
