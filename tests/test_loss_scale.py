@@ -16,6 +16,7 @@ import zerofx
 from zerofx.compiled.scaling import rule_of
 from zerofx.errors import PlanError
 from zerofx.plan_parts import LossScale
+from zerofx.runtime.kernels.launch import plain_forms, use_triton
 from zerofx.runtime.loss_scale import LossScaler
 
 
@@ -113,6 +114,29 @@ def _bits(model: Any, optimizer: torch.optim.Optimizer) -> list[bytes]:
     tensors = [*model._engine.store.shards, *state]
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return [t.detach().reshape(-1).clone().view(torch.uint8).numpy().tobytes() for t in local]
+
+
+def check_unscaled() -> None:
+    """The kernel's pass and torch's give the same bits, and find the same infs."""
+    assert use_triton(torch.device("cpu"))
+    for dtype, planted in product(
+        (torch.float32, torch.float16), (1.0, float("inf"), float("nan"))
+    ):
+        reduced = torch.linspace(-3, 3, 5000).to(dtype)
+        reduced[4321] = planted
+        ours, theirs = _scaler(initial=8.0), _scaler(initial=8.0)
+        for scaler in (ours, theirs):
+            scaler.begin({})
+        got = ours.unscale(reduced.clone(), torch.empty(5000))
+        with plain_forms():
+            expected = theirs.unscale(reduced.clone(), torch.empty(5000))
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+        flags = [bool(scaler.take_flag()) for scaler in (ours, theirs)]
+        assert flags == [planted != 1.0] * 2
+
+
+def test_one_pass_casts_divides_and_looks(interpreted: Any) -> None:
+    interpreted(check_unscaled)
 
 
 def run_planted(stage: int, reduce: str, planted: float) -> None:

@@ -10,7 +10,7 @@ from shard_cases import on_ranks, small_model
 from torch import nn
 
 import zerofx
-from zerofx.errors import OptimizerError, ZerofxError
+from zerofx.errors import OptimizerError, ShardError, ZerofxError
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 
@@ -127,3 +127,42 @@ def test_sparse_gradients() -> None:
 
 def test_errors_are_zerofx_errors() -> None:
     assert issubclass(OptimizerError, ZerofxError) and issubclass(OptimizerError, ValueError)
+
+
+class Eighth(nn.Module):
+    """A parameter in a format that nothing adds."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        weight = torch.randn(8, 8).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(weight, requires_grad=is_trained)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.float() + self.bias).sum()
+
+
+def test_a_format_that_cannot_be_summed() -> None:
+    with pytest.raises(
+        ShardError, match=r"^weight is torch.float8_e4m3fn, of which no backend sums"
+    ):
+        zerofx.compile(Eighth(True), {"kernels": "aten"})
+    frozen = zerofx.compile(Eighth(False), {"kernels": "aten"})
+    frozen(torch.ones(2, 8)).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torchs_adam_without_master_weights(stage: int) -> None:
+    plan = {
+        "kernels": "aten",
+        "stage": stage,
+        "precision": {"compute": "fp16", "master": "fp16", "loss_scale": 8.0},
+    }
+    model = zerofx.compile(nn.Linear(4, 4), plan)
+    adam = torch.optim.AdamW(model.parameters())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model(torch.ones(2, 4)).float().sum().backward()
+    with pytest.raises(ShardError, match=r"^weight is float16 without a float32 master copy"):
+        adam.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -115,10 +115,10 @@ class Gradients:
             return
         target, accumulate, summed = self._targets.pop(bucket)
         if self.scaler is not None:
+            wide = reduced
             if reduced.dtype is not target.dtype:
                 wide = torch.empty_like(target) if accumulate else target
-                reduced = wide.copy_(reduced)
-            self.scaler.unscale(reduced)
+            reduced = self.scaler.unscale(reduced, wide)
         if accumulate:
             target.add_(reduced)
         elif reduced is not target:

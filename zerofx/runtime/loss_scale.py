@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import unscale_and_check
+from zerofx.runtime.kernels.launch import use_triton
+from zerofx.runtime.kernels.pack import pack_grads_
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,25 @@ class LossScaler:
         """Return gradients of inputs as the user is to see them."""
         return [g / self.scale for g in grads]
 
-    def unscale(self, reduced: Tensor) -> None:
-        """Divide by the scale in place, noting whether anything in it is infinite or NaN.
+    def unscale(self, reduced: Tensor, out: Tensor) -> Tensor:
+        """Return `out`, which receives `reduced` divided by the scale; note any inf or NaN in it.
 
-        Shapes: reduced is flat, in fp32 (fp16 would lose again what the scale has saved).
+        On a GPU a kernel of ours casts, divides and looks in one pass over memory.
+
+        Shapes: both flat; `out` in fp32 (fp16 would lose again what the scale has saved), or it may
+        be `reduced` itself.
         """
-        unscale_and_check([reduced], self._found, self._inverse)
+        if use_triton(out.device):
+            stats = pack_grads_(out, [reduced], [0], scale=self._inverse)
+            self._found += stats[1:] > 0
+        else:
+            if out is not reduced:
+                out.copy_(reduced)
+            unscale_and_check([out], self._found, self._inverse)
+        return out
 
     def take_flag(self) -> Tensor:
-        """Return whether this rank found an inf or a NaN (1.0, 0.0) in what it unscaled, [1]."""
+        """Return whether this rank found an inf or a NaN (not 0.0) in what it unscaled, [1]."""
         flag, self._found = self._found, torch.zeros_like(self._found)
         return flag
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
@@ -108,9 +114,33 @@ def watch_steps() -> None:
     """Watch every optimizer's steps, from the first compiled model on.
 
     Steps over replicated parameters count as writes: they are plain tensors to torch, and a fused
-    step moves no version counter. Steps over parameters that shards have replaced raise.
+    step moves no version counter. Steps over parameters that shards have replaced raise, and so do
+    those that would divide by second moments in float16.
     """
+    register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
+
+
+# torch.optim's that divide by the root of squared gradients plus eps, which are 0 in float16
+_SECOND_MOMENTS = "Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop".split()
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse, at its first step, an optimizer that needs float32 parameters and has none."""
+    if optimizer in _checked:
+        return
+    kind = type(optimizer).__name__
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        is_ours = isinstance(param, (ShardedTensor, ReplicatedParameter))
+        if is_ours and param.dtype == torch.float16 and kind in _SECOND_MOMENTS:
+            name = param._piece.name if isinstance(param, ShardedTensor) else param._zfx_name
+            raise ShardError(
+                f"{name} is float16 without a float32 master copy, in which {kind}'s squared "
+                "gradients and eps vanish; keep the model in float32 and compute in 16 bits with "
+                'Plan(precision="fp16"), or use SGD'
+            )
+    _checked.add(optimizer)
 
 
 _LEFT_BEHIND = "_zerofx_left_behind"

@@ -14,6 +14,12 @@ from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
 Holder = tuple[nn.Module, str]
 
 
+# What gloo and NCCL both reduce, and torch itself adds.
+SUMMABLE = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
+)
+
+
 class ParameterTree:
     """Every distinct parameter under its canonical (first) name, and all places that hold it."""
 
@@ -50,6 +56,12 @@ class ParameterTree:
                 raise ShardError(
                     f"{name} is a {type(param).__name__}, and only plain parameters can be laid "
                     "out in flat shards; compile before quantising or distributing it"
+                )
+            if param.requires_grad and param.dtype not in SUMMABLE:
+                raise ShardError(
+                    f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep "
+                    "it in float32 or bfloat16 and cast in forward, or freeze it "
+                    "(requires_grad_(False))"
                 )
             if param.grad is not None:
                 raise ShardError(
