@@ -23,11 +23,11 @@ from zerofx.machine import Machine, machine_for
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
 from zerofx.plan import Plan, as_plan
+from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Layout
-from zerofx.runtime.shard_optimizer import check_type, swap_optimizer
+from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.updates import BucketOptimizer, check_optimizer
 from zerofx.runtime.world import World
 
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -59,18 +59,16 @@ def compile(
     checked = as_plan(plan)
     checked.require_supported()
     world, described = _connect(checked, device, mesh, machine)
+    if checked.cuda_graph:
+        check_recordable(world.size, world.device)
     layout = make_layout(model, checked, world.size, described)
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
-    if optimizer is not None and layout.shard_size > 1:
-        check_type(optimizer)
     in_backward = checked.update == "in-backward"
-    if optimizer is not None and in_backward:
-        check_optimizer(optimizer)
+    if optimizer is not None:
+        check_before(optimizer, layout.shard_size > 1, in_backward)
     store = ShardStore.build(model, layout, world, in_backward=in_backward)
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
-        if isinstance(optimizer, BucketOptimizer):
-            optimizer.update_in_backward()
     setting = Setting(checked, world.size, described, layout)
     return CompiledModule(model, setting, Engine(store, make_scaler(checked, world)))
 

@@ -67,7 +67,7 @@ class Plan:
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary
         embeddings are fused by kernels of our own.
     kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
-    cuda_graph: whether whole programs run as CUDA graphs.
+    cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:

@@ -20,12 +20,15 @@ from zerofx.codegen.load_fit import check_fits
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.contract import contract, forward_slots
 from zerofx.errors import CaptureError
-from zerofx.ir.program import Program
+from zerofx.ir import ops
+from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import as_plan
+from zerofx.runtime.cuda_graph import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.recorded import Recorded, Room
 from zerofx.runtime.regions import cache_dir, import_file, prepare_regions
 from zerofx.runtime.step import Executable
 
@@ -47,11 +50,17 @@ class ProgramTable:
     """Finds the program of a call; compiles it where there is none.
 
     A table of a model's deep copy begins with what the original has compiled: `known` is shared
-    work, `bound` (tied to shards and buffers) is each model's own.
+    work, `bound` (tied to shards and buffers) is each model's own. `recorder` records every call
+    for replay; Plan(cuda_graph=True) makes one of CUDA graphs.
     """
 
     def __init__(
-        self, model: nn.Module, setting: Setting, engine: Engine, other: ProgramTable | None = None
+        self,
+        model: nn.Module,
+        setting: Setting,
+        engine: Engine,
+        other: ProgramTable | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model, self._setting, self._engine = model, setting, engine
         self.state = ModelState(model)
@@ -59,6 +68,9 @@ class ProgramTable:
         self.known: dict[Key, tuple[Program, Path]] = dict(other.known) if other else {}
         # signature -> what runs instead
         self._adopted: dict[str, Program] = dict(other._adopted) if other else {}
+        if recorder is None and setting.plan.cuda_graph:
+            recorder = CudaRecorder(engine.world.device)
+        self._room = Room(engine, recorder) if recorder is not None else None
 
     def compile(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Capture this call, run the passes, write the directory, and bind it."""
@@ -123,9 +135,13 @@ class ProgramTable:
         self._engine.reserve(program.slots.get("bytes", []), forward_slots(program))
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
-        executable = Executable(
-            module.forward, backward, contract(program), self._engine, self._buffers_of(program)
-        )
+        made, forward = contract(program), module.forward
+        if self._room is not None:
+            stored = _buckets(program, BACKWARD, ops.store_grad) if program.is_training else []
+            refreshed = _buckets(program, FORWARD, ops.refresh)
+            recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
+            forward, backward = recorded.forward, recorded.backward
+        executable = Executable(forward, backward, made, self._engine, self._buffers_of(program))
         self.bound[key] = Bound(program, executable)
         return self.bound[key]
 
@@ -135,6 +151,11 @@ class ProgramTable:
             path, _, key = name.rpartition(".")
             owners.append((name, self._model.get_submodule(path)._buffers, key))
         return lambda: {name: held[key] for name, held, key in owners}
+
+
+def _buckets(program: Program, graph: str, op: Any) -> list[int]:
+    """Return the buckets for which a graph calls an op that takes one as its second argument."""
+    return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
 
 
 def _write(program: Program) -> Path:

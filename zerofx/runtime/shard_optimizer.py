@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
+from zerofx.runtime import updates
 from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
 from zerofx.runtime.sharded_parameter import ReplicatedParameter
@@ -41,6 +42,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, ShardedTensor) for p in params):
         check_type(optimizer)
+
+
+def check_before(optimizer: Optimizer, is_sharded: bool, in_backward: bool) -> None:
+    """Raise, before a model is changed, unless a built optimizer may take its shards over.
+
+    Raises:
+        ShardError: names the optimizer and the reason.
+    """
+    if is_sharded:
+        check_type(optimizer)
+    if in_backward:
+        updates.check_optimizer(optimizer)
 
 
 def check_type(optimizer: Optimizer) -> None:
@@ -89,6 +102,8 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
     for old, _ in swaps:
         optimizer.state.pop(old, None)
     optimizer.state.update(states)
+    if isinstance(optimizer, updates.BucketOptimizer):
+        optimizer.update_in_backward()
 
 
 def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:

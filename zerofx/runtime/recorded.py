@@ -1,0 +1,211 @@
+"""Whole forwards and backwards, recorded once and then replayed in the same memory.
+
+A replay launches the recorded kernels on the recorded addresses and runs nothing on the host. So
+what the host does in a call is done beside it, and what decides where a call reads and writes is
+its state: each state is recorded by itself, the second time that it is seen (the first run warms
+up). Calls that a replay would be wrong for run as they would without recording.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from zerofx.collector import paused_collector
+from zerofx.errors import CaptureError
+from zerofx.runtime.cuda_graph import Recorder
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.recordings import Backward, Forward, Recordings, Saved
+from zerofx.runtime.static_tensors import blank_like, fill
+from zerofx.runtime.step import Contract
+
+log = logging.getLogger("zerofx")
+T = TypeVar("T")
+FORWARDS = 2  # recordings of one forward; each keeps activations of its own
+SEEN = 32
+
+
+class Room:
+    """What the recordings of one model share: who records, and the one forward that is pending.
+
+    In the shared pool, what one recording keeps may be what an earlier one works in. Nothing but
+    saved values is needed beyond a call, so while a replayed forward waits for its backward, other
+    forwards run without recording.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder) -> None:
+        self.engine, self.recorder = engine, recorder
+        self._pending: Callable[[], Saved | None] = lambda: None
+        engine.keeps_memory = True
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending() is not None
+
+    def note_pending(self, saved: Saved) -> None:
+        self._pending = weakref.ref(saved)
+
+
+class Recorded:
+    """A program's emitted functions, called as they are, and replayed once they are recorded.
+
+    refreshed, stored: the buckets that forward refreshes and that backward stores gradients of.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        contract: Contract,
+        functions: tuple[Callable, Callable | None],
+        refreshed: Sequence[int],
+        stored: Sequence[int],
+    ) -> None:
+        self._room, self._contract = room, contract
+        self._forward, self._backward = functions
+        self._refreshed, self._stored = refreshed, stored
+        self._moves = -1
+        self._forwards: Recordings[Forward] = Recordings(FORWARDS)
+        self._seen: dict[Hashable, None] = {}
+        self._has_warned = False
+
+    def _is_new(self, *state: Hashable) -> bool:
+        """Note a state; say whether it was never seen (or too long ago)."""
+        if state in self._seen:
+            return False
+        while len(self._seen) >= SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[state] = None
+        return True
+
+    # -- forward ----------------------------------------------------------------------------
+    def forward(
+        self, engine: Engine, shards: list[Tensor], buffers: dict[str, Tensor], leaves: list[Any]
+    ) -> Any:
+        """Run the emitted forward, or replay it."""
+
+        def run() -> Any:
+            return self._forward(engine, shards, buffers, leaves)
+
+        if self._room.is_pending or not self._is_on_device(leaves, buffers):
+            return run()
+        if self._moves != engine.slots.moves:  # what was recorded works in memory that is gone
+            self._forwards, self._moves = Recordings(FORWARDS), engine.slots.moves
+        for bucket in self._refreshed:  # before, so that fresh or stale makes no two recordings
+            engine.wait(engine.refresh(shards[bucket], bucket))
+        state = tuple(b.data_ptr() for b in buffers.values())
+        recording = self._forwards.get(state)
+        if recording is None:
+            if self._is_new("forward", self._moves, state):
+                return self._room.recorder.warm_up(run)
+            recording = self._forwards.add(state, self._record_forward(buffers, leaves))
+        played = recording.play(leaves)
+        if self._contract.is_training:
+            self._room.note_pending(played[2])
+        return played
+
+    def _record_forward(self, buffers: dict[str, Tensor], leaves: list[Any]) -> Forward:
+        engine = self._room.engine
+        shards = engine.store.shards
+        inputs = [blank_like(leaf) for leaf in leaves]
+        fill(inputs, leaves)
+        recorded = self._capture(
+            "forward", lambda: self._forward(engine, shards, buffers, list(inputs))
+        )
+        return Forward(inputs, [*shards, *buffers.values()], recorded)
+
+    def _is_on_device(self, leaves: list[Any], buffers: dict[str, Tensor]) -> bool:
+        """Say whether kernels read all of these: the value of a host tensor would be baked in."""
+        device = self._room.engine.world.device.type
+        for value in (*leaves, *buffers.values()):
+            if isinstance(value, Tensor) and value.device.type != device:
+                if not self._has_warned:
+                    log.warning(
+                        "%s runs without a CUDA graph: an input or buffer of shape %s lies on %s, "
+                        "not on %s",
+                        self._contract.label, list(value.shape), value.device, device,
+                    )  # fmt: skip
+                self._has_warned = True
+                return False
+        return True
+
+    def _capture(self, what: str, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        try:
+            with paused_collector():  # freeing another graph meanwhile would spoil this one
+                return self._room.recorder.capture(function)
+        except RuntimeError as e:
+            raise CaptureError(
+                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}; "
+                "use Plan(cuda_graph=False)"
+            ) from e
+
+    # -- backward ---------------------------------------------------------------------------
+    def backward(
+        self, engine: Engine, shards: list[Tensor], saved: list[Tensor], tangents: dict[int, Tensor]
+    ) -> Any:
+        """Run the emitted backward, or replay it if its forward was a replay."""
+        assert self._backward is not None
+        function = self._backward
+        state, targets = self._gradient_state()
+        is_new = self._is_new("backward", engine.slots.moves, state)
+        recording = None
+        if isinstance(saved, Saved) and self._moves == engine.slots.moves:
+            recording = saved.recording
+        played = recording.backwards.get(state) if recording is not None else None
+        if played is None and (is_new or recording is None):
+            run = self._room.recorder.warm_up if is_new else _call
+            return run(lambda: function(engine, shards, saved, tangents))
+        if played is None:
+            assert recording is not None
+            made = self._record_backward(recording, tangents, targets)
+            assert self._gradient_state()[0] == state, "a gradient moved while it was recorded"
+            played = recording.backwards.add(state, made)
+        grads = played.play(tangents)
+        for call in played.published:
+            engine.gradients.publish(*call)
+        return grads
+
+    def _record_backward(
+        self, forward: Forward, tangents: dict[int, Tensor], targets: list[Tensor]
+    ) -> Backward:
+        engine, function = self._room.engine, self._backward
+        assert function is not None
+        places = {leaf: blank_like(tangent) for leaf, tangent in tangents.items()}
+        fill(places.values(), tangents.values())
+        published: list[tuple[Any, ...]] = []
+        gradients, publish = engine.gradients, engine.gradients.publish
+        gradients.publish = lambda *call: published.append(call)
+        try:
+            recorded = self._capture(
+                "backward",
+                lambda: function(engine, engine.store.shards, list(forward.saved), dict(places)),
+            )
+        finally:
+            gradients.publish = publish
+        return Backward(places, recorded, published, targets)
+
+    def _gradient_state(self) -> tuple[Hashable, list[Tensor]]:
+        """Return what decides where backward stores gradients and how, and the memory it is.
+
+        Asking moves a gradient that the user still holds out of the way, as backward itself would.
+        """
+        engine = self._room.engine
+        if engine.gradients.discards:
+            return None, []
+        state: list[Hashable] = []
+        targets = []
+        for bucket in self._stored:
+            target, accumulate = engine.store.grad_target(bucket)
+            params = [engine.store.params[n] for n in engine.layout.buckets[bucket].names]
+            # The ranges of those that have none yet are zeroed, in backward, before it adds.
+            unset = tuple(i for i, p in enumerate(params) if p.grad is None) if accumulate else ()
+            state.append((target.data_ptr(), accumulate, unset))
+            targets.append(target)
+        return tuple(state), targets
+
+
+def _call(function: Callable[[], T]) -> T:
+    return function()
