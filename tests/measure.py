@@ -28,7 +28,7 @@ class Measured:
 
     sent: kind of collective -> (calls, bytes) in one step.
     padded_numel, regathered_numel: elements of all buckets, and of those that backward gathers.
-    shard_bytes, largest_shard_bytes: what all gradients on this rank take, and those of one bucket.
+    shard_bytes: what all gradients on this rank take, and all parameters.
     """
 
     peak_bytes: int
@@ -39,7 +39,6 @@ class Measured:
     padded_numel: int
     regathered_numel: int
     shard_bytes: int
-    largest_shard_bytes: int
 
 
 # -- models large enough for tensors to outweigh what operators allocate inside ---------------
@@ -141,7 +140,6 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
             n.args[2] for n in program.graph("backward").nodes if n.target is ops.all_gather
         ),
         shard_bytes=sum(s.nbytes for s in model._engine.store.shards),
-        largest_shard_bytes=max(s.nbytes for s in model._engine.store.shards),
     )
 
 

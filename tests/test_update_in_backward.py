@@ -108,10 +108,20 @@ def test_a_shared_weight_is_updated_behind_its_last_use() -> None:
 
 
 # -- memory -------------------------------------------------------------------------------------
+LARGE = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 1024}
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_peak_is_lower_by_the_gradients(pool: Pool, stage: int) -> None:
-    """But for one bucket's: each is freed before the next is stored."""
-    plan = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 1024, "stage": stage}
+def test_the_peak_is_lower_by_the_gradients(stage: int) -> None:
+    """Where it stood at the end of backward: each bucket's is freed before the next is stored."""
+    step = measure("gpt", {**LARGE, "stage": stage})
+    early = measure("gpt", {**LARGE, "stage": stage, "update": "in-backward"})
+    assert step.peak_bytes - early.peak_bytes > 0.99 * step.shard_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_lower_peak_is_predicted(pool: Pool, stage: int) -> None:
+    plan = {**LARGE, "stage": stage}
     for step, early in zip(
         pool.run(2, measure, "gpt", plan),
         pool.run(2, measure, "gpt", {**plan, "update": "in-backward"}),
@@ -119,7 +129,7 @@ def test_the_peak_is_lower_by_the_gradients(pool: Pool, stage: int) -> None:
     ):
         saved = step.peak_bytes - early.peak_bytes
         expected = step.predicted_bytes - early.predicted_bytes
-        assert saved > 0.25 * step.shard_bytes
+        assert saved > 0.5 * step.shard_bytes
         assert abs(saved - expected) < 0.02 * step.peak_bytes
         assert abs(early.predicted_bytes / early.peak_bytes - 1) < 0.02
 
