@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zerofx.collector import paused_collector
+
 if TYPE_CHECKING:
     from zerofx import capture as capture
     from zerofx import optim as optim
@@ -46,6 +48,7 @@ _HOME = {
 __all__ = sorted([*_HOME, "capture", "optim"])
 
 
+@paused_collector()  # half a second of imports, of which it would take a third
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
         importlib.import_module("zerofx.reports")  # gives the captured Program its methods

@@ -6,14 +6,14 @@ standalone_compile is the only way to that; it is private until torch makes it p
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerofx.compat.graphs import FakeTensorMode, OpOverload
+from zerofx.compat.direct import is_view, load_direct, results_in_inputs, save_direct
+from zerofx.compat.graphs import FakeTensorMode
 
 
 def inductor_problem() -> str:
@@ -54,7 +54,7 @@ def compile_region(
     """
     from torch._inductor import standalone_compile
 
-    if all(_is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
+    if all(is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
         return None  # Inductor makes no code of views, and warns that it has nothing to save
     fakes: list[Any] = []
     with FakeTensorMode():
@@ -63,6 +63,7 @@ def compile_region(
             fakes.append(made)
     # Inductor's own random numbers would differ from eager's
     options = {"config_patches": {"fallback_random": True}}
+    aliases = results_in_inputs(gm.graph)
     with torch.no_grad(), _generated_source() as sources:
         artifact = standalone_compile(
             gm, fakes, dynamic_shapes="from_example_inputs", options=options
@@ -70,14 +71,10 @@ def compile_region(
     if not sources:  # all was simplified away
         return None
     Path(wrapper_of(path)).write_text("".join(sources), encoding="utf-8")
+    if len(sources) == 1 and all(device == "cpu" for *_, device in specs):
+        save_direct(sources[0], aliases, path)
     artifact.save(path=path, format="binary")
     return _boxed(artifact)
-
-
-def _is_view(target: Any) -> bool:
-    if not isinstance(target, OpOverload):
-        return target is operator.getitem
-    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def wrapper_of(path: str) -> str:
@@ -101,6 +98,9 @@ def _generated_source() -> Iterator[list[str]]:
 
 def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
     """Load what `compile_region` saved; None where this torch cannot read it."""
+    direct = load_direct(path)
+    if direct is not None:
+        return direct
     from torch._inductor import CompiledArtifact
 
     try:

@@ -17,6 +17,7 @@ from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
 
 from zerofx.compat.graphs import FakeTensorMode
 
@@ -121,13 +122,15 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
 
     Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
     nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
-    forward's autocast region, hence `backward_pass_autocast`.
+    forward's autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nobody
+    runs it, and writing its Python twice takes as long as tracing a layer.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with (
         config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
+        use_lazy_graph_modules(True),
         traceable(),
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,

@@ -137,15 +137,17 @@ def run_pass(program: Program, p: Pass) -> Program:
 
 
 def _apply(program: Program, p: Pass) -> Report:
-    """Run, lint and verify a pass, in place."""
+    """Run a pass in place; lint and verify what it changed, in nodes or in facts."""
     report = p.run(program)
-    for gm in program.graphs.values():
+    for gm in program.graphs.values() if report.changed else ():
         gm.graph.lint()
         gm.recompile()
-    program.facts = program.facts | p.provides
+    facts, program.facts = program.facts, program.facts | p.provides
     if program.reference is None and Fact.TIED_MERGED in program.facts:
         program.reference = take_reference(program)
         program.signature = take_signature(program)
+    if not report.changed and facts == program.facts:
+        return report
     try:
         verify(program)
     except ProgramError as error:

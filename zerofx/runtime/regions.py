@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -133,9 +135,12 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
     """Begin, in the background, what compiling regions needs and capture does not wait for.
 
     With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
-    in which this process has a capture and the passes to run.
+    in which this process has a capture and the passes to run. Where regions were compiled before,
+    these are likely among them, and loading them needs neither the answer nor Inductor itself.
     """
-    if kernels != "inductor" or device.type != "cpu" or _PROBE or inductor_problem():
+    if kernels != "inductor" or device.type != "cpu" or _PROBE or _mark_of_use().exists():
+        return
+    if inductor_problem():
         return
     import_inductor()
     _PROBE.append(threading.Thread(target=probe_compiler, daemon=True))
@@ -158,21 +163,39 @@ def cache_dir() -> Path:
 
 def artifact_key(source: str, device: str) -> str:
     """Return the cache key of a region: its source, torch's version, and the machine's flags."""
-    flags = (
-        torch.backends.cpu.get_cpu_capability()
-        if device == "cpu"
-        else (torch.cuda.get_device_name())
-    )
+    return hashlib.sha256(json.dumps([source, *_surroundings(device)]).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _surroundings(device: str) -> list[str]:
+    """Return what a compiled region depends on besides its source.
+
+    Kernels of a CPU are compiled for its very model, as extension modules of this Python.
+    """
     ours = (Path(__file__).parent / "recurrent.py").read_text()  # ops that regions may call
-    whole = json.dumps([source, ours, torch.__version__, platform.machine(), device, flags])
-    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+    found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
+    if device != "cpu":
+        return [*found, torch.cuda.get_device_name()]
+    return [*found, torch.backends.cpu.get_cpu_capability(), _cpu_model()]
+
+
+def _cpu_model() -> str:
+    """Return the processor's name and instructions, "" where the system does not tell."""
+    said = Path("/proc/cpuinfo")
+    if not said.exists():
+        return platform.processor()
+    first = said.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model", "flags", "Features")))
+
+
+def _mark_of_use() -> Path:
+    """Return the file that says that regions were compiled here, by this torch for this CPU."""
+    return cache_dir() / "regions" / f"{artifact_key('', 'cpu')}.used"
 
 
 @paused_collector()
 def _compile_all(modules: dict[str, ModuleType]) -> dict[str, Region]:
     """Compile or load every region; ranks of one host share the work, one region at a time each."""
-    for probe in _PROBE:
-        probe.join()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     names = sorted(modules)
     turn = rank * len(names) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
@@ -221,6 +244,9 @@ def _lock(path: Path, patient: bool) -> Iterator[bool]:
 
 
 def _compile(name: str, module: ModuleType, path: Path) -> Region:
+    for probe in _PROBE:
+        probe.join()
+    _mark_of_use().touch()
     gm = trace_region(getattr(module, name), len(module.INPUTS))
     compiled = compile_region(gm, module.INPUTS, str(path))
     if compiled is None:  # remembered as an empty artifact

@@ -1,0 +1,232 @@
+"""A compiled region by itself: the call that Inductor generated, run without importing Inductor.
+
+Inductor's artifact needs its compiler to be loaded: half a second of imports, a hash of all of
+torch's source, and the C++ compiler asked again for its vector instructions and headers. What runs
+in the end is one generated function and a few shared libraries. Where that function uses only what
+is known here, both are kept beside the artifact (`save_direct`) and loaded alone (`load_direct`).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.machinery
+import importlib.util
+import json
+import operator
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinFunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerofx.compat.graphs import OpOverload
+
+_GUARDS: Any = torch._C._dynamo.guards
+# What a generated call may name, besides its kernels: the same objects as in Inductor's module.
+_KNOWN: dict[str, Any] = {
+    "torch": torch,
+    "aten": torch.ops.aten,
+    "device": torch.device,
+    "empty_strided": torch.empty_strided,
+    "assert_size_stride": _GUARDS.assert_size_stride,
+    "assert_alignment": _GUARDS.assert_alignment,
+    "empty_strided_cpu": _GUARDS._empty_strided_cpu,
+    "reinterpret_tensor": _GUARDS._reinterpret_tensor,
+}
+_SPACES = ("aten", "mkldnn", "mkl", "zerofx")  # of torch.ops; others need Inductor's own modules
+_EXTERN = "extern_kernels"
+
+
+def direct_of(path: str) -> Path:
+    """Return where the direct form of the artifact at `path` lies."""
+    return Path(path).with_suffix(".json")
+
+
+Alias = tuple[int, int, bool]  # result, input whose memory it looks into, is it that very input
+
+
+def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
+    """Keep the direct form of what Inductor has just compiled beside its artifact at `path`.
+
+    source: the module that Inductor generated; it is loaded in this process.
+    aliases: what `results_in_inputs` says of the graph.
+
+    Returns:
+        Whether there is one: no mutated inputs, no constants, nothing unknown in the call.
+    """
+    module, call = _generated_module(source), _generated_call(source)
+    if module is None or aliases is None or call is None:
+        return False
+    kernels: dict[str, str] = {}
+    for name in _free_names(call):
+        made = getattr(module, name, None)
+        library = getattr(getattr(made, "__self__", None), "__file__", None)
+        if isinstance(made, BuiltinFunctionType) and name not in _KNOWN and library:
+            kernels[name] = library
+        elif name != _EXTERN and (name not in _KNOWN or made is not _KNOWN[name]):
+            return False
+    extern = _attributes_of(call, _EXTERN)
+    plain = all(getattr(module.extern_kernels, n) is getattr(torch, n, None) for n in extern)
+    if not plain or not _is_plain_torch(call):
+        return False
+    target = direct_of(path)
+    for k, (name, library) in enumerate(kernels.items()):
+        kernels[name] = f"{target.stem}.{k}.so"
+        _replace(target.with_name(kernels[name]), lambda at, of=library: shutil.copyfile(of, at))  # type: ignore[misc]
+    form = {"call": ast.unparse(call), "kernels": kernels, "extern": extern, "aliases": aliases}
+    text = json.dumps(form, indent=1)
+    _replace(target, lambda at: at.write_text(text, encoding="utf-8"))
+    return True
+
+
+def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Load the direct form of the artifact at `path`; None where there is none that loads."""
+    target = direct_of(path)
+    try:
+        form = json.loads(target.read_text(encoding="utf-8"))
+        kernels = {
+            name: _kernel(target.with_name(library)) for name, library in form["kernels"].items()
+        }
+    except (OSError, ImportError):  # never made; or its libraries are gone or for another system
+        return None
+    names = _KNOWN | kernels
+    names[_EXTERN] = SimpleNamespace(**{n: getattr(torch, n) for n in form["extern"]})
+    exec(compile(form["call"], str(target), "exec"), names)
+    return _boxed(names["call"], form["aliases"])
+
+
+def _boxed(
+    call: Callable[[list[torch.Tensor]], Any], aliases: list[Alias]
+) -> Callable[[list[torch.Tensor]], Any]:
+    """Return `call` with the results that look into an input made views of that very tensor."""
+
+    def run(args: list[torch.Tensor]) -> Any:
+        taken = tuple(args)
+        made = call(args)
+        if not aliases:
+            return made
+        made = list(made)
+        for at, of, is_input in aliases:
+            out, base = made[at], taken[of]
+            made[at] = (
+                base
+                if is_input
+                else base.as_strided(out.size(), out.stride(), out.storage_offset())
+            )
+        return made
+
+    return run
+
+
+# -- what was generated ---------------------------------------------------------------------------
+def _generated_module(source: str) -> ModuleType | None:
+    """Return the module, loaded last, that Inductor made of `source`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    for module in reversed(PyCodeCache.modules):
+        if Path(str(module.__file__)).read_text(encoding="utf-8") == source:
+            return module
+    return None
+
+
+def _generated_call(source: str) -> ast.FunctionDef | None:
+    """Return the function `call(args)` of a generated module, None where it needs its object."""
+    for node in ast.parse(source).body:
+        if not (isinstance(node, ast.ClassDef) and node.name == "Runner"):
+            continue
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "call":
+                method.args.args = method.args.args[1:]
+                return None if "self" in _free_names(method) else method
+    return None
+
+
+def _free_names(call: ast.FunctionDef) -> list[str]:
+    """Return the names that a function reads and neither binds nor finds among the builtins."""
+    names = [n for n in ast.walk(call) if isinstance(n, ast.Name)]
+    bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    bound |= {a.arg for a in call.args.args} | set(vars(builtins))
+    return [n for n in dict.fromkeys(n.id for n in names) if n not in bound]
+
+
+def _attributes_of(call: ast.FunctionDef, name: str) -> list[str]:
+    found = [
+        n.attr
+        for n in ast.walk(call)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == name
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _is_plain_torch(call: ast.FunctionDef) -> bool:
+    """Tell whether all that is read of `torch` are dtypes and operators that it brings itself."""
+    spaces = [
+        n.attr
+        for n in ast.walk(call)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "torch.ops"
+    ]
+    others = [a for a in _attributes_of(call, "torch") if a != "ops"]
+    is_dtype = all(isinstance(getattr(torch, a, None), torch.dtype) for a in others)
+    return is_dtype and set(spaces) <= set(_SPACES)
+
+
+def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
+    """Return the results of a graph that look into its inputs.
+
+    None where running the graph takes more than computing its results: an input is written to, or
+    an op may or may not return a view.
+    """
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in calls):
+        return None
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    found: list[Alias] = []
+    results: Any = graph.output_node().args[0]
+    for at, result in enumerate(results):
+        source = result
+        while source.op == "call_function" and is_view(source.target):
+            if _is_undecided(source.target):
+                return None
+            source = source.args[0]
+        if source.op == "placeholder":
+            found.append((at, inputs.index(source), source is result))
+    return found
+
+
+def is_view(target: Any) -> bool:
+    """Tell whether a call only looks into what it is given (or takes a tuple apart)."""
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def _is_undecided(target: Any) -> bool:
+    """Tell whether an op is made of others, which copy or not (`reshape`, `contiguous`)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(target, OpOverload) and target.has_kernel_for_dispatch_key(key)
+
+
+# -- files ----------------------------------------------------------------------------------------
+def _replace(target: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file that appears whole or not at all."""
+    staging = target.with_name(f".{target.name}.{os.getpid()}")
+    write(staging)
+    os.replace(staging, target)
+
+
+def _kernel(library: Path) -> Any:
+    """Load a kernel's library, as Inductor does: it is an extension module called `kernel`."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        _GUARDS._torchinductor_pyobject_tensor_data_ptr
+    )
+    name = f"{library.stem}.kernel"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module.kernel
