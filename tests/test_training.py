@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matrix_table import PROPERTY
 from models import CASES
-from training import Report, train, train_cell
+from training import Choice, Report, train, train_cell, train_row
 
 # A pairwise cover of stage x world x activations x accumulation x clip x optimizer, per model.
 CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
@@ -72,15 +72,16 @@ def test_same_training_in_every_cell(pool: Any, name: str) -> None:
 def test_full_matrix(pool: Any, name: str, kernels: str, world: int, record_property: Any) -> None:
     """Every choice with every other; what was found goes into a table (matrix_table.py)."""
     found: list[Report] = []
-    cells = product(
-        (0, 1, 2, 3), ("keep", "recompute", 0.5), (1, 3), (None, 0.5), ("sgd", "adamw-fused")
-    )
-    for stage, activations, accumulation, clip, optimizer in cells:
+    choices = [
+        Choice(optimizer, accumulation, clip)
+        for accumulation, clip, optimizer in product((1, 3), (None, 0.5), ("sgd", "adamw-fused"))
+    ]
+    for stage, activations in product((0, 1, 2, 3), ("keep", "recompute", 0.5)):
         plan = {"kernels": kernels, "stage": stage, "activations": activations}
-        reports = pool.run(world, train, name, plan, optimizer, accumulation, clip, timeout_s=600)
-        for report in reports:
-            judge(report, optimizer, kernels)
-        found += reports
+        for reports in pool.run(world, train_row, name, plan, choices, timeout_s=600):
+            for report, choice in zip(reports, choices, strict=True):
+                judge(report, choice.optimizer, kernels)
+            found += reports
     worst = max(r.loss for r in found), max(r.model for r in found)
     record_property(PROPERTY, (name, kernels, world, len(found) // world, *worst))
 

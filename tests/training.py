@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,48 +49,100 @@ def loss_of(result: Any) -> Tensor:
     return result if isinstance(result, Tensor) else sum(r.float().pow(2).mean() for r in result)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the loop does, whatever the plan."""
+
+    optimizer: str = "sgd"
+    accumulation: int = 1
+    clip: float | None = None
+    steps: int = 5
+
+
+@dataclass
+class Run:
+    """The reference's training: losses by (step, micro-batch, rank), and what came of it.
+
+    largest: of each parameter, by element, the largest gradient of any step.
+    """
+
+    model: nn.Module
+    losses: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+
 def train_cell(case_name: str, plan: dict[str, Any], options: dict[str, Any]) -> Report:
     """Run `train` with its options in one dict, as the pool passes arguments."""
     return train(case_name, plan, **options)
 
 
-def train(
-    case_name: str,
-    plan: dict[str, Any],
-    optimizer: str = "sgd",
-    accumulation: int = 1,
-    clip: float | None = None,
-    steps: int = 5,
+def train(case_name: str, plan: dict[str, Any], *options: Any, **named: Any) -> Report:
+    """Run on every rank, with a `Choice`'s fields; return the comparison with the reference."""
+    model = zerofx.compile(CASES[case_name].make(), plan)
+    return _follow(case_name, model, plan, Choice(*options, **named))
+
+
+def train_row(case_name: str, plan: dict[str, Any], choices: list[Choice]) -> list[Report]:
+    """Run on every rank, one choice after the other, with what the first call compiles."""
+    known: dict[Any, Any] = {}
+    reports = []
+    for choice in choices:
+        model = zerofx.compile(CASES[case_name].make(), plan)
+        model._programs.known.update(known)
+        reports.append(_follow(case_name, model, plan, choice))
+        known = model._programs.known
+    return reports
+
+
+def _follow(
+    case_name: str, model: zerofx.CompiledModule, plan: dict[str, Any], choice: Choice
 ) -> Report:
-    """Run on every rank; return the comparison with the reference."""
     case = CASES[case_name]
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    reference = case.make()
-    model = zerofx.compile(case.make(), plan)
-    mine, theirs = (OPTIMIZERS[optimizer](list(m.parameters())) for m in (model, reference))
+    expected = _reference(case_name, world, plan.get("precision", "fp32"), choice)
+    optimizer = OPTIMIZERS[choice.optimizer](list(model.parameters()))
     report = Report()
-    dtype = FORMATS[plan.get("precision", "fp32")]
-    largest: dict[str, Tensor] = {}  # by element, the largest gradient of any step
-    for step in range(steps):
-        for micro in range(accumulation):
-            seeds = [1000 * step + 10 * micro + r for r in range(world)]
-            losses = _reference_micro(reference, case, seeds, accumulation, dtype)
-            args, kwargs = case.batch(seeds[rank])
+    for step in range(choice.steps):
+        for micro in range(choice.accumulation):
+            args, kwargs = case.batch(_seed(step, micro, rank))
             loss = loss_of(model(*args, **kwargs))
-            (loss / accumulation).backward()
-            report.loss = max(report.loss, _relative(loss, losses[rank]))
-        for name, param in reference.named_parameters():
-            if param.grad is not None:
-                seen = largest.get(name, torch.zeros(()))
-                largest[name] = torch.maximum(seen, param.grad.abs())
-        for m, o in ((model, mine), (reference, theirs)):
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(m.parameters(), clip)
-            o.step()
-            o.zero_grad()
+            (loss / choice.accumulation).backward()
+            wanted = expected.losses[step, micro, rank]
+            report.loss = max(report.loss, _relative(loss, wanted))
+        _step(model, optimizer, choice)
     report.final_loss = float(loss.detach())
-    _compare(report, reference, model, largest)
+    _compare(report, expected.model, model, expected.largest)
     return report
+
+
+def _seed(step: int, micro: int, rank: int) -> int:
+    return 1000 * step + 10 * micro + rank
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice) -> None:
+    if choice.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), choice.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@lru_cache(maxsize=8)  # what the full matrix asks for again at each plan
+def _reference(case_name: str, world: int, precision: str, choice: Choice) -> Run:
+    """Train in one process, each rank's micro-batches in turn."""
+    case, dtype = CASES[case_name], FORMATS[precision]
+    run = Run(case.make())
+    optimizer = OPTIMIZERS[choice.optimizer](list(run.model.parameters()))
+    for step in range(choice.steps):
+        for micro in range(choice.accumulation):
+            seeds = [_seed(step, micro, r) for r in range(world)]
+            losses = _reference_micro(run.model, case, seeds, choice.accumulation, dtype)
+            run.losses |= {(step, micro, r): loss for r, loss in enumerate(losses)}
+        for name, param in run.model.named_parameters():
+            if param.grad is not None:
+                seen = run.largest.get(name, torch.zeros(()))
+                run.largest[name] = torch.maximum(seen, param.grad.abs())
+        _step(run.model, optimizer, choice)
+    return run
 
 
 def _reference_micro(

@@ -46,17 +46,14 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.d
 
 def _launch_flat(dtype: torch.dtype) -> None:
     a, b, c, d = torch.ones(4, 3000).unbind()
-    low, scale, found = torch.ones(3000, dtype=dtype), torch.ones(()), torch.zeros(())
+    low, scale = torch.ones(3000, dtype=dtype), torch.ones(())
     adamw.flat_adamw_(
         a, b, c, d, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1,
-        grad_scale=scale, found_inf=found, lowp=low,
+        grad_scale=scale, lowp=low,
     )  # fmt: skip
     bounds, rule = torch.tensor([0, 100, 3000]), lamb.LambRule(0.9, 0.99, 1e-6, 0.01, 1)
-    given = {"grad_scale": scale, "found_inf": found}
-    norms = lamb.flat_lamb_direction(a, b, c, d, bounds, rule, update=b, **given)
-    lamb.flat_lamb_apply_(
-        a, b, bounds, norms, lr=1e-2, max_coeff=0.5, min_coeff=0.1, found_inf=found, lowp=low
-    )
+    norms = lamb.flat_lamb_direction(a, b, c, d, bounds, rule, update=b, grad_scale=scale)
+    lamb.flat_lamb_apply_(a, b, bounds, norms, lr=1e-2, max_coeff=0.5, min_coeff=0.1, lowp=low)
     pack.pack_grads_(low, [a], [0], scale=scale)
     code = quantise.dynamic_code(True)
     quantise.dequantise(*quantise.quantise(a, code), code)

@@ -71,12 +71,14 @@ class _FlatAdam(FlatOptimizer):
     def _update_dense(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
         if use_triton(work[0][0].param.device) and not (group["amsgrad"] or group["maximize"]):
             for run, grad in work:
-                _update_run(group, run, grad, scale)
+                _update_run(group, run, grad, scale, self.cast_place(run))
         else:
             _update_fused(group, work, scale)
 
 
-def _update_run(group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | None) -> None:
+def _update_run(
+    group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | None, lowp: Tensor | None
+) -> None:
     """Update one run by our own kernel."""
     beta1, beta2 = group["betas"]
     flat_adamw_(
@@ -92,6 +94,7 @@ def _update_run(group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | N
         step=int(run.steps[0]),
         grad_scale=scale,
         adam_w_mode=group["decoupled_weight_decay"],
+        lowp=lowp,
     )
 
 

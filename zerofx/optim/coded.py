@@ -122,6 +122,7 @@ def decoded_parts(
                 params=(run.params[number],),
                 bounds=((0, end - begin),),
                 param=run.param[first:last],
+                offset=run.offset + first,
                 states={key: flat[begin:end] for key, flat in decoded.items()},
                 steps=run.steps[number : number + 1],
             )

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compat.optim import foreach_add_
 from zerofx.errors import OptimizerError
+from zerofx.optim.casts import StepCasts
 from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import Owner, StepsInBackward, is_stepped, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
@@ -54,12 +55,14 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
 
     counts_steps: ClassVar[bool] = True
     takes_half: ClassVar[bool] = False
+    counts_writes: ClassVar[bool] = True  # zerofx's hook behind every step need not
     stretch_type: type[Stretch] = Stretch
     _step_supports_amp_scaling = True
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
     _laid: dict[int, _Group]
+    _casts: StepCasts | None = None  # within a step
 
     def _begin(self, max_grad_norm: float | None) -> None:
         """Set what the constructor adds to torch's.
@@ -93,6 +96,10 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
             for part in alike([pair for pair in pairs if pair[0].numel]):
                 self.update(group, part, scale)
 
+    def cast_place(self, run: Run) -> Tensor | None:
+        """Return where a kernel must also write a run's new parameters, rounded, if anywhere."""
+        return None if self._casts is None else self._casts.place_for(run)
+
     # -- torch's interface --------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -125,11 +132,22 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
             return loss
         with torch.inference_mode(False):
             laid = [self._layout(number) for number in range(len(self.param_groups))]
-            self._update_all([self._work(each, is_stepped) for each in laid])
-        for ledger in {id(s.ledger): s.ledger for each in laid for s in each.stretches}.values():
-            if ledger is not None:
-                ledger.writes += 1
+            work = [self._work(each, is_stepped) for each in laid]
+            self._update_and_count(laid, work)
         return loss
+
+    def _update_and_count(self, laid: Sequence[_Group], work: Sequence[Work]) -> None:
+        """Update runs; count one write to each model, also if the update fails in the middle."""
+        found = {id(s.ledger): s.ledger for each in laid for s in each.stretches}
+        ledgers = [ledger for ledger in found.values() if ledger is not None]
+        casts = self._casts = StepCasts(ledgers, (run for pairs in work for run, _ in pairs))
+        try:
+            self._update_all(work)
+        finally:
+            self._casts = None
+            for ledger in ledgers:
+                ledger.writes += 1
+        casts.end()
 
     def _update_all(self, work: Sequence[Work]) -> None:
         grad_scale = getattr(self, "grad_scale", None)

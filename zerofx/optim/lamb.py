@@ -99,7 +99,11 @@ class Lamb(FlatOptimizer):
         for group, pairs in work:
             for run, grad in pairs:
                 if run.numel:
-                    _apply(group, run, grad, squares[[rows[p] for p in run.params]])
+                    mine = squares[[rows[p] for p in run.params]]
+                    if use_triton(run.param.device):
+                        _apply_kernel(group, run, grad, mine, self.cast_place(run))
+                    else:
+                        _apply(group, run, mine)
 
 
 def _rows(work: Groups) -> dict[Tensor, int]:
@@ -163,15 +167,19 @@ def _direction_norms(group: dict[str, Any], run: Run, grad: Tensor, scale: Tenso
     return squares
 
 
-def _apply(group: dict[str, Any], run: Run, grad: Tensor, squares: Tensor) -> None:
+def _apply_kernel(
+    group: dict[str, Any], run: Run, update: Tensor, squares: Tensor, lowp: Tensor | None
+) -> None:
+    """Move a run's parameters as `_apply` does, by our kernel, with u at hand."""
+    flat_lamb_apply_(
+        run.param, update, _edges(run), squares.float(), lr=float(group["lr"]),
+        max_coeff=group["max_coeff"], min_coeff=group["min_coeff"], lowp=lowp,
+    )  # fmt: skip
+
+
+def _apply(group: dict[str, Any], run: Run, squares: Tensor) -> None:
     """Move a run's parameters, each by its own trust ratio; squares [parameters, 2] are global."""
     lr, bounds = float(group["lr"]), (group["max_coeff"], group["min_coeff"])
-    if use_triton(run.param.device):
-        flat_lamb_apply_(
-            run.param, grad, _edges(run), squares.float(),
-            lr=lr, max_coeff=bounds[0], min_coeff=bounds[1],
-        )  # fmt: skip
-        return
     factors = (lr * trust_ratios(squares, *bounds)).to(run.param.dtype).unbind()
     for start, stop in parts(run.param):
         u = _direction(group, run, start, stop)

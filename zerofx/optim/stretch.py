@@ -13,6 +13,8 @@ from torch import Tensor
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import OptimizerError
 from zerofx.optim.places import Place, flat_from, local_of, name_of, shown
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor, local_value
 
 
@@ -22,6 +24,7 @@ class Run:
 
     Shapes: param and each of states [numel] (or Codes); steps [last - first], equal numbers.
     bounds: the half-open range of each parameter's elements in the run.
+    offset: the element of the bucket's shard that it begins with.
     """
 
     first: int
@@ -32,6 +35,9 @@ class Run:
     states: Mapping[str, Any]
     steps: Tensor
     is_first: bool  # the states were made for this very step
+    ledger: Ledger | None
+    bucket: Bucket | None
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -49,7 +55,7 @@ class Stretch:
     def __init__(self, params: Sequence[Tensor], places: Sequence[Place]) -> None:
         self.params = tuple(params)
         self.ledger, self.bucket = places[0].ledger, places[0].bucket
-        start = places[0].offset
+        self._offset = start = places[0].offset
         self._bounds = tuple(
             (p.offset - start, p.end - start) if p.length else (0, 0) for p in places
         )
@@ -204,6 +210,9 @@ class Stretch:
             self._states_of(first, last),
             self.steps[first:last],
             self.is_first,
+            self.ledger,
+            self.bucket,
+            self._offset + start,
         )
 
     def _flat_grad(self, first: Tensor | None, run: Run) -> Tensor:

@@ -14,6 +14,7 @@ from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -99,9 +100,26 @@ class Engine:
             self._resident[bucket] = full
         elif self._fresh[bucket] == self.store.epoch:
             return Flight(full, None, bucket)
+        mine = self._cast_resident(shard, full, bucket)
         self._fresh[bucket] = self.store.epoch
-        work = self.world.all_gather(full, self._cast(shard, full), self._gather_labels[bucket])
+        work = self.world.all_gather(full, mine, self._gather_labels[bucket])
         return Flight(full, work, bucket)
+
+    def _cast_resident(self, shard: Tensor, full: Tensor, bucket: int) -> Tensor:
+        """Return what this rank sends: cast, unless the optimizer has written it in that format."""
+        b = self.layout.buckets[bucket]
+        if not b.is_cast:
+            return shard
+        ledger = self.store.ledger
+        copy = ledger.copies.get(bucket)
+        if copy is None or copy.full is not full:
+            copy = ledger.copies[bucket] = CastCopy(ledger, full, b)
+        is_forced = self._fresh.get(bucket) == -1  # model.refresh(): for writes that were not seen
+        if copy.is_current and not is_forced:
+            return copy.part(0, shard.numel())
+        mine = self._cast(shard, full)
+        copy.mark()
+        return mine
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
         """Return the resident copy that this call's forward refreshed."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
@@ -26,6 +28,7 @@ class Ledger:
     a model frees its shards at once.
 
     updates: where backward updates the parameters itself, who does it there.
+    copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
 
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
@@ -34,6 +37,7 @@ class Ledger:
         self.writes = 0
         self.handouts = 0
         self.updates = Updates() if in_backward else None
+        self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
 
     def note_backward(self) -> None:
@@ -47,6 +51,42 @@ class Ledger:
         if self.world.shard_mesh is not None:
             return self.world.shard_mesh
         return shard_mesh(self.world.device.type, self.layout.shard_size, self.world.shard_rank)
+
+
+class CastCopy:
+    """This rank's slice of a bucket's resident copy: its shard's elements in the compute dtype.
+
+    Current as long as it is known to hold the shard, rounded: `mark` says that it does now, and any
+    write that is counted later makes it stale. Once an alias has been handed out none is current,
+    since writes through it are not all seen.
+    """
+
+    def __init__(self, ledger: Ledger, full: Tensor, bucket: Bucket) -> None:
+        self._ledger = ledger
+        self._full = weakref.ref(full)  # the engine's: a parameter that outlives it frees this
+        self._start, _ = ledger.layout.shard_bounds(bucket, ledger.world.shard_rank)
+        self._writes = -1
+
+    @property
+    def full(self) -> Tensor | None:
+        """The whole resident copy; None once the model is gone."""
+        return self._full()
+
+    @property
+    def is_current(self) -> bool:
+        ledger = self._ledger
+        is_marked = self._writes == ledger.writes and not ledger.handouts
+        return is_marked and self.full is not None
+
+    def mark(self) -> None:
+        """Note that the slice now holds exactly what the shard holds."""
+        self._writes = self._ledger.writes
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return the place of elements start:stop of the shard."""
+        full = self.full
+        assert full is not None, "a part of a resident copy was asked for whose model is gone"
+        return full[self._start + start : self._start + stop]
 
 
 @dataclass(frozen=True, eq=False)

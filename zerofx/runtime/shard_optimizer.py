@@ -128,9 +128,9 @@ def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
 def watch_steps() -> None:
     """Watch every optimizer's steps, from the first compiled model on.
 
-    Steps over replicated parameters count as writes: they are plain tensors to torch, and a fused
-    step moves no version counter. Steps over parameters that shards have replaced raise, and so do
-    those that would divide by second moments in float16.
+    Steps over replicated parameters count as writes, unless the optimizer counts its own: they are
+    plain tensors to torch, and a fused step moves no version counter. Steps over parameters that
+    shards have replaced raise, and so do those that would divide by second moments in float16.
     """
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
@@ -176,8 +176,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     replicated = {id(p._ledger): p._ledger for p in params if isinstance(p, ReplicatedParameter)}
     sharded = {id(p._piece.ledger): p._piece.ledger for p in params if isinstance(p, ShardedTensor)}
-    for ledger in replicated.values():
-        ledger.writes += 1
+    if not getattr(optimizer, "counts_writes", False):
+        for ledger in replicated.values():
+            ledger.writes += 1
     for ledger in (*replicated.values(), *sharded.values()):
         if ledger.on_step is not None:
             ledger.on_step()

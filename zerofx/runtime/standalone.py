@@ -14,6 +14,7 @@ from torch import Tensor
 from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.world import World
 
 
@@ -21,7 +22,7 @@ class LoopbackAxis(Axis):
     """Every rank of the axis is taken to hold what this one holds."""
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
-        out.view(self.size, -1).copy_(shard)
+        out.view(self.size, -1).copy_(shard.clone())  # which may lie in `out`
         return DONE
 
     def reduce_scatter(
@@ -52,6 +53,7 @@ class LooseStore:
 
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout, self.world = layout, world
+        self.ledger = Ledger(layout, world)
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
         self.grads: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}

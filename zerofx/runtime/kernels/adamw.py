@@ -66,7 +66,6 @@ def flat_adamw_(
     weight_decay: float,
     step: int,
     grad_scale: Tensor | float | None = None,
-    found_inf: Tensor | None = None,
     adam_w_mode: bool = True,
     lowp: Tensor | None = None,
 ) -> None:
@@ -75,8 +74,7 @@ def flat_adamw_(
     Args:
         step: the number of this step, 1 for the first.
         grad_scale: the gradient is divided by it, and itself stays as it was.
-        found_inf: 0-d; where it is not 0 nothing is changed, and the host does not wait for it.
-        lowp: receives the new parameter in its own dtype.
+        lowp: receives the new parameter, rounded to its dtype.
 
     Shapes: every tensor [numel]; `param`, `exp_avg`, `exp_avg_sq` of one dtype.
 
@@ -90,9 +88,9 @@ def flat_adamw_(
     if not param.numel():
         return
     if use_triton(param.device):
-        _launch(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, found_inf, lowp)
+        _launch(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, lowp)
     else:
-        adamw_torch_(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, found_inf, lowp)
+        adamw_torch_(param, grad, exp_avg, exp_avg_sq, rule, grad_scale, lowp)
 
 
 def adamw_torch_(
@@ -102,11 +100,9 @@ def adamw_torch_(
     exp_avg_sq: Tensor,
     rule: Rule,
     grad_scale: Tensor | float | None = None,
-    found_inf: Tensor | None = None,
     lowp: Tensor | None = None,
 ) -> None:
     """The formula in plain torch, by chunks, for any mixture of dtypes: the kernel's oracle."""
-    skip = None if found_inf is None else found_inf.to(param.device) != 0
     pieces = [t.split(CHUNK) for t in (param, grad, exp_avg, exp_avg_sq)]
     lows = lowp.split(CHUNK) if lowp is not None else [None] * len(pieces[0])
     for p, g, m, v, low in zip(*pieces, lows, strict=True):
@@ -121,7 +117,7 @@ def adamw_torch_(
         new_v = rule.beta2 * v.float() + (1 - rule.beta2) * new_g * new_g
         new_p = new_p - rule.step_size * new_m / (new_v.sqrt() / rule.bias2_sqrt + rule.eps)
         for old, new in ((p, new_p), (m, new_m), (v, new_v)):
-            old.copy_(new if skip is None else torch.where(skip, old.float(), new))
+            old.copy_(new)
         if low is not None:
             low.copy_(p)
 
@@ -133,33 +129,28 @@ def _launch(
     exp_avg_sq: Tensor,
     rule: Rule,
     grad_scale: Tensor | float | None,
-    found_inf: Tensor | None,
     lowp: Tensor | None,
 ) -> None:
     is_tensor = isinstance(grad_scale, Tensor)
     _adamw[(num_blocks(param.numel(), BLOCK),)](
         param, grad, exp_avg, exp_avg_sq,
         lowp if lowp is not None else param,
-        found_inf if found_inf is not None else param,
         grad_scale if is_tensor else param,
         1.0 if grad_scale is None or is_tensor else float(grad_scale),
         param.numel(), rule.lr * rule.weight_decay, rule.weight_decay,
         1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.step_size, rule.bias2_sqrt,
         IS_ADAMW=rule.adam_w_mode, HAS_SCALE_TENSOR=is_tensor,
-        HAS_FOUND_INF=found_inf is not None, HAS_LOWP=lowp is not None, BLOCK=BLOCK,
+        HAS_LOWP=lowp is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 @kernel
 def _adamw(  # type: ignore[no-untyped-def]
-    param, grad, exp_avg, exp_avg_sq, lowp, found_inf, scale_tensor, scale, numel,
+    param, grad, exp_avg, exp_avg_sq, lowp, scale_tensor, scale, numel,
     decay, weight_decay, weight1, beta2, weight2, eps, step_size, bias2_sqrt,
-    IS_ADAMW: tl.constexpr, HAS_SCALE_TENSOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    HAS_LOWP: tl.constexpr, BLOCK: tl.constexpr,
+    IS_ADAMW: tl.constexpr, HAS_SCALE_TENSOR: tl.constexpr, HAS_LOWP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if HAS_FOUND_INF:  # noqa: SIM102  (known when it is compiled)
-        if tl.load(found_inf) != 0:
-            return
     # 64-bit: a shard may hold more than 2^31 elements
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -176,7 +167,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     m += weight1 * (g - m)  # 1 - beta is taken on the host, where it is exact
     v = beta2 * v + weight2 * g * g
     p -= step_size * m / (tl.sqrt(v) / bias2_sqrt + eps)
-    tl.store(param + at, p.to(param.dtype.element_ty), mask=inside)
+    p = p.to(param.dtype.element_ty)  # the copy is rounded from what is stored
+    tl.store(param + at, p, mask=inside)
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     if HAS_LOWP:

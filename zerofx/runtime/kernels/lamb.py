@@ -13,6 +13,7 @@ Phase 2:
 
     ratio[s] = clamp(||p|| / ||u||, min_coeff, max_coeff), 1 where either norm is 0
     p = p - lr * ratio[s] * u
+    lowp = p, rounded to its dtype
 
 Source: LAMB (arXiv 1904.00962), algorithm 2; max_coeff, min_coeff and the switch of the bias
     correction as in DeepSpeed's BERT recipe.
@@ -63,15 +64,12 @@ def flat_lamb_direction(
     *,
     update: Tensor,
     grad_scale: Tensor | float | None = None,
-    found_inf: Tensor | None = None,
 ) -> Tensor:
     """Run phase 1: new moments, the direction into `update`, square norms per segment.
 
     Shapes: flat tensors [numel]; bounds int64 [segments + 1] on the same device, ascending from
         0 to numel (equal neighbours: an empty segment); the result fp32 [segments, 2] holds the
         squares of p and of u. `update` may be the gradient's own memory.
-
-    Where `found_inf` is not 0 the moments stay as they were.
 
     Raises:
         ValueError: a tensor is not flat or has another length.
@@ -80,19 +78,18 @@ def flat_lamb_direction(
     check_flat(numel, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, update=update)
     given = (param, grad, exp_avg, exp_avg_sq, bounds, rule)
     if not use_triton(param.device):
-        return direction_torch(*given, update, grad_scale, found_inf)
+        return direction_torch(*given, update, grad_scale)
     grid = _grid(bounds, numel)
     sums = torch.empty(*grid, 2, dtype=torch.float32, device=param.device)
     is_tensor = isinstance(grad_scale, Tensor)
     correction1, correction2 = rule.corrections
     _direction[grid](
         param, grad, exp_avg, exp_avg_sq, update, bounds, sums,
-        found_inf if found_inf is not None else param,
         grad_scale if is_tensor else param,
         1.0 if grad_scale is None or is_tensor else float(grad_scale),
         1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay,
         correction1, correction2,
-        HAS_SCALE_TENSOR=is_tensor, HAS_FOUND_INF=found_inf is not None, BLOCK=BLOCK,
+        HAS_SCALE_TENSOR=is_tensor, BLOCK=BLOCK,
     )  # fmt: skip
     return sums.sum(1)  # of partial sums, not by atomics: their order would change the bits
 
@@ -106,7 +103,6 @@ def flat_lamb_apply_(
     lr: float,
     max_coeff: float,
     min_coeff: float,
-    found_inf: Tensor | None = None,
     lowp: Tensor | None = None,
 ) -> Tensor:
     """Run phase 2 in place: the step of each segment by its trust ratio; return the ratios.
@@ -118,13 +114,11 @@ def flat_lamb_apply_(
     check_flat(numel, param=param, update=update, lowp=lowp)
     ratios = trust_ratios(norms, max_coeff, min_coeff)
     if not use_triton(param.device):
-        apply_torch_(param, update, bounds, ratios, lr, found_inf, lowp)
+        apply_torch_(param, update, bounds, ratios, lr, lowp)
         return ratios
     _apply[_grid(bounds, numel)](
-        param, update, bounds, ratios,
-        found_inf if found_inf is not None else param,
-        lowp if lowp is not None else param, lr,
-        HAS_FOUND_INF=found_inf is not None, HAS_LOWP=lowp is not None, BLOCK=BLOCK,
+        param, update, bounds, ratios, lowp if lowp is not None else param, lr,
+        HAS_LOWP=lowp is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return ratios
 
@@ -146,11 +140,9 @@ def direction_torch(
     rule: LambRule,
     update: Tensor,
     grad_scale: Tensor | float | None = None,
-    found_inf: Tensor | None = None,
 ) -> Tensor:
     """Run phase 1 segment by segment."""
     norms = torch.zeros(bounds.numel() - 1, 2, dtype=torch.float32, device=param.device)
-    skip = None if found_inf is None else found_inf.to(param.device) != 0
     correction1, correction2 = rule.corrections
     edges = bounds.tolist()
     for s, (start, end) in enumerate(pairwise(edges)):
@@ -163,7 +155,7 @@ def direction_torch(
         u = (new_m / correction1) / ((new_v / correction2).sqrt() + rule.eps)
         u = u + rule.weight_decay * p
         for old, new in ((m, new_m), (v, new_v)):
-            old.copy_(new if skip is None else torch.where(skip, old.float(), new))
+            old.copy_(new)
         update[start:end].copy_(u)
         norms[s, 0], norms[s, 1] = p.square().sum(), u.square().sum()
     return norms
@@ -175,16 +167,13 @@ def apply_torch_(
     bounds: Tensor,
     ratios: Tensor,
     lr: float,
-    found_inf: Tensor | None = None,
     lowp: Tensor | None = None,
 ) -> None:
     """Run phase 2 segment by segment."""
     edges = bounds.tolist()
-    skip = None if found_inf is None else found_inf.to(param.device) != 0
     for s, (start, end) in enumerate(pairwise(edges)):
         old = param[start:end]
-        new = old.float() - lr * ratios[s] * update[start:end].float()
-        old.copy_(new if skip is None else torch.where(skip, old.float(), new))
+        old.copy_(old.float() - lr * ratios[s] * update[start:end].float())
     if lowp is not None:
         lowp.copy_(param)
 
@@ -198,16 +187,13 @@ def _grid(bounds: Tensor, numel: int) -> tuple[int, int]:
 
 @kernel
 def _direction(  # type: ignore[no-untyped-def]
-    param, grad, exp_avg, exp_avg_sq, update, bounds, sums, found_inf, scale_tensor, scale,
+    param, grad, exp_avg, exp_avg_sq, update, bounds, sums, scale_tensor, scale,
     weight1, beta2, weight2, eps, weight_decay, correction1, correction2,
-    HAS_SCALE_TENSOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE_TENSOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
     start = tl.load(bounds + segment)
     end = tl.load(bounds + segment + 1)
-    keep = 1.0
-    if HAS_FOUND_INF:
-        keep = tl.where(tl.load(found_inf) == 0, 1.0, 0.0)
     if HAS_SCALE_TENSOR:
         scale = tl.load(scale_tensor).to(tl.float32)
     sum_p = tl.zeros([BLOCK], dtype=tl.float32)
@@ -220,8 +206,8 @@ def _direction(  # type: ignore[no-untyped-def]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) / scale
         m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
-        m = tl.where(keep > 0, m + weight1 * (g - m), m)
-        v = tl.where(keep > 0, beta2 * v + weight2 * g * g, v)
+        m += weight1 * (g - m)
+        v = beta2 * v + weight2 * g * g
         u = (m / correction1) / (tl.sqrt(v / correction2) + eps) + weight_decay * p
         tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
         tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
@@ -236,24 +222,21 @@ def _direction(  # type: ignore[no-untyped-def]
 
 @kernel
 def _apply(  # type: ignore[no-untyped-def]
-    param, update, bounds, ratios, found_inf, lowp, lr,
-    HAS_FOUND_INF: tl.constexpr, HAS_LOWP: tl.constexpr, BLOCK: tl.constexpr,
+    param, update, bounds, ratios, lowp, lr,
+    HAS_LOWP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
     start = tl.load(bounds + segment)
     end = tl.load(bounds + segment + 1)
     step = lr * tl.load(ratios + segment)
-    keep = 1.0
-    if HAS_FOUND_INF:
-        keep = tl.where(tl.load(found_inf) == 0, 1.0, 0.0)
     offset = start + tl.program_id(1).to(tl.int64) * BLOCK
     while offset < end:
         at = offset + tl.arange(0, BLOCK)
         inside = at < end
         p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
-        new = tl.where(keep > 0, p - step * u, p)
-        tl.store(param + at, new.to(param.dtype.element_ty), mask=inside)
+        new = (p - step * u).to(param.dtype.element_ty)  # the copy is rounded from what is stored
+        tl.store(param + at, new, mask=inside)
         if HAS_LOWP:
             tl.store(lowp + at, new.to(lowp.dtype.element_ty), mask=inside)
         offset += tl.num_programs(1) * BLOCK
