@@ -54,7 +54,8 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.parametrize(
     "only",
     [
-        ("adamw", "gpt"),
+        ("adamw",),
+        pytest.param(("gpt",), marks=pytest.mark.slow),
         pytest.param(("small", "loss-head"), marks=pytest.mark.slow),
     ],
     ids=",".join,
@@ -86,6 +87,7 @@ def test_a_rehearsal_gives_every_row(only: tuple[str, ...], tmp_path: Path) -> N
         assert (row["met"] is None) == (row["target"] is None)
 
 
+@pytest.mark.slow
 def test_a_failure_stays_in_its_rows(tmp_path: Path) -> None:
     done, rows = rehearse(tmp_path, "--only", "adamw,loss-head", "--stage", "7")
     assert done.returncode == 1

@@ -189,15 +189,21 @@ ACTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), [(n, s) for n in OWN for s in range(4) if n == "gpt" or s in (0, 3)]
-)
+def _cells() -> list[Any]:
+    """All stages of the GPT and the ends of the other models, half of these marked slow."""
+    cells = [(n, s) for n in OWN for s in range(4) if n == "gpt" or s in (0, 3)]
+    is_slow = {(n, s) for k, n in enumerate(OWN) for s in (0, 3) if n != "gpt" and s % 2 == k % 2}
+    return [pytest.param(*c, marks=pytest.mark.slow) if c in is_slow else c for c in cells]
+
+
+@pytest.mark.parametrize(("name", "stage"), _cells())
 def test_models_train_alike(name: str, stage: int) -> None:
     tape = compare(name, {"stage": stage}, plainly)
     assert tape.counts == (2, 2, 10)
 
 
-@pytest.mark.parametrize("stage", [0, 3])  # with resident parameters, and with slots
+# with slots, and with resident parameters
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 def test_loops_train_alike(action: Action, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "REST_BYTES", 1)  # every buffer is one that may be freed

@@ -24,6 +24,7 @@ from shard_cases import build, deliver, gradients, on_ranks, small_model, whole,
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.optim.in_backward import is_stepped
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 
@@ -172,7 +173,7 @@ def test_a_step_takes_one_run_a_bucket() -> None:
     def body(model: nn.Module, store: ShardStore, world: World) -> list[int]:
         optimizer = zerofx.optim.AdamW(model.parameters())
         deliver(store, gradients(model, 0))
-        return [run.numel for run, _ in optimizer._work(0)]
+        return [run.numel for run, _ in optimizer._work(optimizer._layout(0), is_stepped)]
 
     (numels,) = on_ranks(1, body)
     # weight and bias of each layer, with the padding between them

@@ -154,9 +154,9 @@ def own_pool() -> Iterator[Pool]:
     ("name", "plan"),
     [
         ("adamw", {"stage": 2}),
-        ("lamb", {"stage": 1}),
+        pytest.param("lamb", {"stage": 1}, marks=pytest.mark.slow),
         ("adamw", {"stage": 3, "persist_below": 1000}),
-        ("adamw", {"stage": 2, "shard_axis_size": 1}),
+        pytest.param("adamw", {"stage": 2, "shard_axis_size": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
