@@ -149,17 +149,28 @@ def test_a_format_that_cannot_be_summed() -> None:
         zerofx.compile(Eighth(True), {"kernels": "aten"})
     frozen = zerofx.compile(Eighth(False), {"kernels": "aten"})
     frozen(torch.ones(2, 8)).backward()
+    frozen.weight.requires_grad_(True)
+    with pytest.raises(
+        ShardError, match=r"^weight is torch.float8_e4m3fn, of which no backend sums"
+    ):
+        frozen(torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_torchs_adam_without_master_weights(stage: int) -> None:
+class OwnAdamW(torch.optim.AdamW):
+    """One that a user derives."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(0, torch.optim.AdamW), (3, torch.optim.Adam), (3, OwnAdamW)]
+)
+def test_torchs_adam_without_master_weights(stage: int, kind: Any) -> None:
     plan = {
         "kernels": "aten",
         "stage": stage,
         "precision": {"compute": "fp16", "master": "fp16", "loss_scale": 8.0},
     }
     model = zerofx.compile(nn.Linear(4, 4), plan)
-    adam = torch.optim.AdamW(model.parameters())
+    adam = kind(model.parameters())
     before = {k: v.clone() for k, v in model.state_dict().items()}
     model(torch.ones(2, 4)).float().sum().backward()
     with pytest.raises(ShardError, match=r"^weight is float16 without a float32 master copy"):

@@ -82,7 +82,8 @@ def test_two_ranks(pool: Pool, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
-    [*({"stage": s} for s in range(4)), {"stage": 3, "precision": "bf16"}, {"stage": 2, "precision": "bf16"},
+    [*({"stage": s} for s in range(4)),
+     {"stage": 3, "precision": "bf16"}, {"stage": 2, "precision": "bf16"},
      {"stage": 3, "kernels": "inductor"}, {"stage": 3, "shard_axis_size": 2},
      {"stage": 3, "activations": "recompute"}],
     ids=str,
@@ -245,18 +246,30 @@ def test_parameters_of_other_models_are_stepped_as_ever() -> None:
     assert torch.equal(plain.weight, weight - 0.1)
 
 
-def test_saved_and_loaded(tmp_path: Any) -> None:
+@pytest.mark.parametrize("how", ["save", "state_dict"])
+def test_saved_and_loaded(tmp_path: Any, how: str) -> None:
     model, optimizer, batch = simple()
-    model(*batch).backward()
-    optimizer.step()
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model, optimizer)
     zerofx.save(tmp_path / "at", model, optimizer)
-    model(*batch).backward()
-    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict()), values(model)
+    for _ in range(3):
+        step(model, optimizer)
     expected = values(model)
     again, other, _ = simple()
-    zerofx.load(tmp_path / "at", again, other)
-    again(*batch).backward()
-    other.step()
+    again(*batch).backward()  # the step behind this one never comes
+    if how == "save":
+        zerofx.load(tmp_path / "at", again, other)
+    else:
+        other.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+    for _ in range(3):
+        step(again, other)
     assert is_unchanged(again, expected)
 
 
@@ -286,6 +299,98 @@ def test_a_second_backward_raises_before_it_changes_anything() -> None:
     assert is_unchanged(model, before)
     optimizer.step()
     model(*batch).backward()
+
+
+def test_a_step_that_an_exception_has_left_half_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, batch = simple()
+    model(*batch).backward()
+    optimizer.step()
+    engine = model._engine
+    pack, count = engine.pack, iter(range(100))
+
+    def failing(*args: Any) -> None:
+        if next(count) == 4:
+            raise MemoryError("planted")
+        pack(*args)
+
+    before = values(model)
+    monkeypatch.setattr(engine, "pack", failing)
+    with pytest.raises(MemoryError, match="planted"):
+        model(*batch).backward()
+    monkeypatch.undo()
+    assert not is_unchanged(model, before), "it was to fail behind the first update"
+    before = values(model)
+    with pytest.raises(GradientError, match="exception ended the last backward after some"):
+        model(*batch).backward()
+    assert is_unchanged(model, before)
+    assert engine.store.updates is not None
+    optimizer.step()
+    model(*batch).backward()
+    optimizer.step()
+
+
+class Pair(nn.Module):
+    """Two parts, of which a loss trains one or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.judge(self.made(x).tanh()).square().mean()
+
+
+def alternate(plan: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = zerofx.compile(Pair(), {**FINE, "bucket_bytes": 0, "stage": 3, **plan})
+    parts = [model.made, model.judge]
+    optimizers = [zerofx.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    for step in range(6):
+        for number, part in enumerate(parts):
+            part.requires_grad_(number == step % 2)
+        optimizers[step % 2].zero_grad()
+        model(torch.full((2, 4), 0.1 * step)).backward()
+        optimizers[step % 2].step()
+    return values(model)
+
+
+def test_two_parts_in_turn() -> None:
+    step, early = alternate({}), alternate({"update": "in-backward"})
+    assert all(torch.equal(v, early[k]) for k, v in step.items())
+
+
+def test_what_comes_too_late_for_the_updates_raises() -> None:
+    model, optimizer, batch = simple()
+    model(*batch).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(OptimizerError, match=r"options of a group .* changed between backward"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    param = next(iter(model.parameters()))
+    param.grad = torch.zeros_like(param)
+    with pytest.raises(GradientError, match=r"grad was set by hand"):
+        model(*batch).backward()
+    with pytest.raises(OptimizerError, match=r"grad was set by hand"):
+        optimizer.step()
+    param.grad = None
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ShardError, match="clips by the norm of all"):
+        model(*batch).backward()
+
+
+def test_an_unfrozen_parameter_without_optimizer_raises_before_anything() -> None:
+    model = zerofx.compile(Pair(), {**EARLY, "bucket_bytes": 0, "stage": 3})
+    model.made.requires_grad_(False)
+    optimizer = zerofx.optim.SGD(model.judge.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    model.made.requires_grad_(True)
+    before = values(model)
+    for _ in range(2):
+        with pytest.raises(GradientError, match=r"made.\w+: .* no optimizer of zerofx.optim"):
+            model(torch.ones(2, 4)).backward()
+    assert is_unchanged(model, before)
 
 
 def test_two_forwards_before_their_backwards_raise() -> None:

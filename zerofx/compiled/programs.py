@@ -30,6 +30,7 @@ from zerofx.runtime.cuda_graph import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.recorded import Recorded, Room
 from zerofx.runtime.regions import cache_dir, import_file, prepare_regions
+from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
 
 log = logging.getLogger("zerofx")
@@ -77,6 +78,8 @@ class ProgramTable:
         if key in self.known:
             return self._bind(key)
         self._check_limit(key)
+        for name, param in self._engine.store.params.items():
+            check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = self._setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         program = capture(

@@ -177,13 +177,15 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         with torch.inference_mode(False), torch.no_grad():
             for number in range(len(self.param_groups)):
                 self._layout(number)
+        self._note_load()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("max_grad_norm", "stretch_type")
         return {**super().__getstate__(), **{k: getattr(self, k) for k in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._laid, self._updates = {}, []
+        # torch comes here too when it loads a state_dict
+        self._laid, self._updates = {}, self.__dict__.get("_updates", [])
         self.grad_norm = None
         super().__setstate__(state)
 

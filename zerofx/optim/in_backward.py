@@ -14,8 +14,9 @@ from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.sharded_parameter import ReplicatedParameter
-from zerofx.runtime.updates import Updates
+from zerofx.runtime.updates import Updates, check_optimizer
 
+_PLAN = "Plan(update='in-backward')"
 Owner = tuple[Ledger | None, Bucket | None]  # whose a parameter is: nobody's if not compiled
 
 
@@ -28,6 +29,7 @@ class StepsInBackward:
 
     param_groups: list[dict[str, Any]]
     _updates: list[Updates]  # of the models whose backward updates parameters of this optimizer
+    _options: list[dict[str, Any]] | None = None  # as the last backward found them
     _laid: dict[int, Any]
     _layout: Callable[[int], Any]
     _work: Callable[[Any, Callable[[Owner], bool]], Any]
@@ -50,7 +52,13 @@ class StepsInBackward:
         self._updates = [updates for updates, _ in found.values()]
 
     def begin_backward(self) -> None:
-        """Look once a backward at whether parameters and states lie where they did."""
+        """Look once a backward at whether parameters, states and options are as they were.
+
+        Raises:
+            ShardError: this optimizer clips by now.
+        """
+        check_optimizer(self)
+        self._options = _options(self.param_groups)
         with torch.inference_mode(False), torch.no_grad():
             for number in range(len(self.param_groups)):
                 self._layout(number)
@@ -70,19 +78,47 @@ class StepsInBackward:
         """Tell the models that the loop has come to `step()`.
 
         Raises:
-            OptimizerError: a GradScaler scaled the loss: the updates were made with scaled
-                gradients, and nothing can be skipped any more.
+            OptimizerError: what happened since backward comes too late for its updates: a
+                GradScaler's unscaling, another learning rate, a gradient set by hand.
         """
         if not self._updates:
             return
+        kind = type(self).__name__
         if getattr(self, "grad_scale", None) is not None:
             raise OptimizerError(
-                f"{type(self).__name__}: a GradScaler cannot unscale gradients that "
-                "Plan(update='in-backward') has used inside backward already; compute in bf16 "
-                "without a scaler, or use Plan(update='step')"
+                f"{kind}: a GradScaler cannot unscale gradients that {_PLAN} has used inside "
+                "backward already; compute in bf16 without a scaler, or use Plan(update='step')"
             )
+        if self._options not in (None, _options(self.param_groups)):
+            raise OptimizerError(
+                f"{kind}: the options of a group (a learning rate, say) were changed between "
+                f"backward, which has updated with the old ones ({_PLAN}), and step(); change them "
+                "behind step(), as schedulers do, or use Plan(update='step')"
+            )
+        self._options = None
         for updates in self._updates:
             updates.note_step(self)
+        for param in (p for group in self.param_groups for p in group["params"]):
+            if _updates_of(param) is not None and param.grad is not None:
+                raise OptimizerError(
+                    f"{name_of(param)}.grad was set by hand, but {_PLAN} makes all updates inside "
+                    "backward; set it to None, or use Plan(update='step')"
+                )
+
+    def _note_load(self) -> None:
+        """Take over anew after a load; no step is owed for what came before it."""
+        self._options = None
+        self.update_in_backward()
+        for updates in self._updates:
+            updates.note_step(self)
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups' options as they are now, without their parameters."""
+    return [
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]
 
 
 def owner_of(param: Tensor) -> Owner:

@@ -190,7 +190,11 @@ class Gradients:
         self._sums.drop()
 
     def abandon(self) -> None:
-        """Forget what was packed and launched."""
+        """Forget what was packed, launched, or stored for an update that did not come."""
+        if self._store.updates is not None:
+            self._store.updates.abandon()
+            for bucket in self._stored:
+                self._store.drop_grads(bucket)
         self._packed.clear()
         self._targets.clear()
         self._stored.clear()

@@ -62,7 +62,7 @@ def check_type(optimizer: Optimizer) -> None:
     Raises:
         ShardError: names the optimizer and the reason.
     """
-    known = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
+    known = _torch_bases(optimizer)
     reason = next((REFUSED[name] for name in known if name in REFUSED), None)
     if reason is None and any(g.get("differentiable") for g in optimizer.param_groups):
         reason = "differentiable=True records whole parameters for autograd"
@@ -71,6 +71,11 @@ def check_type(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} is not supported on sharded parameters: {reason}; use "
             f"one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
         )
+
+
+def _torch_bases(optimizer: Optimizer) -> list[str]:
+    """Name the classes of torch.optim that an optimizer is or derives from."""
+    return [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
 
 
 def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
@@ -102,6 +107,7 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
     for old, _ in swaps:
         optimizer.state.pop(old, None)
     optimizer.state.update(states)
+    _checked.pop(optimizer, None)
     if isinstance(optimizer, updates.BucketOptimizer):
         optimizer.update_in_backward()
 
@@ -138,24 +144,26 @@ def watch_steps() -> None:
 
 # torch.optim's that divide by the root of squared gradients plus eps, which are 0 in float16
 _SECOND_MOMENTS = "Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop".split()
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # how many params
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse, at its first step, an optimizer that needs float32 parameters and has none."""
-    if optimizer in _checked:
+    """Refuse, before it steps, an optimizer that needs float32 parameters and has none."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if _checked.get(optimizer) == len(params):
         return
     kind = type(optimizer).__name__
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
+    has_moments = any(base in _SECOND_MOMENTS for base in _torch_bases(optimizer))
+    for param in params if has_moments else ():
         is_ours = isinstance(param, (ShardedTensor, ReplicatedParameter))
-        if is_ours and param.dtype == torch.float16 and kind in _SECOND_MOMENTS:
+        if is_ours and param.dtype == torch.float16:
             name = param._piece.name if isinstance(param, ShardedTensor) else param._zfx_name
             raise ShardError(
                 f"{name} is float16 without a float32 master copy, in which {kind}'s squared "
                 "gradients and eps vanish; keep the model in float32 and compute in 16 bits with "
                 'Plan(precision="fp16"), or use SGD'
             )
-    _checked.add(optimizer)
+    _checked[optimizer] = len(params)
 
 
 _LEFT_BEHIND = "_zerofx_left_behind"

@@ -57,12 +57,7 @@ class ParameterTree:
                     f"{name} is a {type(param).__name__}, and only plain parameters can be laid "
                     "out in flat shards; compile before quantising or distributing it"
                 )
-            if param.requires_grad and param.dtype not in SUMMABLE:
-                raise ShardError(
-                    f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep "
-                    "it in float32 or bfloat16 and cast in forward, or freeze it "
-                    "(requires_grad_(False))"
-                )
+            check_summable(name, param)
             if param.grad is not None:
                 raise ShardError(
                     f"{name} has a gradient already, which sharding would drop; call "
@@ -105,6 +100,19 @@ class ParameterTree:
         for name, holders in self.holders.items():
             for module, key in holders:
                 yield name, module, key
+
+
+def check_summable(name: str, param: torch.Tensor) -> None:
+    """Raise for a trained parameter whose gradients cannot be summed over ranks.
+
+    Raises:
+        ShardError: names the parameter and its format.
+    """
+    if param.requires_grad and param.dtype not in SUMMABLE:
+        raise ShardError(
+            f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep it in "
+            "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))"
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int]:

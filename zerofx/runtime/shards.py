@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.errors import GradientError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Bucket, Layout
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
@@ -163,12 +164,24 @@ class ShardStore:
         assert self.updates is not None
         trained = [n for n in names if self.params[n].requires_grad]
         self.updates.run(self.ledger, bucket, trained)
+        self.drop_grads(bucket)
+
+    def drop_grads(self, bucket: int) -> None:
+        """Free a bucket's gradients; its p.grad are None."""
         self._grad_shard(bucket).drop()
 
     def begin_updates(self) -> None:
         """Check that a backward may update parameters, where that is what backward does."""
-        if self.updates is not None:
-            self.updates.begin([n for n, p in self.params.items() if p.requires_grad])
+        if self.updates is None:
+            return
+        trained = [n for n, p in self.params.items() if p.requires_grad]
+        self.updates.begin(trained)
+        for name in trained:
+            if self.params[name].grad is not None:
+                raise GradientError(
+                    f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
+                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
+                )
 
     def rest(self) -> None:
         """Free large gradient shards that no p.grad shows."""

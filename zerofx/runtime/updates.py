@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from zerofx.errors import GradientError, ShardError
@@ -32,13 +32,17 @@ class Updates:
     """Who updates the parameters of one model inside its backward passes.
 
     A backward leaves no gradients: they are freed bucket by bucket, so `p.grad` may not be read
-    until the `step()` that stands behind it in the loop, nor may another backward run.
+    until the `step()` that stands behind it in the loop, nor may another backward run. One that an
+    exception ends between two updates leaves a step half made, which nothing here can take back:
+    the next backward raises, until `step()` accepts it or a load replaces it.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, weakref.ref[Any]] = {}  # parameter -> its optimizer
         self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._is_checked = False
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()  # in the backward that runs now
+        self._half_made = False
+        self._checked: Collection[str] = ()
 
     def take_over(self, optimizer: Any, names: Iterable[str]) -> None:
         """Let `optimizer` update these parameters from now on, in place of any earlier one.
@@ -49,46 +53,60 @@ class Updates:
         check_optimizer(optimizer)
         for name in names:
             self._owners[name] = weakref.ref(optimizer, self._note_loss)
-        self._is_checked = False
+        self._checked = ()
 
     def _note_loss(self, ref: weakref.ref[Any]) -> None:
-        self._is_checked = False
+        self._checked = ()
 
     def _owner(self, name: str) -> Any:
         held = self._owners.get(name)
         return None if held is None else held()
 
     # -- a backward -----------------------------------------------------------------------------
-    def begin(self, trained: Collection[str]) -> None:
+    def begin(self, trained: Sequence[str]) -> None:
         """Check, before anything is launched, that a backward may update these parameters.
 
         Raises:
-            GradientError: a backward has run since the last step, or a parameter has no optimizer.
+            GradientError: a parameter has no optimizer, or was updated since the last step; or a
+                backward that failed has left a step half made.
         """
-        if self._unstepped:
+        if self._half_made:
             raise GradientError(
-                f"a second backward since optimizer.step(): {_PLAN} updates the parameters inside "
-                "every backward and cannot sum the gradients of several; call optimizer.step() "
-                "after each, or accumulate with Plan(update='step')"
+                f"an exception ended the last backward after some parameters were updated "
+                f"({_PLAN}) and before others were; zerofx.load an earlier state, or call "
+                "optimizer.step() to go on with what there is"
             )
-        if not self._is_checked:
+        for name in trained if self._unstepped else ():
+            if self._owner(name) in self._unstepped:
+                raise GradientError(
+                    f"{name}: a second backward since optimizer.step(): {_PLAN} updates the "
+                    "parameters inside every backward and cannot sum the gradients of several; "
+                    "call optimizer.step() after each, freeze what a loss is not meant to train "
+                    "(requires_grad_(False)) before its forward, or use Plan(update='step')"
+                )
+        if trained != self._checked:
             for name in trained:
                 self._require_owner(name)
-            self._is_checked = True
-        for optimizer in self._optimizers(self._owners):
+            self._checked = trained
+        for optimizer in self._optimizers(trained):
             optimizer.begin_backward()
 
     def run(self, ledger: Ledger, bucket: int, names: Collection[str]) -> None:
         """Update a bucket; `names` are its parameters that have a gradient."""
-        for name in names:
-            self._require_owner(name)
         for optimizer in self._optimizers(names):
+            self._running.add(optimizer)
             optimizer.update_bucket(ledger, bucket)
         ledger.writes += 1
 
     def end(self) -> None:
         """Note that a backward has made its updates."""
-        self._unstepped.update(self._optimizers(self._owners))
+        self._unstepped.update(self._running)
+        self._running.clear()
+
+    def abandon(self) -> None:
+        """Note that an exception has ended a backward."""
+        self._half_made |= bool(self._running)
+        self.end()
 
     def _optimizers(self, names: Iterable[str]) -> list[BucketOptimizer]:
         found = (self._owner(name) for name in names)
@@ -104,8 +122,9 @@ class Updates:
 
     # -- between backward and the next ------------------------------------------------------------
     def note_step(self, optimizer: Any) -> None:
-        """Note the `step()` that stands behind a backward; its updates are made."""
+        """Note the `step()` that stands behind a backward, or a load of its states."""
         self._unstepped.discard(optimizer)
+        self._half_made = False
 
     def check_read(self, name: str) -> None:
         """Refuse to show p.grad of a parameter that was updated and not yet stepped.
@@ -115,9 +134,9 @@ class Updates:
         """
         if self._owner(name) in self._unstepped:
             raise GradientError(
-                f"{name}.grad was used and freed inside backward ({_PLAN}): gradients can be "
-                "neither clipped nor looked at before optimizer.step(); for that use "
-                "Plan(update='step')"
+                f"{name}.grad was used and freed inside backward ({_PLAN}): before "
+                "optimizer.step() gradients can be neither clipped nor looked at nor dropped, the "
+                "parameters are updated already; for that use Plan(update='step')"
             )
 
 
