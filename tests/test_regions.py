@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.errors import ProgramError
+from zerofx.runtime import regions
+from zerofx.runtime.region_keys import artifact_key, cache_dir
 from zerofx.runtime.regions import CompileCount
 
 
@@ -55,3 +63,144 @@ def test_a_region_of_views_alone_runs_as_it_stands(
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad)
         assert (CompileCount.compiled == before) == (start == 1)
+
+
+# -- keys -----------------------------------------------------------------------------------------
+REGION = """
+def region(args):
+    x0, x1 = args
+    args.clear()
+    total = aten.add.Tensor(x0, x1)  # f32[4]  blocks.0  model.py:5
+    return total
+"""
+
+
+def test_comments_are_not_in_the_key() -> None:
+    """A line put in above the model moves the lines that comments name, and compiles nothing."""
+    moved = REGION.replace("model.py:5", "model.py:6").replace("def", "# a region\ndef")
+    assert moved != REGION
+    assert artifact_key(moved, "cpu") == artifact_key(REGION, "cpu")
+    for other in (
+        REGION.replace("add.Tensor", "mul.Tensor"),
+        REGION.replace("(x0, x1)  #", "(x1, x0)  #"),
+        REGION.replace("Tensor(x0, x1)", "Tensor(x0, '# x1')"),
+    ):
+        assert other != REGION
+        assert artifact_key(other, "cpu") != artifact_key(REGION, "cpu")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a CPU are written for a number of threads, which may change at any time."""
+    keys = []
+    for count in (1, 4, 1):
+        torch.set_num_threads(count)
+        keys.append(artifact_key(REGION, "cpu"))
+    assert keys[0] == keys[2] != keys[1]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4096)
+    assert artifact_key(REGION, "cpu") != keys[0]
+
+
+TRAIN = """
+import sys
+import torch, zerofx
+from torch import nn
+from zerofx.runtime.regions import CompileCount
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 1024)
+
+    def forward(self, x):
+        return torch.tanh(self.fc(x)).sin().square().mean()
+
+for count in map(int, sys.argv[1:]):
+    torch.set_num_threads(count)
+    if "model" not in globals():
+        torch.manual_seed(0)
+        plain, x = Mean(), torch.randn(256, 64)
+        model = zerofx.compile(plain, zerofx.Plan(stage=3))
+        torch.manual_seed(0)
+        plain = Mean()
+    plain.zero_grad(); model.zero_grad()
+    wanted, found = plain(x), model(x)
+    wanted.backward(); found.backward()
+    torch.testing.assert_close(found, wanted)
+    for p, q in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(q.grad, p.grad)
+print(CompileCount.compiled, CompileCount.cached)
+"""
+
+
+def trained(cache: Path, *threads: int) -> tuple[int, int]:
+    """Return how many regions a process compiled and found that trains with these threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, *map(str, threads)],
+        env=os.environ | {"ZEROFX_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, cached = done.stdout.split()
+    return int(compiled), int(cached)
+
+
+def test_more_threads_than_compiled_for(tmp_path: Path) -> None:
+    """A process with more threads takes artifacts of its own, and may raise their number later."""
+    several = max(os.cpu_count() or 1, 2)  # one a core: Inductor would ask for it on each run
+    made, found = trained(tmp_path, 1)
+    assert made > 0
+    assert found == 0
+    assert trained(tmp_path, several, 8 * several, 1) == (made, 0)
+    assert trained(tmp_path, 1, 16) == (0, made)
+    assert trained(tmp_path, several, 8 * several) == (0, made)
+
+
+# -- the cache ------------------------------------------------------------------------------------
+def refused(*_: object, **__: object) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_cache_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new cache is the user's alone, and one that others could enter becomes so."""
+    root = tmp_path / "cache"
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(root))
+    assert mode_of(cache_dir()) == 0o700
+    root.chmod(0o757)
+    assert mode_of(cache_dir()) == 0o700
+    root.chmod(0o500)
+    assert mode_of(cache_dir()) == 0o500  # read-only by its owner's will
+
+
+def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves what is in it; where others may write to it, it does not."""
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(Path, "chmod", refused)
+    os.chmod(tmp_path, 0o755)
+    assert cache_dir() == tmp_path
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(ProgramError, match=r"others may write.*mode 777.*ZEROFX_CACHE_DIR"):
+        cache_dir()
+
+
+def test_compiling_into_a_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region that is not there says where it cannot be written, and the way out."""
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("builtins.open", refused)
+    with (
+        pytest.raises(ProgramError, match=r"cannot be written to.*Read-only.*ZEROFX_CACHE_DIR"),
+        regions._lock(cache_dir() / "x.lock", True),
+    ):
+        pass

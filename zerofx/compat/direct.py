@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import hashlib
 import importlib.machinery
 import importlib.util
 import json
-import operator
 import os
-import shutil
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType, SimpleNamespace
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat.graphs import OpOverload
+from zerofx.compat.aliases import Alias
 
 _GUARDS: Any = torch._C._dynamo.guards
 # What a generated call may name, besides its kernels: the same objects as in Inductor's module.
@@ -39,14 +39,12 @@ _KNOWN: dict[str, Any] = {
 }
 _SPACES = ("aten", "mkldnn", "mkl", "zerofx")  # of torch.ops; others need Inductor's own modules
 _EXTERN = "extern_kernels"
+FORMAT = 1  # of the file; another is not read, and the artifact is loaded in its place
 
 
 def direct_of(path: str) -> Path:
     """Return where the direct form of the artifact at `path` lies."""
     return Path(path).with_suffix(".json")
-
-
-Alias = tuple[int, int, bool]  # result, input whose memory it looks into, is it that very input
 
 
 def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
@@ -61,37 +59,37 @@ def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
     module, call = _generated_module(source), _generated_call(source)
     if module is None or aliases is None or call is None:
         return False
-    kernels: dict[str, str] = {}
-    for name in _free_names(call):
-        made = getattr(module, name, None)
-        library = getattr(getattr(made, "__self__", None), "__file__", None)
-        if isinstance(made, BuiltinFunctionType) and name not in _KNOWN and library:
-            kernels[name] = library
-        elif name != _EXTERN and (name not in _KNOWN or made is not _KNOWN[name]):
-            return False
     extern = _attributes_of(call, _EXTERN)
     plain = all(getattr(module.extern_kernels, n) is getattr(torch, n, None) for n in extern)
-    if not plain or not _is_plain_torch(call):
+    libraries = _libraries(module, call)
+    if libraries is None or not plain or not _is_plain_torch(call):
         return False
     target = direct_of(path)
-    for k, (name, library) in enumerate(kernels.items()):
-        kernels[name] = f"{target.stem}.{k}.so"
-        _replace(target.with_name(kernels[name]), lambda at, of=library: shutil.copyfile(of, at))  # type: ignore[misc]
+    kernels: dict[str, tuple[str, str]] = {}
+    for k, (name, library) in enumerate(libraries.items()):
+        kernels[name] = (f"{target.stem}.{k}.so", _digest(library))
+        _replace(target.with_name(kernels[name][0]), library)
     form = {"call": ast.unparse(call), "kernels": kernels, "extern": extern, "aliases": aliases}
-    text = json.dumps(form, indent=1)
-    _replace(target, lambda at: at.write_text(text, encoding="utf-8"))
+    text = json.dumps(form)
+    whole = {"format": FORMAT, "digest": _digest(text.encode()), "form": text}
+    _replace(target, json.dumps(whole, indent=1).encode())
     return True
 
 
 def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
-    """Load the direct form of the artifact at `path`; None where there is none that loads."""
+    """Load the direct form of the artifact at `path`; None where there is none that is whole."""
     target = direct_of(path)
     try:
-        form = json.loads(target.read_text(encoding="utf-8"))
+        form = _form(target.read_bytes())
+        if form is None:
+            return None
         kernels = {
-            name: _kernel(target.with_name(library)) for name, library in form["kernels"].items()
+            name: _kernel(target.with_name(library), digest)
+            for name, (library, digest) in form["kernels"].items()
         }
     except (OSError, ImportError):  # never made; or its libraries are gone or for another system
+        return None
+    if None in kernels.values():
         return None
     names = _KNOWN | kernels
     names[_EXTERN] = SimpleNamespace(**{n: getattr(torch, n) for n in form["extern"]})
@@ -99,19 +97,29 @@ def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
     return _boxed(names["call"], form["aliases"])
 
 
+def _form(file: bytes) -> dict[str, Any] | None:
+    """Return what a file of this format holds, None where it is not as it was written."""
+    try:
+        whole = json.loads(file)
+        if whole["format"] != FORMAT or _digest(whole["form"].encode()) != whole["digest"]:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError):  # cut short, or not ours
+        return None
+    return json.loads(whole["form"])  # type: ignore[no-any-return]
+
+
 def _boxed(
     call: Callable[[list[torch.Tensor]], Any], aliases: list[Alias]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Return `call` with the results that look into an input made views of that very tensor."""
+    if not aliases:
+        return call
 
     def run(args: list[torch.Tensor]) -> Any:
-        taken = tuple(args)
-        made = call(args)
-        if not aliases:
-            return made
-        made = list(made)
-        for at, of, is_input in aliases:
-            out, base = made[at], taken[of]
+        bases = [args[of] for _, of, _ in aliases]  # the call frees the others when it is done
+        made = list(call(args))
+        for (at, _, is_input), base in zip(aliases, bases, strict=True):
+            out = made[at]
             made[at] = (
                 base
                 if is_input
@@ -128,7 +136,11 @@ def _generated_module(source: str) -> ModuleType | None:
     from torch._inductor.codecache import PyCodeCache
 
     for module in reversed(PyCodeCache.modules):
-        if Path(str(module.__file__)).read_text(encoding="utf-8") == source:
+        try:
+            text = Path(str(module.__file__)).read_text(encoding="utf-8")
+        except FileNotFoundError:  # somebody tidied Inductor's own cache
+            continue
+        if text == source:
             return module
     return None
 
@@ -143,6 +155,22 @@ def _generated_call(source: str) -> ast.FunctionDef | None:
                 method.args.args = method.args.args[1:]
                 return None if "self" in _free_names(method) else method
     return None
+
+
+def _libraries(module: ModuleType, call: ast.FunctionDef) -> dict[str, bytes] | None:
+    """Return the libraries of the kernels that a call names, None where it names the unknown."""
+    found: dict[str, bytes] = {}
+    for name in _free_names(call):
+        made = getattr(module, name, None)
+        library = getattr(getattr(made, "__self__", None), "__file__", None)
+        if isinstance(made, BuiltinFunctionType) and name not in _KNOWN and library:
+            try:
+                found[name] = Path(library).read_bytes()
+            except FileNotFoundError:  # somebody tidied Inductor's own cache
+                return None
+        elif name != _EXTERN and (name not in _KNOWN or made is not _KNOWN[name]):
+            return None
+    return found
 
 
 def _free_names(call: ast.FunctionDef) -> list[str]:
@@ -174,52 +202,25 @@ def _is_plain_torch(call: ast.FunctionDef) -> bool:
     return is_dtype and set(spaces) <= set(_SPACES)
 
 
-def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
-    """Return the results of a graph that look into its inputs.
-
-    None where running the graph takes more than computing its results: an input is written to, or
-    an op may or may not return a view.
-    """
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in calls):
-        return None
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    found: list[Alias] = []
-    results: Any = graph.output_node().args[0]
-    for at, result in enumerate(results):
-        source = result
-        while source.op == "call_function" and is_view(source.target):
-            if _is_undecided(source.target):
-                return None
-            source = source.args[0]
-        if source.op == "placeholder":
-            found.append((at, inputs.index(source), source is result))
-    return found
-
-
-def is_view(target: Any) -> bool:
-    """Tell whether a call only looks into what it is given (or takes a tuple apart)."""
-    if not isinstance(target, OpOverload):
-        return target is operator.getitem
-    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
-
-
-def _is_undecided(target: Any) -> bool:
-    """Tell whether an op is made of others, which copy or not (`reshape`, `contiguous`)."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return isinstance(target, OpOverload) and target.has_kernel_for_dispatch_key(key)
-
-
 # -- files ----------------------------------------------------------------------------------------
-def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file that appears whole or not at all."""
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    write(staging)
+def _digest(of: bytes) -> str:
+    return hashlib.blake2b(of, digest_size=16).hexdigest()
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, also where hosts share a home."""
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    staging.write_bytes(content)
     os.replace(staging, target)
 
 
-def _kernel(library: Path) -> Any:
-    """Load a kernel's library, as Inductor does: it is an extension module called `kernel`."""
+def _kernel(library: Path, digest: str) -> Any:
+    """Load a kernel's library, as Inductor does: it is an extension module called `kernel`.
+
+    None where the library is not the one of this digest.
+    """
+    if _digest(library.read_bytes()) != digest:
+        return None
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
         _GUARDS._torchinductor_pyobject_tensor_data_ptr
     )

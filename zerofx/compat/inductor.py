@@ -6,13 +6,16 @@ standalone_compile is the only way to that; it is private until torch makes it p
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from zerofx.compat.direct import is_view, load_direct, results_in_inputs, save_direct
+from zerofx.compat.aliases import is_view, results_in_inputs
+from zerofx.compat.direct import load_direct, save_direct
 from zerofx.compat.graphs import FakeTensorMode
 
 
@@ -61,8 +64,7 @@ def compile_region(
         for dtype, shape, stride, device in specs:
             made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
             fakes.append(made)
-    # Inductor's own random numbers would differ from eager's
-    options = {"config_patches": {"fallback_random": True}}
+    options = {"config_patches": _config()}
     aliases = results_in_inputs(gm.graph)
     with torch.no_grad(), _generated_source() as sources:
         artifact = standalone_compile(
@@ -75,6 +77,17 @@ def compile_region(
         save_direct(sources[0], aliases, path)
     artifact.save(path=path, format="binary")
     return _boxed(artifact)
+
+
+def _config() -> dict[str, Any]:
+    """Return what regions ask of Inductor's configuration.
+
+    Inductor's own random numbers would differ from eager's. Its CPU kernels hold a place for each
+    thread of the compile; where that is one for each core, they run with as many as there are
+    later, and write past those places. Named outright, the count holds whatever becomes of it; to
+    be asked for it on each run (`dynamic_threads`), even the smallest loop would start threads.
+    """
+    return {"fallback_random": True, "cpp.threads": torch.get_num_threads()}
 
 
 def wrapper_of(path: str) -> str:
@@ -110,9 +123,30 @@ def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
 
 
 def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
+    """Return an artifact as a function of one list, which it empties.
+
+    An artifact takes its inputs one by one and so holds them all to its end; the function within
+    takes a list and frees each input behind its last reader.
+    """
+    within = _taking_a_list(artifact)
+
     def run(args: list[torch.Tensor]) -> Any:
-        taken = tuple(args)
+        taken = list(args)
         args.clear()
-        return artifact(*taken)
+        return artifact(*taken) if within is None else within(taken)
 
     return run
+
+
+def _taking_a_list(artifact: Any) -> Callable[[list[torch.Tensor]], Any] | None:
+    """Return the function of one list that an artifact wraps, None where this torch hides it."""
+    outer = getattr(artifact, "_compiled_fn", None)
+    while isinstance(outer, FunctionType):
+        held = inspect.getclosurevars(outer).nonlocals
+        if held.get("params_buffers_flat"):  # they would have to be put before the inputs
+            return None
+        inner = held.get("compiled_fn")
+        if inner is not None:
+            return inner if getattr(inner, "_boxed_call", False) else None
+        outer = held.get("fn")  # torch._dynamo.disable's
+    return None

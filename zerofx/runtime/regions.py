@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import functools
-import hashlib
 import json
 import logging
 import os
-import platform
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import fx
@@ -32,6 +29,7 @@ from zerofx.compat.inductor import (
 )
 from zerofx.errors import ProgramError
 from zerofx.runtime.debug import checked
+from zerofx.runtime.region_keys import artifact_key, cache_dir, mark_of_use
 
 log = logging.getLogger("zerofx")
 Region = Callable[[list[torch.Tensor]], Any]
@@ -138,7 +136,7 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
     in which this process has a capture and the passes to run. Where regions were compiled before,
     these are likely among them, and loading them needs neither the answer nor Inductor itself.
     """
-    if kernels != "inductor" or device.type != "cpu" or _PROBE or _mark_of_use().exists():
+    if kernels != "inductor" or device.type != "cpu" or _PROBE or mark_of_use().exists():
         return
     if inductor_problem():
         return
@@ -148,51 +146,6 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
 
 
 # -- the artifact cache ---------------------------------------------------------------------
-def cache_dir() -> Path:
-    """Return this user's cache of compiled regions and emitted programs, private to them."""
-    base = os.environ.get("ZEROFX_CACHE_DIR")
-    root = Path(base) if base else Path.home() / ".cache" / "zerofx"
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if root.stat().st_uid != os.getuid():
-        raise ProgramError(
-            f"the cache {root} belongs to another user; set ZEROFX_CACHE_DIR to one of your own"
-        )
-    root.chmod(0o700)
-    return root
-
-
-def artifact_key(source: str, device: str) -> str:
-    """Return the cache key of a region: its source, torch's version, and the machine's flags."""
-    return hashlib.sha256(json.dumps([source, *_surroundings(device)]).encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _surroundings(device: str) -> list[str]:
-    """Return what a compiled region depends on besides its source.
-
-    Kernels of a CPU are compiled for its very model, as extension modules of this Python.
-    """
-    ours = (Path(__file__).parent / "recurrent.py").read_text()  # ops that regions may call
-    found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
-    if device != "cpu":
-        return [*found, torch.cuda.get_device_name()]
-    return [*found, torch.backends.cpu.get_cpu_capability(), _cpu_model()]
-
-
-def _cpu_model() -> str:
-    """Return the processor's name and instructions, "" where the system does not tell."""
-    said = Path("/proc/cpuinfo")
-    if not said.exists():
-        return platform.processor()
-    first = said.read_text().split("\n\n")[0].splitlines()
-    return "\n".join(line for line in first if line.startswith(("model", "flags", "Features")))
-
-
-def _mark_of_use() -> Path:
-    """Return the file that says that regions were compiled here, by this torch for this CPU."""
-    return cache_dir() / "regions" / f"{artifact_key('', 'cpu')}.used"
-
-
 @paused_collector()
 def _compile_all(modules: dict[str, ModuleType]) -> dict[str, Region]:
     """Compile or load every region; ranks of one host share the work, one region at a time each."""
@@ -234,7 +187,7 @@ def _compiled(name: str, module: ModuleType, patient: bool) -> Region | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, patient: bool) -> Iterator[bool]:
-    with open(path, "w") as handle:
+    with _opened(path) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -243,10 +196,22 @@ def _lock(path: Path, patient: bool) -> Iterator[bool]:
         yield True
 
 
+def _opened(lock: Path) -> TextIO:
+    try:
+        return open(lock, "w")
+    except OSError as e:
+        if e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise ProgramError(
+            f"a region is to be compiled, and the cache {lock.parent} cannot be written to "
+            f"({e.strerror}); set ZEROFX_CACHE_DIR to a directory of your own"
+        ) from e
+
+
 def _compile(name: str, module: ModuleType, path: Path) -> Region:
     for probe in _PROBE:
         probe.join()
-    _mark_of_use().touch()
+    mark_of_use().touch()
     gm = trace_region(getattr(module, name), len(module.INPUTS))
     compiled = compile_region(gm, module.INPUTS, str(path))
     if compiled is None:  # remembered as an empty artifact

@@ -1,0 +1,48 @@
+"""What a region's results are to its inputs: new tensors, views of an input, or that very input."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from zerofx.compat.graphs import OpOverload
+
+Alias = tuple[int, int, bool]  # result, input whose memory it looks into, is it that very input
+
+
+def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
+    """Return the results of a graph that look into its inputs.
+
+    None where running the graph takes more than computing its results: an input is written to, or
+    an op may or may not return a view.
+    """
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in calls):
+        return None
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    found: list[Alias] = []
+    results: Any = graph.output_node().args[0]
+    for at, result in enumerate(results):
+        source = result
+        while source.op == "call_function" and is_view(source.target):
+            if _is_undecided(source.target):
+                return None
+            source = source.args[0]
+        if source.op == "placeholder":
+            found.append((at, inputs.index(source), source is result))
+    return found
+
+
+def is_view(target: Any) -> bool:
+    """Tell whether a call only looks into what it is given (or takes a tuple apart)."""
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def _is_undecided(target: Any) -> bool:
+    """Tell whether an op is made of others, which copy or not (`reshape`, `contiguous`)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(target, OpOverload) and target.has_kernel_for_dispatch_key(key)
