@@ -86,7 +86,7 @@ class Reading:
         phase = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
         recorder = Recorder(self.directory, phase, self.files.paths)
         recorder.shards = Shards(recorder, self.layout, self.device)
-        calls = Calls(recorder, self.layout, self.params)
+        calls = Calls(recorder, self.layout, self.params, self.device)
         self.files.recorder = recorder
         with self._explained(), _plain_modes(self.device), self.mode, recorder:
             yield recorder, calls, self._placeholders(recorder, name)

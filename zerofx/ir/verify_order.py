@@ -28,9 +28,13 @@ _PARAMETERS = (*FULL, Kind.SHARD, Kind.PARAM)
 
 @dataclass
 class Crossing:
-    """What a forward graph leaves for its backward: kept buckets by position, refreshed buckets."""
+    """What a forward graph leaves for its backward.
+
+    kept: gathered buckets, by position. hosted: positions of what waits on the host.
+    """
 
     kept: dict[int, int] = field(default_factory=dict)
+    hosted: set[int] = field(default_factory=set)
     refreshed: set[int] = field(default_factory=set)
 
 
@@ -91,7 +95,7 @@ class Walk:
             if read not in self._known:
                 self.fail(node, f"{node.name} reads {name_of(read)} before it is computed")
             for buffer in self.roots[read]:
-                is_open = buffer.is_open_to(node.target) and read.target not in ops.LAUNCHES
+                is_open = buffer.is_open_to(node.target) and read.target not in _UNDER_WAY
                 if not is_open and not is_unread(node, read):
                     self._read(node, read, buffer)
 
@@ -100,7 +104,7 @@ class Walk:
             return
         what = self.content(read, buffer)
         reader = _reader(node)
-        if read.target in ops.LAUNCHES:
+        if read.target in _UNDER_WAY:
             self.fail(
                 node,
                 f"{reader} reads {what} before its wait: only what `wait` returns may be read",
@@ -272,9 +276,11 @@ def _reader(node: fx.Node) -> str:
     return name_of(node) if node.op == "output" else node.name
 
 
+_UNDER_WAY = ops.LAUNCHES | ops.COPIES
 _MEANT = {
     Kind.PACKED: "a gradient buffer is for pack and reduce only",
     Kind.REDUCED: "a reduced slice is for store_grad only",
+    Kind.HOSTED: "a value on the host is for reload only",
 }
 
 
