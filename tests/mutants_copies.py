@@ -71,7 +71,9 @@ def offload_early(edit: Editor) -> str | None:
         launch = wait.args[0]
         assert isinstance(launch, fx.Node)
         reads = [u for u in users_after_views(launch.args[0]) if u.op != "output"]  # type: ignore[arg-type]
-        gaps = [g for g in edit.gaps([launch]) if any(u is g or edit.is_behind(u, g) for u in reads)]
+        gaps = [
+            g for g in edit.gaps([launch]) if any(u is g or edit.is_behind(u, g) for u in reads)
+        ]
         early = [g for g in gaps if not edit.is_behind(g, launch)]
         if anchor := edit.any_of(early):
             edit.move([launch, wait], anchor)
