@@ -1,4 +1,4 @@
-"""Copies between device and host in the oracle: values that are out of reach while they are away."""
+"""Copies between device and host in the oracle: values that are out of reach while away."""
 
 from __future__ import annotations
 

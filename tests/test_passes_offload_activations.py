@@ -1,4 +1,4 @@
-"""offload-activations: what leaves, when its copies are launched and waited for, what comes back."""
+"""offload-activations: what leaves, when it is copied and waited for, what comes back."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from zerofx.plan import Plan
 
 NAME = "offload-activations"
 PLAIN = Choice(3)
-CHAIN_FORWARD = """region 0, region 1, region 2, offload 0, region 3, wait 0, offload 1, region 4, wait 1,
-    offload 2, region 5, wait 2, offload 3, region 6, wait 3, offload 4, offload 5, wait 4, wait 5"""
-CHAIN_BACKWARD = """reload 4, reload 5, reload 3, wait 4, wait 5, region 0, reload 2, wait 3, region 1,
-    reload 1, wait 2, region 2, reload 0, wait 1, region 3, wait 0, region 4, region 5"""
+CHAIN_FORWARD = """region 0, region 1, region 2, offload 0, region 3, wait 0, offload 1, region 4,
+    wait 1, offload 2, region 5, wait 2, offload 3, region 6, wait 3, offload 4, offload 5, wait 4,
+    wait 5"""
+CHAIN_BACKWARD = """reload 4, reload 5, reload 3, wait 4, wait 5, region 0, reload 2, wait 3,
+    region 1, reload 1, wait 2, region 2, reload 0, wait 1, region 3, wait 0, region 4, region 5"""
 
 
 def listed(text: str) -> list[str]:

@@ -178,7 +178,6 @@ def test_positional_fields_are_refused() -> None:
 
 
 LATER: list[tuple[dict[str, Any], str]] = [
-    ({"activations": "auto", "memory_budget": "1GiB"}, "use activations='recompute'"),
     ({"offload": {"activations": "nvme", "path": "/x"}}, "Plan.offload = {'activations': 'nvme'"),
     (
         {"offload": {"activations": "cpu", "optimizer": "cpu"}},

@@ -1,4 +1,4 @@
-"""verify refuses copies to and from the host that are missing, doubled, early or of something else."""
+"""verify refuses copies to and from the host that are missing, doubled, early or of others."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def read_after_it_left() -> Program:
 @broken(r"offloads \w+ a second time")
 def offloaded_twice() -> Program:
     p = compiled()
-    launch, wait = away(p)
+    launch, _ = away(p)
     with p.graph(FORWARD).inserting_after(launch):
         call(p.graph(FORWARD), ops.offload, launch.args, like=launch)
     return p
@@ -178,7 +178,7 @@ def view_offloaded() -> Program:
 @broken(r"output loss is \w+, which lies on the host|output .* is \w+, which lies on the host")
 def host_value_returned() -> Program:
     p = compiled()
-    launch, wait = away(p)
+    _, wait = away(p)
     results = p.results(FORWARD)
     at = next(i for i, s in enumerate(p.outputs[FORWARD]) if s.role is Role.OUTPUT)
     results[at] = wait

@@ -76,8 +76,6 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.activations == "auto":
-        yield "activations", "auto", "recompute"
     if plan.tiling != "off":
         yield (
             "tiling",

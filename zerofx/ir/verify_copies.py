@@ -72,12 +72,12 @@ class CopyOrder(Walk):
             )
         super()._read(node, read, buffer)
 
-    def _placeholder(self, node: fx.Node) -> None:
+    def placeholder(self, node: fx.Node) -> None:
         where = info(node)
         if where.role is Role.SAVED and where.index in self.crossing.hosted:
             self.add(node, Buffer(Kind.HOSTED, node))
         else:
-            super()._placeholder(node)
+            super().placeholder(node)
 
     def _results(self, output: fx.Node) -> None:
         specs = self.program.outputs[self.name]

@@ -34,7 +34,7 @@ class OffloadActivations(Pass):
         `least_bytes`.
     everything: beside these, all saved values for which no pattern speaks, but for those that
         backward would reload before it has computed anything: their way would only cost.
-    values: names of saved values that leave in any case.
+    values: names of saved values, or of forward's nodes, that leave in any case.
 
     Raises:
         PlanError: what leaves takes more than `host_budget_bytes`.
@@ -73,7 +73,7 @@ class OffloadActivations(Pass):
         return Report(bool(groups), f"{len(groups)} values offloaded, {size} bytes")
 
     def _leaves(self, group: Leaving, begins: _Units) -> bool:
-        if set(self.values) & set(group.names):
+        if set(self.values) & {*group.names, *(view.name for view in group.views.values())}:
             return True
         if group.nbytes < self.least_bytes:
             return False
