@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import goldens
 import pytest
 import torch
 from oracle_cases import Choice
-from passes_compact import before, run
+from passes_compact import before, final, run
 from torch import Tensor, fx, nn
 
 from zerofx.analysis.leaving import leaving
 from zerofx.capture import capture
+from zerofx.codegen.emit import render
 from zerofx.errors import PlanError
 from zerofx.ir import ops
+from zerofx.ir.dump import dump_program
 from zerofx.ir.graphs import alias_source, regions
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
@@ -24,6 +27,7 @@ from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.pipeline import Setting
 from zerofx.passes.pipeline import run as run_pipeline
 from zerofx.plan import Plan
+from zerofx.views.schedule import view
 
 NAME = "offload-activations"
 PLAIN = Choice(3)
@@ -111,6 +115,17 @@ def test_a_reload_is_launched_some_units_ahead(distance: int) -> None:
         first = next(n for n in nodes[nodes.index(wait) :] if info(n).region is not None)
         reading = {info(u).region for u in wait.users}
         assert info(first).region == min(r for r in reading if r is not None)
+
+
+def test_golden_texts() -> None:
+    """A pipeline of layers whose values leave: each copy has the compute of a layer to itself."""
+    choice = Choice(3, activations=(("*", "offload"),), bucket_bytes=0, persist_below=0)
+    program = final("chain", choice)
+    goldens.check("schedule_offload", str(view(program)))
+    goldens.check("dump_offload", dump_program(program))
+    rows = render(program)["schedule.py"].split("def ", 1)[1].splitlines()
+    copies = [r for r in rows if "rt.offload" in r or "rt.reload" in r or "rt.wait(offl" in r]
+    goldens.check("emitted_offload", "\n".join(copies))
 
 
 # -- what leaves --------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Calls:
     ) -> None:
         self._recorder, self._layout, self._params = recorder, layout, params
         self._device = torch.device(device)
-        self._num_copies = 0
+        self.numbers: dict[int, int] = {}  # position of a saved value on the host -> its offload's
         self._filling: dict[int, int] = {}  # id of a gradient buffer -> its bucket
         self.stored: dict[int, fx.Node] = {}  # bucket -> its store_grad
 
@@ -148,15 +148,18 @@ class Calls:
     # -- values that wait on the host -------------------------------------------------------------
     def offload(self, x: Tensor) -> Launch:
         node = self._recorder.node(x, "what rt.offload copies to the host")
-        return self._copy(ops.offload, node)
+        number = sum(n.target is ops.offload for n in self._recorder.graph.nodes)
+        return self._copy(ops.offload, node, number)
 
     def reload(self, host: Tensor) -> Launch:
         node = self._recorder.node(host, "what rt.reload copies to the device")
-        return self._copy(ops.reload, node, {"device": self._device})
+        number = self.numbers.get(info(node).index, -1)  # -1: verify refuses it
+        return self._copy(ops.reload, node, number, {"device": self._device})
 
-    def _copy(self, target: Any, node: fx.Node, named: dict[str, Any] | None = None) -> Launch:
-        fields = _told(node) | {"name": info(node).name or node.name, "index": self._num_copies}
-        self._num_copies += 1
+    def _copy(
+        self, target: Any, node: fx.Node, number: int, named: dict[str, Any] | None = None
+    ) -> Launch:
+        fields = _told(node) | {"name": info(node).name or node.name, "index": number}
         return Launch(self._recorder.communicate(target, node, named=named, **fields))
 
     # -- buffers ----------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Reading:
         recorder = Recorder(self.directory, phase, self.files.paths)
         recorder.shards = Shards(recorder, self.layout, self.device)
         calls = Calls(recorder, self.layout, self.params, self.device)
+        calls.numbers = {k: info(node).index for k, (_, _, node) in enumerate(self.saved)}
         self.files.recorder = recorder
         with self._explained(), _plain_modes(self.device), self.mode, recorder:
             yield recorder, calls, self._placeholders(recorder, name)
