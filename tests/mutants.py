@@ -62,6 +62,7 @@ class Mutant:
 
 # Finer units than blocks: more buckets than slots, so that places change hands.
 FINE = ("blocks.*.attn", "blocks.*.mlp")
+AWAY = (("blocks.0.attn", "recompute"), ("*", "offload"))
 BASES = [
     Base("gpt", Choice(3, units=FINE)),
     Base("convnet", Choice(3)),
@@ -77,6 +78,8 @@ BASES = [
     Base("binary", Choice(3, activations="recompute")),
     Base("lstm", Choice(3)),
     Base("gpt", Choice(3, 1)),
+    Base("gpt", Choice(3, activations=AWAY, units=FINE)),
+    Base("branches", Choice(0, activations=AWAY, prefetch=2)),
     Base("gpt", Choice(3, units=FINE, update="in-backward")),
     Base("gpt", Choice(0, update="in-backward")),
 ]

@@ -42,6 +42,7 @@ class Machine:
     bucket_bytes: smaller units are merged into one collective up to this.
     direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
     direct_gather_min_bytes, direct_reduce_min_bytes: from this many bytes of a full bucket.
+    offload_min_bytes: activations of fewer bytes stay on the device.
     prefetch: distance, in units.
     dense_flops_per_s: of matrix products in the format that a plan computes in.
     memory_bytes_per_s: between compute and device memory, reads and writes together.
@@ -59,6 +60,7 @@ class Machine:
     direct_exchange_max_world: int = spec_field(_REQUIRED, whole(0))
     direct_gather_min_bytes: int = spec_field(_REQUIRED, size(0))
     direct_reduce_min_bytes: int = spec_field(_REQUIRED, size(0))
+    offload_min_bytes: int = spec_field(_REQUIRED, size(0))
     prefetch: int = spec_field(_REQUIRED, whole(0))
     dense_flops_per_s: float = spec_field(_REQUIRED, real(0, above=True))
     memory_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
@@ -125,6 +127,8 @@ CPU_GLOO = Machine(
     # reduce 1.3 to 10 times faster, since gloo's reduce-scatter is an all-reduce of a copy.
     direct_gather_min_bytes=0,
     direct_reduce_min_bytes=0,
+    # A copy of 64 KiB takes about as long as its launch and its wait, some 10 us.
+    offload_min_bytes=64 * 2**10,
     # One unit ahead hides as much as two: transfers share the cores with compute.
     prefetch=1,
     # One core of an AMD EPYC virtual machine, torch 2.13: fp32 products of 1024 x 1024, and copies
@@ -147,6 +151,8 @@ CUDA_NCCL = Machine(
     direct_exchange_max_world=0,
     direct_gather_min_bytes=0,
     direct_reduce_min_bytes=0,
+    # At 25 GB/s 1 MiB takes 40 us, four times what a launch and its events cost the host.
+    offload_min_bytes=2**20,
     # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
     prefetch=2,
     # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3, PCIe 5 x16 (128 GB/s both ways).

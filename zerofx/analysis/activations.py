@@ -133,7 +133,7 @@ def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.No
     if policy == "recompute":
         return floor
     if isinstance(policy, Mapping):
-        return floor | {n for n in everything if _decision(policy, info(n).unit) == "keep"}
+        return floor | {n for n in everything if _decision(policy, info(n).unit) != "recompute"}
     assert isinstance(policy, (int, float)), policy
     return floor | _dearest(everything - floor, floor & everything, float(policy))
 
