@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from typing import Any
@@ -23,7 +24,8 @@ from zerofx.analysis.solve import solve
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError
-from zerofx.ir.meta import info
+from zerofx.ir import ops
+from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.machine import preset
 from zerofx.passes.decide import budget_bytes, budget_for
@@ -159,6 +161,36 @@ def test_every_budget_down_to_the_least_is_met() -> None:
     assert recomputed[0] > recomputed[2] > recomputed[-1]
     with pytest.raises(PlanError, match="raise the budget"):
         planned(program, activations="auto", memory_budget=least - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_activations_may_leave_for_the_host(device: str) -> None:
+    """Where the plan has a host tier the solver uses it, where it is quicker, within its budget."""
+    link_gbs = 900e9 if device == "cuda" else 22e9  # so quick that a small model's copies hide
+    machine = dataclasses.replace(
+        preset({"cpu": "cpu-gloo", "cuda": "cuda-nccl"}[device]), offload_min_bytes=4096,
+        persist_below_bytes=0, bucket_bytes=0, host_link_bytes_per_s=link_gbs, prefetch=1,
+        dense_flops_per_s=69e9, memory_bytes_per_s=22e9,
+    )  # fmt: skip
+    program = gpt()
+    most, least = (
+        memory(zerofx.rewrite(program, {**PLAN, "activations": a}, 2, machine)).peak_bytes
+        for a in ("keep", "recompute")
+    )
+    plan = {
+        **PLAN, "activations": "auto", "memory_budget": (most + least) // 2,
+        "offload": {"activations": "cpu"},
+    }  # fmt: skip
+    after = zerofx.rewrite(program, plan, 2, machine)
+    assert memory(after).peak_bytes <= plan["memory_budget"]
+    gone = [d for d in after.decisions if d.choice == "offload"]
+    on_host = sum(d.nbytes for d in gone)
+    assert gone and all("copies to the host" in d.why for d in gone)
+    copied = [n for n in after.graph("forward").nodes if n.target is ops.offload]
+    assert on_host == sum(nbytes(value(n.args[0])) for n in copied)
+    tight = zerofx.rewrite(program, {**plan, "host_budget": on_host - 1}, 2, machine)
+    assert sum(d.nbytes for d in tight.decisions if d.choice == "offload") < on_host
+    assert memory(tight).peak_bytes <= plan["memory_budget"]
 
 
 def test_what_was_drawn_is_never_drawn_again() -> None:

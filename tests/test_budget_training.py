@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from training import train_cell
 import zerofx
 from zerofx.analysis.memory import peak_bytes
 from zerofx.ir.program import Program
+from zerofx.machine import preset
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -50,9 +52,11 @@ def test_the_measured_peak_stays_under_the_budget(pool: Any, share: float) -> No
 @pytest.mark.parametrize("case", ["gpt", "gpt-dropout", "chain"])
 def test_bits_stay_at_every_budget(case: str) -> None:
     program = captured(case)
-    for share in (0.0, 0.3, 0.7):
+    machine = dataclasses.replace(preset("cpu-gloo"), offload_min_bytes=64)
+    for share, tier in ((0.0, "none"), (0.3, "none"), (0.7, "none"), (0.3, "cpu")):
         plan = {**ATEN, "activations": "auto", "memory_budget": between(program, share)}
-        after = zerofx.rewrite(program, plan, 2)
+        plan["offload"] = {"activations": tier}
+        after = zerofx.rewrite(program, plan, 2, machine)
         assert not differences(expected(case, 2), execute([after] * 2, make_state(case, 2)))
 
 

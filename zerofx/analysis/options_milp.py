@@ -1,9 +1,9 @@
 """The options of a segment as integer programs: least time to recompute under a limit of bytes.
 
-Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved; o_s, it waits on the
-host. A needed value is kept or recomputed; what is recomputed has all its inputs kept or recomputed;
-a kept value has its storage saved; what leaves is saved, and its copies are hidden. Minimise
-sum(us_i r_i) + sum(copy_us_s o_s) with sum(bytes_s (b_s - o_s)) under the limit.
+Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved; o_s, it waits on
+the host. A needed value is kept or recomputed; what is recomputed has all its inputs kept or
+recomputed; a kept value has its storage saved; what leaves is saved, and its copies are hidden.
+Minimise sum(us_i r_i) + sum(copy_us_s o_s) with sum(bytes_s (b_s - o_s)) under the limit.
 """
 
 from __future__ import annotations

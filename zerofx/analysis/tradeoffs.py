@@ -47,7 +47,10 @@ class Tradeoffs:
         for segment in find_segments(halve(joint).parts):
             trade = Trade(segment, lambda n: node_us(n, machine), link)
             if segment.structure not in known:
-                known[segment.structure] = options(trade)
+                found = options(trade)
+                if link is not None and host_budget_bytes is not None:  # for when it is used up
+                    found += options(Trade(segment, lambda n: node_us(n, machine)))
+                known[segment.structure] = found
             self.parts.append(_Part(segment, trade, known[segment.structure]))
 
     def within(self, whole: Memory, budget_bytes: int) -> list[int]:

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from zerofx.analysis.activations import Policy
+from zerofx.analysis.activations import Policy, Solved
 from zerofx.analysis.memory import Memory, memory
+from zerofx.analysis.options import Link
 from zerofx.analysis.tradeoffs import Tradeoffs
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Program
@@ -39,6 +40,12 @@ class Choices:
     spend_bytes: int | None = None
     decisions: tuple[Decision, ...] = ()
 
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What leaves for the host because the budget asks for it, by name."""
+        solved = self.activations
+        return tuple(sorted(solved.offloaded)) if isinstance(solved, Solved) else ()
+
 
 Trial = Callable[[Choices], Program]  # compiles on paper
 
@@ -55,6 +62,17 @@ def budget_bytes(plan: Plan) -> int | None:
 def budget_for(peak_bytes: int) -> int:
     """Return the smallest budget under which a program may take so much."""
     return peak_bytes + (peak_bytes - 1) // (SPARE - 1)
+
+
+def link_of(plan: Plan, machine: Machine) -> Link | None:
+    """Return the way to the host that activations may take; None where the plan offloads none.
+
+    On a CPU copies run inline; on a GPU they have lanes of their own.
+    """
+    if plan.offload.activations == "none":
+        return None
+    rate = machine.host_link_bytes_per_s / 1e6
+    return Link(rate, machine.offload_min_bytes, machine.device_type == "cuda")
 
 
 def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial: Trial) -> Choices:
@@ -101,7 +119,8 @@ class _Attempt:
 
     def _give_up(self, whole: Memory) -> Choices | None:
         """Give activations up until the program fits: each round corrects the one before."""
-        tradeoffs = Tradeoffs(self.captured, self.machine)
+        link = link_of(self.plan, self.machine)
+        tradeoffs = Tradeoffs(self.captured, self.machine, link, self.plan.host_budget)
         target = self.budget
         for _ in range(ROUNDS):
             picked = tradeoffs.within(whole, target)

@@ -51,6 +51,15 @@ class OffloadActivations(Pass):
     least_bytes: int = 0
     host_budget_bytes: int | None = None
 
+    def spec(self) -> str:
+        options = [f"activations={self.activations}", f"everything={str(self.everything).lower()}"]
+        options += [f"values={len(self.values)}", f"distance={self.distance}"]
+        options += [
+            f"least_bytes={self.least_bytes}",
+            f"host_budget_bytes={self.host_budget_bytes}",
+        ]
+        return f"{self.name}{{{','.join(options)}}}".replace("None", "none")
+
     def run(self, program: Program) -> Report:
         if BACKWARD not in program.graphs:
             return Report(False, "inference: nothing is saved")

@@ -68,7 +68,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # is measured without it
     lambda s: OffloadActivations(
         activations=s.plan.activations,
-        everything=s.plan.offload.activations == "cpu",
+        everything=s.plan.offload.activations == "cpu" and s.plan.activations != "auto",
+        values=s.choices.offloaded if s.choices else (),
         distance=_distance(s),
         least_bytes=s.machine.offload_min_bytes,
         host_budget_bytes=s.plan.host_budget,
