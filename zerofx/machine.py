@@ -46,6 +46,7 @@ class Machine:
     prefetch: distance, in units.
     dense_flops_per_s: of matrix products in the format that a plan computes in.
     memory_bytes_per_s: between compute and device memory, reads and writes together.
+    host_link_bytes_per_s: between device and host memory, one way.
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
@@ -63,6 +64,7 @@ class Machine:
     prefetch: int = spec_field(_REQUIRED, whole(0))
     dense_flops_per_s: float = spec_field(_REQUIRED, real(0, above=True))
     memory_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
+    host_link_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
 
     def __post_init__(self) -> None:
         read_fields(self, "Machine")
@@ -133,6 +135,7 @@ CPU_GLOO = Machine(
     # of 32 MiB.
     dense_flops_per_s=69e9,
     memory_bytes_per_s=22e9,
+    host_link_bytes_per_s=22e9,  # the host tier is the same memory
 )
 
 CUDA_NCCL = Machine(
@@ -152,9 +155,10 @@ CUDA_NCCL = Machine(
     offload_min_bytes=2**20,
     # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
     prefetch=2,
-    # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3.
+    # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3, PCIe 5 x16 (128 GB/s both ways).
     dense_flops_per_s=989e12,
     memory_bytes_per_s=3.35e12,
+    host_link_bytes_per_s=64e9,
 )
 
 PRESETS = {machine.name: machine for machine in (CPU_GLOO, CUDA_NCCL)}

@@ -19,9 +19,12 @@ FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
 
 @dataclass(frozen=True)
 class Solved:
-    """Values of a joint graph, by name, at which recomputation stops; all others it may pass."""
+    """Values of a joint graph, by name: those at which recomputation stops, and those of them that
+    wait on the host.
+    """
 
     kept: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return "auto"
