@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from zerofx.fields import Patterns
@@ -44,6 +44,16 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
             "but nothing is offloaded; set offload, or drop host_budget"
         )
+    if plan.tiling == "auto" and plan.memory_budget is None:
+        yield (
+            "Plan.tiling = 'auto' cuts what is large against memory_budget, which is None; set "
+            "memory_budget (\"40GiB\"), or name the parameters and their tiles"
+        )
+    if plan.tiling != "off" and plan.update == "in-backward":
+        yield (
+            "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
+            "comes tile by tile, and its optimizer steps once over all of it; use update='step'"
+        )
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
@@ -79,12 +89,6 @@ def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
         yield "activations", "auto", "recompute"
     if _offloaded_patterns(plan):
         yield f"activations[{_offloaded_patterns(plan)[0]!r}]", "offload", "recompute"
-    if plan.tiling != "off":
-        yield (
-            "tiling",
-            dict(plan.tiling) if isinstance(plan.tiling, Mapping) else plan.tiling,
-            "off",
-        )
     if plan.offload.is_used:
         yield "offload", plan.offload.to_plain(), "none"
 
