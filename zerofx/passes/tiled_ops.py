@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -90,6 +90,15 @@ class TiledOp:
     chain: tuple[fx.Node, ...] = ()
     made: dict[int, fx.Node] = field(default_factory=dict)
 
+    makes_gradient: ClassVar[bool] = False
+
+    def part(self, i: int) -> int:
+        """Number the part of the layer that tile i of this node belongs to.
+
+        Gradients are parts of their own: the weight's tile is released before they are made.
+        """
+        return i + self.makes_gradient * len(self.tiles)
+
     def inputs(self) -> list[fx.Node]:
         """Return what it takes beside the weight."""
         mine = {self.tiles[0], *self.chain[-1:]}
@@ -110,7 +119,7 @@ class TiledOp:
         """Return tile i as the node reads the weight: transposed, or in another format."""
         found = self.tiles[i]
         for step in self.chain:
-            found = builder.call(step.target, (found, *step.args[1:]), self.node, i, **step.kwargs)
+            found = builder.call(step.target, (found, *step.args[1:]), self.node, self.part(i), **step.kwargs)
         return found
 
 
@@ -125,7 +134,7 @@ class Features(TiledOp):
     def tile(self, builder: Builder, i: int) -> None:
         x, weight = args(self.node)[-2], self._weight(builder, i)
         taken = (x, weight) if self.bias is None else (self.bias[i], x, weight)
-        self.parts[i] = builder.call(self.node.target, taken, self.node, i)
+        self.parts[i] = builder.call(self.node.target, taken, self.node, self.part(i))
 
     def end(self, builder: Builder) -> fx.Node:
         parts = [part for _, part in sorted(self.parts.items())]
@@ -148,12 +157,12 @@ class Sum(TiledOp):
         if value(self.node).dtype in _WIDE:
             taken = (x, weight) if self.total is None else (self.total, x, weight)
             target = aten.mm.default if self.total is None else aten.addmm.default
-            self.total = builder.call(target, taken, self.node, i)
+            self.total = builder.call(target, taken, self.node, self.part(i))
             return
-        product = builder.call(aten.mm.default, (x, weight), self.node, i)
-        wide = builder.call(aten._to_copy.default, (product,), self.node, i, dtype=torch.float32)
+        product = builder.call(aten.mm.default, (x, weight), self.node, self.part(i))
+        wide = builder.call(aten._to_copy.default, (product,), self.node, self.part(i), dtype=torch.float32)
         if self.total is not None:
-            wide = builder.call(aten.add.Tensor, (wide, self.total), self.node, i)
+            wide = builder.call(aten.add.Tensor, (wide, self.total), self.node, self.part(i))
         self.total = wide
 
     def end(self, builder: Builder) -> fx.Node:
@@ -167,6 +176,7 @@ class Sum(TiledOp):
 class Gradient(TiledOp):
     """dy^T x: each tile is the product with its own columns of dy."""
 
+    makes_gradient = True
     is_flipped = False  # the node makes the transpose of the weight's gradient
 
     def begin(self, builder: Builder) -> None:
@@ -177,10 +187,10 @@ class Gradient(TiledOp):
     def tile(self, builder: Builder, i: int) -> None:
         part = self.columns[i]
         if self.turns:
-            part = builder.call(aten.t.default, (part,), self.node, i)
+            part = builder.call(aten.t.default, (part,), self.node, self.part(i))
         a, b = args(self.node)
         taken = (a, part) if self.is_flipped else (part, b)
-        self.made[i] = builder.call(aten.mm.default, taken, self.node, i)
+        self.made[i] = builder.call(aten.mm.default, taken, self.node, self.part(i))
 
 
 class _Rows(TiledOp):
@@ -216,10 +226,10 @@ class Lookup(_Rows):
     def tile(self, builder: Builder, i: int) -> None:
         inside, mine = self.where[i]
         weight = self._weight(builder, i)
-        found = builder.call(aten.embedding.default, (weight, inside), self.node, i)
+        found = builder.call(aten.embedding.default, (weight, inside), self.node, self.part(i))
         if self.found is not None:
             taken = (mine, found, self.found)
-            found = builder.call(aten.where.self, taken, self.node, i)
+            found = builder.call(aten.where.self, taken, self.node, self.part(i))
         self.found = found
 
     def end(self, builder: Builder) -> fx.Node:
@@ -230,6 +240,8 @@ class Lookup(_Rows):
 class LookupGradient(_Rows):
     """The sum of dy over each row's places: a tile takes dy where it is its own, else zeros."""
 
+    makes_gradient = True
+
     def begin(self, builder: Builder) -> None:
         self._find(builder, args(self.node)[1])
 
@@ -238,6 +250,6 @@ class LookupGradient(_Rows):
         grad, _, _, padding, by_frequency = args(self.node)
         num_rows = value(self.tiles[0]).shape[0]
         is_padded = i * num_rows <= padding < (i + 1) * num_rows
-        own = builder.call(aten.where.ScalarOther, (mine, grad, 0.0), self.node, i)
+        own = builder.call(aten.where.ScalarOther, (mine, grad, 0.0), self.node, self.part(i))
         taken = (own, inside, num_rows, padding - i * num_rows if is_padded else -1, by_frequency)
-        self.made[i] = builder.call(self.node.target, taken, self.node, i)
+        self.made[i] = builder.call(self.node.target, taken, self.node, self.part(i))

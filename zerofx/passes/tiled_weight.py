@@ -92,11 +92,13 @@ class TiledWeight:
     def rewrite(self) -> list[fx.Node | None]:
         """Put tiles in place of every reader; return the gradient of each tile.
 
-        What backward computes of one tensor is done together, so that a tile is gathered once for
-        it; and from the last tile to the first, since forward has just had the last.
+        What backward computes of one tensor is done together: of each tile what reads the weight,
+        then its gradient, beside which the next tile is gathered. Backward goes from the last tile
+        to the first, since forward has just had the last.
         """
         order = list(range(len(self.tiles)))
-        for together in self._together():
+        for group in self._together():
+            together = sorted(group, key=lambda op: op.makes_gradient)
             builder = Builder(min(op.node for op in together), len(self.tiles))
             is_backward = info(together[0].node).phase is Phase.BACKWARD
             for op in together:
@@ -135,7 +137,8 @@ class TiledWeight:
         """Add a sum, a transpose or a cast of the gradient for tile i, behind what it takes."""
         taken = tuple(self._made[a][i] if a in self._made else a for a in args(node))
         last = max(a for a in taken if isinstance(a, fx.Node))
-        return Builder(last.next, len(self.tiles)).call(node.target, taken, last, i, **node.kwargs)
+        builder = Builder(last.next, len(self.tiles))
+        return builder.call(node.target, taken, last, info(last).tile, **node.kwargs)
 
     def erase(self) -> None:
         """Erase what the tiles have replaced; the output no longer reads the whole gradient."""
