@@ -69,10 +69,11 @@ class PrefetchGathers(Pass):
         before = steps[ahead - self.distance]
         if not {info(wait).index, info(before).index} <= tiles:
             return None
-        for release in (u for u in before.users if u.target is ops.release):
-            node = release.next
-            while node is not wait and node.op != "output":
-                if info(node).region is not None:
-                    return release
-                node = node.next
-        return None
+        release = next((u for u in before.users if u.target is ops.release), None)
+        if release is None or wait < release:
+            return None
+        node, is_covered = release, False
+        while node is not wait:
+            node = node.next
+            is_covered |= info(node).region is not None
+        return release if is_covered else None
