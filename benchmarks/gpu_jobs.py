@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu_cases import Setup, case_named
+from benchmarks.systems import LR, SEED, fsdp2
 from zerofx.demo.gpt import GPT
 from zerofx.demo.measure import PeakMemory
 
-SEED, LR = 0, 1e-4
 WARMUP_STEPS, PEAK_STEPS = 6, 2  # the first compile; a CUDA graph is recorded at the second
 NUM_BATCHES = 4
 ADAMW_BYTES = 28  # an element's parameter, gradient and two moments read, all but one written
@@ -177,27 +177,14 @@ def _wrap(
         backend = "aot_eager" if rehearse else "inductor"  # inductor's default has no CUDA graphs
         return torch.compile(whole, backend=backend, dynamic=False, fullgraph=True)  # type: ignore
     if setup.kind == "fsdp2":
-        return _fsdp2(model, torch.bfloat16 if is_bf16 else None, device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
+        return fsdp2(model, torch.bfloat16 if is_bf16 else None, device.type)
     import zerofx  # here, so that the peers' processes stay free of it
 
     fields = plan | setup.plan
     if rehearse:
         fields.pop("cuda_graph", None)
     return zerofx.compile(model, zerofx.Plan(**fields), device=device)
-
-
-def _fsdp2(model: GPT, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    """Shard every block and the root over this one rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (1,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _workspace_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, Column, _version, machine, show
+from benchmarks.report import RESULTS, Column, _version, as_named, machine, show
 
 _RAISED = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt)\b.*", re.MULTILINE)
 
@@ -62,18 +62,13 @@ class Row:
 
 
 COLUMNS = [
-    Column("case", "case"),
-    Column("system", "system"),
-    Column("measure", "measure"),
-    Column("value", "value"),
-    Column("target", "target"),
-    Column("met", "met"),
+    *as_named("case", "system", "measure", "value", "target", "met"),
     Column("low", "lowest"),
     Column("high", "highest"),
     Column("step_ms", "step ms", "{:.2f}"),
     Column("tokens_s", "tokens / s", "{:,.0f}"),
     Column("peak_mib", "peak MiB", "{:,.1f}"),
-    Column("note", "note"),
+    *as_named("note"),
 ]
 
 

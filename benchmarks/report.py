@@ -38,6 +38,11 @@ class Column:
         return self.form.format(value)
 
 
+def as_named(*keys: str) -> list[Column]:
+    """Return columns whose titles are their keys."""
+    return [Column(key, key) for key in keys]
+
+
 def _proc(path: str, key: str) -> str:
     """Return the value of the first `key: value` line of a /proc file, "" where there is none."""
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import sizes, systems
 from benchmarks.pool import Group
-from benchmarks.report import Column, finish, need_memory
+from benchmarks.report import Column, as_named, finish, need_memory
 from benchmarks.sizes import SIZES, Size, make_batches
 from benchmarks.systems import SYSTEMS, Trainer
 
@@ -149,13 +149,12 @@ def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, 
 
 
 COLUMNS = [
-    Column("size", "size"),
-    Column("system", "system"),
+    *as_named("size", "system"),
     Column("baseline", "against"),
     Column("time_ratio", "time ratio", "{:.2f}"),
     Column("target", "target", "{:.2f}"),
     Column("cpu_ratio", "CPU s ratio", "{:.2f}"),
-    Column("agree", "agree"),
+    *as_named("agree"),
     Column("low", "lowest", "{:.2f}"),
     Column("high", "highest", "{:.2f}"),
     Column("step_ms", "step ms", "{:.1f}"),

@@ -48,12 +48,12 @@ def ddp(model: GPT) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp2(model: GPT, dtype: torch.dtype | None = None) -> nn.Module:
+def fsdp2(model: GPT, dtype: torch.dtype | None = None, device: str = "cpu") -> nn.Module:
     """Shard every block and the root; `dtype` is what is computed in, over fp32 weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     reduce = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
     for block in model.blocks:

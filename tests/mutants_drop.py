@@ -10,29 +10,26 @@ from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import value
 
 
-def drop_wait(edit: Editor) -> str | None:
-    """Read a launch without waiting for it."""
-    if (node := edit.any_of(edit.find(ops.wait))) is None:
+def _drop_any(edit: Editor, target: object, *, passes_on: bool = False) -> str | None:
+    """Erase any call of `target`; where it `passes_on`, its readers read its first argument."""
+    if (node := edit.any_of(edit.find(target))) is None:
         return None
     what = label(node)
-    edit.erase(node, node.args[0])  # type: ignore[arg-type]
+    edit.erase(node, node.args[0] if passes_on else None)  # type: ignore[arg-type]
     return what
+
+
+def drop_wait(edit: Editor) -> str | None:
+    """Read a launch without waiting for it."""
+    return _drop_any(edit, ops.wait, passes_on=True)
 
 
 def drop_release(edit: Editor) -> str | None:
-    if (node := edit.any_of(edit.find(ops.release))) is None:
-        return None
-    what = label(node)
-    edit.erase(node)
-    return what
+    return _drop_any(edit, ops.release)
 
 
 def drop_pack(edit: Editor) -> str | None:
-    if (node := edit.any_of(edit.find(ops.pack))) is None:
-        return None
-    what = label(node)
-    edit.erase(node, node.args[0])  # type: ignore[arg-type]
-    return what
+    return _drop_any(edit, ops.pack, passes_on=True)
 
 
 def drop_part_of_pack(edit: Editor) -> str | None:
@@ -63,19 +60,11 @@ def drop_reduction(edit: Editor) -> str | None:
 
 
 def drop_store(edit: Editor) -> str | None:
-    if (node := edit.any_of(edit.find(ops.store_grad))) is None:
-        return None
-    what = label(node)
-    edit.erase(node, node.args[0])  # type: ignore[arg-type]
-    return what
+    return _drop_any(edit, ops.store_grad, passes_on=True)
 
 
 def drop_update(edit: Editor) -> str | None:
-    if (node := edit.any_of(edit.find(ops.update))) is None:
-        return None
-    what = label(node)
-    edit.erase(node)
-    return what
+    return _drop_any(edit, ops.update)
 
 
 def drop_compute(edit: Editor) -> str | None:

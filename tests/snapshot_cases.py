@@ -1,15 +1,18 @@
-"""Training that does not depend on the number of ranks, and looking at all of its state whole."""
+"""Training that does not depend on the number of ranks, its whole state, and loads refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import CASES
 from torch import Tensor
 from training import loss_of
 
 import zerofx
+from zerofx.errors import SnapshotError
 
 MICRO_BATCHES = 6  # a step, divided among 1, 2 or 3 ranks
 OPTIMIZERS: dict[str, Any] = {
@@ -67,3 +70,37 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for key, value in expected.items():
         same = torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value
         assert same, key
+
+
+# -- for refusals ---------------------------------------------------------------------------------
+def other_run() -> tuple[Any, Any]:
+    """Return a model and an optimizer with a state of their own."""
+    model, optimizer = compiled("gpt", {"stage": 3}, seed=7)
+    train(model, optimizer, "gpt", 5, 6)
+    return model, optimizer
+
+
+def refused(folder: Path, live: tuple[Any, Any], *texts: str) -> None:
+    """Assert that loading raises with these texts and changes nothing."""
+    model, optimizer = live
+    before, generator = everything(model, optimizer), torch.get_rng_state()
+    with pytest.raises(SnapshotError) as caught:
+        zerofx.load(folder, model, optimizer)
+    for text in texts:
+        assert text in str(caught.value)
+    assert_same(everything(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Harm:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def tree(tmp_path: Path) -> list[str]:
+    return sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))

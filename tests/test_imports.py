@@ -186,22 +186,37 @@ def test_private_torch_is_reached_through_compat_only(path: Path) -> None:
     assert not found, "move these behind a function in zerofx/compat/: " + "; ".join(found)
 
 
+def defines_a_pass(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.ClassDef)
+        and any(isinstance(b, ast.Name) and b.id == "Pass" for b in node.bases)
+        for node in tree_of(path).body
+    )
+
+
 def test_passes_do_not_import_one_another() -> None:
     """A pass file stands on the shared files of its folder, never on another pass."""
-    passes = {
-        f"zerofx.passes.{path.stem}": path
-        for path in (PACKAGE / "passes").glob("*.py")
-        if any(
-            isinstance(node, ast.ClassDef)
-            and any(isinstance(b, ast.Name) and b.id == "Pass" for b in node.bases)
-            for node in tree_of(path).body
-        )
-    }
+    folder = PACKAGE / "passes"
+    passes = {module_of(path): path for path in folder.glob("*.py") if defines_a_pass(path)}
+    assert len(passes) > 10
     for module, path in passes.items():
         for node, name in imports(path):
             target = name.rsplit(".", 1)[0]
             assert target == module or target not in passes, (
                 f"{path.relative_to(ROOT)}:{node.lineno} imports the pass file {target}"
+            )
+
+
+def test_patterns_are_no_passes() -> None:
+    """A pattern file says what to replace by what; of passes it imports its own folder only."""
+    patterns = sorted((PACKAGE / "passes" / "patterns").glob("*.py"))
+    assert patterns
+    for path in patterns:
+        assert not defines_a_pass(path), f"{path.relative_to(ROOT)} defines a pass; move it up"
+        for node, name in imports(path):
+            is_inside = name.startswith("zerofx.passes.patterns.")
+            assert is_inside or not name.startswith("zerofx.passes"), (
+                f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
             )
 
 

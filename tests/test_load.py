@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from edits import HARMFUL, HARMLESS, Edit, edited, math_changed
+from edits import Edit, edited
+from edits_harmful import HARMFUL, math_changed
+from edits_harmless import HARMLESS
 from torch import fx
 from verify_cases import emitted, program
 

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import edits
 import pytest
 import torch
-from edits import HARMLESS
+from edits import Source
+from edits_harmful import math_changed, released_before_its_last_reader
+from edits_harmless import HARMLESS, prefetched_further, statements_split
 from models import CASES
 from pool import Pool
 from torch import Tensor
@@ -138,8 +139,8 @@ def test_ten_harmless_edits_train_as_before(pool: Pool, tmp_path: Path) -> None:
 
 def test_adopting_between_steps(pool: Pool, tmp_path: Path) -> None:
     directory, broken = emitted(tmp_path / "good"), emitted(tmp_path / "broken")
-    edits.prefetched_further(directory)
-    edits.released_before_its_last_reader(broken)
+    prefetched_further(directory)
+    released_before_its_last_reader(broken)
     pool.run(2, adopt_between_steps, str(directory), str(broken))
 
 
@@ -153,15 +154,15 @@ def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -> None:
 
 def test_changed_math_runs_if_allowed(pool: Pool, tmp_path: Path) -> None:
     directory = emitted(tmp_path)
-    edits.math_changed(directory)
+    math_changed(directory)
     pool.run(2, changed_math, str(directory))
 
 
 @pytest.mark.slow
 def test_edited_regions_are_compiled(pool: Pool, tmp_path: Path) -> None:
     directory = emitted(tmp_path, kernels="inductor")
-    edits.statements_split(directory)
-    source = edits.Source(directory, "regions/blocks_forward.py")
+    statements_split(directory)
+    source = Source(directory, "regions/blocks_forward.py")
     source.lines = [line for line in source.lines if not line.startswith("    del ")]
     source.write()
     assert pool.run(2, run_compiled, str(directory), timeout_s=400) == [[], []]

@@ -7,15 +7,17 @@ from functools import cache
 import pytest
 import torch
 from stack import stack
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zerofx
+from zerofx.analysis.inside import CompiledCall
 from zerofx.analysis.liveness import lifetimes
 from zerofx.analysis.memory import Memory, memory, peak_bytes
-from zerofx.analysis.storage import Category, Storage
+from zerofx.analysis.storage import Category, CompiledRegion, Storage
 from zerofx.analysis.traffic import traffic
 from zerofx.analysis.wrapper import Output, trace
 from zerofx.capture import capture
+from zerofx.ir.meta import Info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 
@@ -143,8 +145,10 @@ def test_wrapper_is_read() -> None:
     found = trace(WRAPPER)
     assert found is not None and found.num_inputs == 2
     assert found.outputs == (Output(input=0), Output(made=3), Output(made=0), Output(made=3))
-    assert found.made_bytes == {3: 16 * 4 * 4, 0: 16 * 8 * 4}
-    assert found.peak_bytes == 16 * 8 * 4 + 16 * 16 * 8  # while the kernel runs
+    assert found.size_bytes == {0: 16 * 8 * 4, 1: 16 * 16 * 8, 2: 0, 3: 16 * 4 * 4, 4: 16 * 4}
+    made = [found.made_bytes(m) for m in found.moments]
+    assert max(made) == 16 * 8 * 4 + 16 * 16 * 8  # while the kernel runs
+    assert [sorted(m.inputs) for m in found.moments] == [[0, 1], [0], [0], [0], [0], [0]]
 
 
 @pytest.mark.parametrize(
@@ -162,5 +166,44 @@ def test_results_of_another_dtype_are_known() -> None:
     source = WRAPPER.replace("_scaled_dot_product_flash_attention_for_cpu", "native_dropout")
     found, plain = trace(source.replace("buf4, buf2", "buf5, buf2")), trace(WRAPPER)
     assert found is not None and plain is not None
-    assert found.made_bytes[found.outputs[1].made] == 16
+    assert found.size_bytes[found.outputs[1].made] == 16
     assert plain.outputs[1] != found.outputs[1]
+
+
+FREES = """
+def call(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    buf0 = empty_strided_cpu((1024, ), (1, ), torch.float32)
+    cpp_fused_0(arg0_1, buf0)
+    del arg0_1
+    buf1 = empty_strided_cpu((256, ), (1, ), torch.float32)
+    cpp_fused_1(buf0, arg1_1, buf1)
+    del arg1_1
+    del buf0
+    return (buf1, )
+"""
+
+
+def test_a_region_frees_its_inputs_before_it_makes_its_results() -> None:
+    """4 KiB of input and 4 KiB of temporary never lie beside the 1 KiB of result."""
+    found = trace(FREES)
+    assert found is not None
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    out = graph.call_function(torch.add, (x, y))
+    region = CompiledRegion((out,), (x, y), (out,), found)
+    big, kept = (
+        Storage(Category.TEMPORARIES, n, "", 0, d, Info()) for n, d in ((4096, 7), (64, 9))
+    )
+    call = CompiledCall(region, 7, [(big,), (kept,)])
+    result = call.result(1, "out")
+    inside = call.settle()
+    assert (inside.nbytes, inside.birth, inside.death) == (4096, 7, 7)
+    assert (big.death, kept.death) == (7, 9) and result.birth == 8  # the first kernel is the peak
+
+    small = Storage(Category.TEMPORARIES, 512, "", 0, 7, Info())
+    call = CompiledCall(region, 7, [(small,), (kept,)])
+    result = call.result(1, "out")
+    assert call.settle().nbytes == 4096
+    assert small.death == 6 and result.birth == 7  # the second one is

@@ -177,7 +177,6 @@ def test_positional_fields_are_refused() -> None:
 
 
 LATER: list[tuple[dict[str, Any], str]] = [
-    ({"activations": "auto", "memory_budget": "1GiB"}, "use activations='recompute'"),
     (
         {"activations": {"h.*": "offload"}, "offload": {"activations": "cpu"}},
         "Plan.activations['h.*'] = 'offload' is not in this release",

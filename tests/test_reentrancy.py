@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import CASES
 from pool import Pool
+from reentrancy_cases import GPT, loss_at, poisoned
 from torch import Tensor
 
-import zerofx
 from zerofx.errors import GradientError
-
-GPT = CASES["gpt"]
-
-
-def _model(stage: int, **plan: Any) -> zerofx.CompiledModule:
-    fields = {"stage": stage, "kernels": "aten", "bucket_bytes": 4096, **plan}
-    model = zerofx.compile(GPT.make(), fields)
-    model._engine.slots.poison = True
-    return model
-
-
-def _loss(model: Any, step: int) -> Tensor:
-    args, _ = GPT.batch(10 * step + int(os.environ.get("RANK", "0")))
-    return model(*args)
 
 
 def _grads(model: Any) -> list[Tensor]:
@@ -39,61 +23,61 @@ def _grads(model: Any) -> list[Tensor]:
 
 # -- each sequence must leave the gradients of micro-batches 0 and 1, summed ----------------------
 def one_at_a_time(model: Any) -> None:
-    _loss(model, 0).backward()
-    _loss(model, 1).backward()
+    loss_at(model, 0).backward()
+    loss_at(model, 1).backward()
 
 
 def first_in_first_out(model: Any) -> None:
-    first, second = _loss(model, 0), _loss(model, 1)
+    first, second = loss_at(model, 0), loss_at(model, 1)
     first.backward()
     second.backward()
 
 
 def last_in_first_out(model: Any) -> None:
-    first, second = _loss(model, 0), _loss(model, 1)
+    first, second = loss_at(model, 0), loss_at(model, 1)
     second.backward()
     first.backward()
 
 
 def summed(model: Any) -> None:
-    (_loss(model, 0) + _loss(model, 1)).backward()
+    (loss_at(model, 0) + loss_at(model, 1)).backward()
 
 
 def eval_between(model: Any) -> None:
-    first = _loss(model, 0)
+    first = loss_at(model, 0)
     model.eval()
     with torch.no_grad():
-        _loss(model, 5)
+        loss_at(model, 5)
     model.train()
     first.backward()
     with torch.inference_mode():
-        _loss(model, 6)
-    _loss(model, 1).backward()
+        loss_at(model, 6)
+    loss_at(model, 1).backward()
 
 
 def forward_without_backward(model: Any) -> None:
-    first = _loss(model, 0)
-    _loss(model, 7)
+    first = loss_at(model, 0)
+    loss_at(model, 7)
     first.backward()
-    _loss(model, 1).backward()
+    loss_at(model, 1).backward()
 
 
 def retained(model: Any) -> None:
-    first = _loss(model, 0)
+    first = loss_at(model, 0)
     first.backward(retain_graph=True)
     model.zero_grad()
     first.backward()
-    _loss(model, 1).backward()
+    loss_at(model, 1).backward()
 
 
 def zeroed_in_place(model: Any) -> None:
-    _loss(model, 3).backward()
+    loss_at(model, 3).backward()
     model.zero_grad(set_to_none=False)
     one_at_a_time(model)
 
 
 def gradients_held_by_the_user(model: Any) -> None:
-    _loss(model, 3).backward()
+    loss_at(model, 3).backward()
     held = _grads(model)
     copies = [g.clone() for g in held]
     model.zero_grad()
@@ -105,7 +89,7 @@ def after_an_exception(model: Any) -> None:
     held = model._engine.store_grad
     with contextlib.suppress(RuntimeError):
         model._engine.store_grad = _fail
-        _loss(model, 4).backward()
+        loss_at(model, 4).backward()
     model._engine.store_grad = held
     model.zero_grad()
     one_at_a_time(model)
@@ -125,12 +109,12 @@ SEQUENCES: dict[str, Callable[[Any], None]] = {
 
 
 def run_sequences(plan: dict[str, Any]) -> dict[str, bool]:
-    reference = _model(**plan)
+    reference = poisoned(**plan)
     one_at_a_time(reference)
     expected = _grads(reference)
     expected = [g.clone() for g in expected]
     equal = {}
-    model = _model(**plan)
+    model = poisoned(**plan)
     for name, sequence in SEQUENCES.items():
         model.zero_grad()
         sequence(model)
@@ -152,11 +136,11 @@ def test_any_order_is_bitwise_alike(pool: Any, world: int, plan: dict[str, Any])
 
 # -- what the first call makes and keeps outlives the mode of that call ---------------------------
 def run_after_first_call(plan: dict[str, Any], mode: str) -> list[Tensor]:
-    model = _model(**plan)
+    model = poisoned(**plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if mode:
         with getattr(torch, mode)():
-            _loss(model, 6)
+            loss_at(model, 6)
     for _ in range(2):
         optimizer.zero_grad()
         one_at_a_time(model)
@@ -180,7 +164,7 @@ def test_a_first_call_for_inference(pool: Pool, plan: dict[str, Any]) -> None:
 # -- refusals, after which the model still trains -------------------------------------------------
 def run_refusals(stage: int) -> list[str]:
     messages = []
-    model = _model(stage)
+    model = poisoned(stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def refused(action: Callable[[], Any]) -> None:
@@ -188,17 +172,17 @@ def run_refusals(stage: int) -> list[str]:
             action()
         messages.append(str(caught.value))
 
-    loss = _loss(model, 0)
+    loss = loss_at(model, 0)
     loss.backward(retain_graph=True)
     optimizer.step()
     refused(loss.backward)
-    loss = _loss(model, 0)
+    loss = loss_at(model, 0)
     with warnings.catch_warnings():  # torch's own advice about create_graph, once a process
         warnings.simplefilter("ignore", UserWarning)
         refused(lambda: loss.backward(create_graph=True))
-    loss = _loss(model, 0)
+    loss = loss_at(model, 0)
     loss.backward()
-    loss_again = _loss(model, 0)
+    loss_again = loss_at(model, 0)
     loss_again.backward()
     args, _ = GPT.batch(1)
     tokens = args[0].clone()
@@ -217,94 +201,3 @@ def test_what_would_be_wrong_is_refused(pool: Any, stage: int) -> None:
         assert "parameters were changed" in changed
         assert "create_graph=True" in double
         assert "changed in place" in in_place
-
-
-# -- stages 1 and 2 see every kind of update ------------------------------------------------------
-def _update(kind: str, model: Any) -> None:
-    params = list(model.parameters())
-    if kind == "data":
-        for p in params:
-            p.data.add_(p.grad, alpha=-0.1)
-        return
-    if kind == "cached-local":
-        _step_through_cached_locals(params)
-        return
-    options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
-    torch.optim.SGD(params, lr=0.1, **options[kind]).step()  # type: ignore[arg-type]
-
-
-_locals: list[torch.nn.Parameter] = []
-
-
-def _step_through_cached_locals(params: list[Any]) -> None:
-    """Step with a fused optimizer, which moves no version, over aliases taken once."""
-    if not hasattr(params[0], "to_local"):
-        torch.optim.SGD(params, lr=0.1).step()
-        return
-    if not _locals:
-        _locals.extend(torch.nn.Parameter(p.to_local()) for p in params)
-    for alias, param in zip(_locals, params, strict=True):
-        alias.grad = param.grad.to_local()
-    torch.optim.SGD(_locals, lr=0.1, fused=True).step()
-
-
-def _same_batch() -> None:
-    os.environ["RANK"] = "0"
-
-
-@pytest.mark.parametrize("kind", ["fused", "foreach", "loop", "data", "cached-local"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_every_update_is_seen(pool: Any, stage: int, kind: str) -> None:
-    for gap in pool.run(2, run_equal_updates, stage, kind):
-        assert gap <= 1e-6
-
-
-def run_equal_updates(stage: int, kind: str) -> float:
-    """All ranks draw rank 0's batch, so that one plain process is the reference."""
-    rank = os.environ["RANK"]
-    model = _model(stage)
-    _same_batch()
-    try:
-        reference = GPT.make()
-        for _ in range(3):
-            for one in (model, reference):
-                _loss(one, 0).backward()
-                _update(kind, one)
-                one.zero_grad()
-        with torch.no_grad():
-            mine, theirs = _loss(model, 0), _loss(reference, 0)
-        return float((mine - theirs).abs() / theirs)
-    finally:
-        os.environ["RANK"] = rank
-        _locals.clear()
-
-
-# -- memory between steps -------------------------------------------------------------------------
-def run_rest() -> tuple[list[int], list[int], bool]:
-    """Return gradient bytes while set, then in the next forward, and whether one is kept."""
-    from zerofx.demo.gpt import GPT as Model
-    from zerofx.demo.gpt import GPTConfig
-
-    model = zerofx.compile(
-        Model(GPTConfig(layers=2, width=256, heads=2, seq=8)), {"stage": 3, "kernels": "aten"}
-    )
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    shards = model._engine.store._grads
-
-    def held() -> list[int]:
-        return [s.flat.untyped_storage().nbytes() for s in shards.values()]
-
-    model(tokens, tokens).backward()
-    first = held()
-    kept = model.blocks[0].mlp.up.weight.grad.to_local()
-    before = kept.clone()
-    model.zero_grad()
-    model(tokens, tokens)
-    return first, held(), torch.equal(kept, before)
-
-
-def test_idle_gradients_are_freed_unless_held(pool: Any) -> None:
-    for first, later, is_kept in pool.run(2, run_rest):
-        assert is_kept, "what the user holds stays as it was"
-        assert sum(later) < sum(first)
-        assert 0 in later and max(later) > 0, later

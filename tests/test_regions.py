@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.errors import ProgramError
-from zerofx.runtime import regions
+from zerofx.runtime import region_cache
+from zerofx.runtime.region_cache import CompileCount
 from zerofx.runtime.region_keys import artifact_key, cache_dir
-from zerofx.runtime.regions import CompileCount
 
 
 class FlatTokens(nn.Module):
@@ -112,7 +112,7 @@ TRAIN = """
 import sys
 import torch, zerofx
 from torch import nn
-from zerofx.runtime.regions import CompileCount
+from zerofx.runtime.region_cache import CompileCount
 
 class Mean(nn.Module):
     def __init__(self):
@@ -201,6 +201,6 @@ def test_compiling_into_a_read_only_cache(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("builtins.open", refused)
     with (
         pytest.raises(ProgramError, match=r"cannot be written to.*Read-only.*ZEROFX_CACHE_DIR"),
-        regions._lock(cache_dir() / "x.lock", True),
+        region_cache._lock(cache_dir() / "x.lock", True),
     ):
         pass

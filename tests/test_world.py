@@ -1,4 +1,4 @@
-"""Real gloo worlds and simulated ones: who is who, equal bits whatever moves them, what is sent."""
+"""Worlds: who is who on the grid, worlds within a larger mesh, and worlds of plain processes."""
 
 from __future__ import annotations
 
@@ -6,182 +6,16 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from world_cases import assert_bit_equal, every_collective
 
 from zerofx.errors import PlanError
-from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World
-
-BIG = 100_000  # elements: several socket buffers
-NUMELS = [1, 16, 1000, BIG]
-
-
-def always_native(kind: str, nbytes: int, ranks: int) -> str:
-    return "native"
-
-
-def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers whose sum depends on the order of summation."""
-    generator = torch.Generator().manual_seed(1000 * rank + numel)
-    powers = torch.randint(-12, 12, (numel,), generator=generator)
-    return (torch.randn(numel, generator=generator) * 2.0**powers).to(dtype)
-
-
-def every_collective(world: World) -> dict[str, list[Tensor]]:
-    """Run each collective at each size, two in flight at once; return what came out."""
-    got: dict[str, list[Tensor]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
-    got["broadcast"] = []
-    scale = 1 / world.size
-    for numel in NUMELS:
-        shard = values(world.rank, numel)
-        full = values(world.rank, numel * world.shard_size)
-        out, out2 = (torch.full((numel * world.shard_size,), torch.nan) for _ in range(2))
-        part, part2 = (torch.full((numel,), torch.nan) for _ in range(2))
-        gathers = [world.all_gather(out, shard), world.all_gather(out2, part.fill_(world.rank))]
-        gathers[0].wait()
-        gathers[1].wait()
-        reduces = [
-            world.reduce_scatter(part, full, scale),
-            world.reduce_scatter(part2, full, 1.0),
-        ]
-        total = values(world.rank, numel)
-        reduced = world.all_reduce(total, scale)
-        for work in (*reduces, reduced, reduced):
-            work.wait()
-        said = values(world.rank, numel)
-        world.broadcast(said, world.size - 1).wait()
-        got["all_gather"] += [out, out2]
-        got["reduce_scatter"] += [part, part2]
-        got["all_reduce"].append(total)
-        got["broadcast"].append(said)
-    return got
-
-
-def ordered(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def expected(rank: int, size: int, shard_size: int) -> dict[str, list[Tensor]]:
-    """Compute in one process what `every_collective` must return on `rank`."""
-    row, column = divmod(rank, shard_size)
-    mates = range(row * shard_size, (row + 1) * shard_size)
-    scale = 1 / size
-    want: dict[str, list[Tensor]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
-    want["broadcast"] = []
-    for numel in NUMELS:
-        want["all_gather"].append(torch.cat([values(r, numel) for r in mates]))
-        want["all_gather"].append(torch.cat([torch.full((numel,), float(r)) for r in mates]))
-        rows = []
-        for first in range(0, size, shard_size):
-            fulls = [values(r, numel * shard_size) for r in range(first, first + shard_size)]
-            rows.append(ordered([f.view(shard_size, numel)[column] for f in fulls]))
-        want["reduce_scatter"] += [ordered(rows) * scale, ordered(rows)]
-        want["all_reduce"].append(ordered([values(r, numel) for r in range(size)]) * scale)
-        want["broadcast"].append(values(size - 1, numel))
-    return want
-
-
-def real_world(shard_size: int | None, native: bool) -> tuple[dict[str, list[Tensor]], dict]:
-    options: dict[str, Any] = {"algorithm": always_native} if native else {}
-    world = World.connect("cpu", shard_size=shard_size, **options)
-    got = every_collective(world)
-    sent = {kind: (t.calls, t.sent_bytes) for kind, t in world.counters.items()}
-    return got, sent
-
-
-def assert_bit_equal(got: list[dict[str, list[Tensor]]], size: int, shard_size: int) -> None:
-    for rank in range(size):
-        want = expected(rank, size, shard_size)
-        for kind, tensors in want.items():
-            for i, tensor in enumerate(tensors):
-                assert torch.equal(got[rank][kind][i], tensor), f"{kind} {i} on rank {rank}"
-
-
-LAYOUTS = [
-    (1, None),
-    (2, None),
-    (2, 1),
-    pytest.param(3, None, marks=pytest.mark.slow),
-    pytest.param(4, None, marks=pytest.mark.slow),
-    (4, 2),
-]
-
-
-@pytest.mark.parametrize(("size", "shard_size"), LAYOUTS)
-def test_every_algorithm_gives_the_bits_of_the_ordered_sum(
-    pool: Pool, size: int, shard_size: int | None
-) -> None:
-    sent = []
-    for native in (False, True):
-        answers = pool.run(size, real_world, shard_size, native)
-        assert_bit_equal([got for got, _ in answers], size, shard_size or size)
-        sent.append([counters for _, counters in answers])
-    assert sent[0] == sent[1]
-
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
-
-
-def other_dtypes(native: bool) -> list[list[Tensor]]:
-    world = World.connect("cpu", **({"algorithm": always_native} if native else {}))
-    got = []
-    for dtype in DTYPES:
-        out, part = torch.empty(2 * 33, dtype=dtype), torch.empty(33, dtype=dtype)
-        mine = values(world.rank, 2 * 33, torch.float64).abs().clamp(max=100).to(dtype)
-        world.all_gather(out, mine[:33]).wait()
-        world.reduce_scatter(part, mine, 1.0).wait()
-        total = mine.clone()
-        world.all_reduce(total).wait()
-        world.broadcast(mine, 1).wait()
-        got.append([out, part, total, mine])
-    return got
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_every_dtype_travels(pool: Pool, native: bool) -> None:
-    answers = pool.run(2, other_dtypes, native)
-    for i, dtype in enumerate(DTYPES):
-        sent = [values(r, 66, torch.float64).abs().clamp(max=100).to(dtype) for r in range(2)]
-        for rank in range(2):
-            out, part, total, said = answers[rank][i]
-            assert torch.equal(out, torch.cat([s[:33] for s in sent]))
-            assert torch.equal(total, sent[0] + sent[1])
-            assert torch.equal(part, total[33 * rank : 33 * (rank + 1)])
-            assert torch.equal(said, sent[1])
-
-
-@pytest.mark.parametrize(("size", "shard_size"), [(1, None), (2, None), (3, None), (4, 2), (4, 1)])
-def test_simulated_worlds_do_the_same(size: int, shard_size: int | None) -> None:
-    got = run_ranks(size, every_collective, shard_size)
-    assert_bit_equal(got, size, shard_size or size)
-
-
-def bytes_sent(world: World) -> dict[str, tuple[int, int]]:
-    shard, full = torch.zeros(600), torch.zeros(600 * world.shard_size)
-    world.all_gather(full, shard).wait()
-    world.reduce_scatter(shard, full, 0.5).wait()
-    world.all_reduce(torch.zeros(1200)).wait()
-    world.broadcast(torch.zeros(10), 0).wait()
-    return {kind: (t.calls, t.sent_bytes) for kind, t in world.counters.items()}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_sent_are_the_ring_terms(size: int) -> None:
-    for rank, sent in enumerate(run_ranks(size, bytes_sent)):
-        assert sent["all_gather"] == (1, (size - 1) * 600 * 4)
-        assert sent["reduce_scatter"] == (1, (size - 1) * 600 * 4)
-        assert sent["all_reduce"] == (1, 2 * (size - 1) * 1200 * 4 // size)
-        assert sent["broadcast"] == (1, 0 if rank else (size - 1) * 10 * 4)
 
 
 def places(shard_size: int | None) -> tuple:
@@ -287,36 +121,3 @@ def test_torchrun_without_a_process_group_gets_one_and_is_told(pool: Pool) -> No
         told = "zerofx: made a process group: gloo, 2 ranks, here cpu\n"
         assert said == (told if rank == 0 else "")
         assert backend == "gloo" and placed
-
-
-def scratch_is_reused() -> int:
-    world = World.connect("cpu")
-    full, out = torch.ones(2 * 4096), torch.empty(4096)
-    with torch.inference_mode():
-        world.reduce_scatter(out, full, 1.0).wait()
-    lent = [t for free in world._shard._scratch._free.values() for t in free]  # type: ignore
-    for _ in range(5):
-        world.reduce_scatter(out, full, 1.0).wait()
-    again = [t for free in world._shard._scratch._free.values() for t in free]  # type: ignore
-    assert not again[0].is_inference()
-    return len(again) if again[0] is lent[0] else -1
-
-
-def test_receive_buffers_are_made_once(pool: Pool) -> None:
-    assert pool.run(2, scratch_is_reused) == [1, 1]
-
-
-def dropped_and_drained() -> list[float]:
-    """Launch without waiting, as an exception in mid-step leaves things; then run another step."""
-    world = World.connect("cpu")
-    out = torch.empty(2 * BIG)
-    for step in range(3):
-        world.all_gather(out, torch.full((BIG,), float(step)))
-        world.reduce_scatter(torch.empty(BIG), torch.ones(2 * BIG), 1.0)
-        world.drain()
-    world.all_gather(out, torch.full((BIG,), 7.0 + world.rank)).wait()
-    return [out[0].item(), out[-1].item()]
-
-
-def test_what_was_left_in_flight_is_drained(pool: Pool) -> None:
-    assert pool.run(2, dropped_and_drained) == [[7.0, 8.0]] * 2

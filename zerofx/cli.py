@@ -106,12 +106,16 @@ def memory(
     keeps_results: Annotated[
         bool, typer.Option("--keep-results/--loss-only", help="what the loop holds until step()")
     ] = True,
+    why: Annotated[
+        str | None, typer.Option(help="a value, module, bucket or line: what was decided, and why")
+    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print what a rank holds: by category, and the names at the peak."""
     program = _program(model, world, _plan(plan, stage, set_), machine, batch, seq)
     options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
-    _show(program.memory(**options), as_json)
+    view = program.memory(**options)
+    _show(view if why is None else view.why(why), as_json)
 
 
 @app.command()

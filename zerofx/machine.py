@@ -20,6 +20,7 @@ from zerofx.fields import (
     nearest,
     one_of,
     read_fields,
+    real,
     size,
     spec_field,
     text,
@@ -42,6 +43,8 @@ class Machine:
     direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
     direct_gather_min_bytes, direct_reduce_min_bytes: from this many bytes of a full bucket.
     prefetch: distance, in units.
+    dense_flops_per_s: of matrix products in the format that a plan computes in.
+    memory_bytes_per_s: between compute and device memory, reads and writes together.
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
@@ -56,6 +59,8 @@ class Machine:
     direct_gather_min_bytes: int = spec_field(_REQUIRED, size(0))
     direct_reduce_min_bytes: int = spec_field(_REQUIRED, size(0))
     prefetch: int = spec_field(_REQUIRED, whole(0))
+    dense_flops_per_s: float = spec_field(_REQUIRED, real(0, above=True))
+    memory_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
 
     def __post_init__(self) -> None:
         read_fields(self, "Machine")
@@ -120,6 +125,10 @@ CPU_GLOO = Machine(
     direct_reduce_min_bytes=0,
     # One unit ahead hides as much as two: transfers share the cores with compute.
     prefetch=1,
+    # One core of an AMD EPYC virtual machine, torch 2.13: fp32 products of 1024 x 1024, and copies
+    # of 32 MiB.
+    dense_flops_per_s=69e9,
+    memory_bytes_per_s=22e9,
 )
 
 CUDA_NCCL = Machine(
@@ -137,6 +146,9 @@ CUDA_NCCL = Machine(
     direct_reduce_min_bytes=0,
     # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
     prefetch=2,
+    # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3.
+    dense_flops_per_s=989e12,
+    memory_bytes_per_s=3.35e12,
 )
 
 PRESETS = {machine.name: machine for machine in (CPU_GLOO, CUDA_NCCL)}

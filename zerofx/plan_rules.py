@@ -85,8 +85,6 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.activations == "auto":
-        yield "activations", "auto", "recompute"
     if _offloaded_patterns(plan):
         yield f"activations[{_offloaded_patterns(plan)[0]!r}]", "offload", "recompute"
     if plan.offload.is_used:

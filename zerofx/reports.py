@@ -19,7 +19,7 @@ from zerofx.compat.inductor import wrapper_of
 from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
-from zerofx.runtime.regions import artifact_key, cache_dir
+from zerofx.runtime.region_keys import artifact_key, cache_dir
 from zerofx.views import memory, schedule
 
 

@@ -11,9 +11,23 @@ import torch
 from torch import fx
 
 from zerofx.ir.graphs import alias_source, is_alias, root_producer
-from zerofx.ir.meta import Phase, Role, info, nbytes, value
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
+from zerofx.ir.program import JOINT, Program
 
-Policy = str | float | Mapping[str, str]
+FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Values of a joint graph, by name, at which recomputation stops; all others it may pass."""
+
+    kept: frozenset[str]
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+Policy = str | float | Mapping[str, str] | Solved
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,26 @@ class JointParts:
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     frontier: tuple[fx.Node, ...]  # forward-side values that backward nodes or gradients read
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A joint graph's parts, and its results in two groups: what forward returns, and backward."""
+
+    parts: JointParts
+    forward: list[tuple[OutputInfo, fx.Node | None]]
+    backward: list[tuple[OutputInfo, fx.Node | None]]
+
+
+def halve(program: Program) -> Halves:
+    """Divide a program's joint graph; its results are put in order in place, forward's first."""
+    pairs = list(zip(program.outputs[JOINT], program.results(JOINT), strict=True))
+    first = [(s, r) for s, r in pairs if s.role in FORWARD_ROLES]
+    second = [(s, r) for s, r in pairs if s.role not in FORWARD_ROLES]
+    graph = program.graph(JOINT)
+    graph.output_node().args = (tuple(r for _, r in first + second),)
+    program.outputs[JOINT] = tuple(s for s, _ in first + second)
+    return Halves(divide(graph, [r for _, r in first]), first, second)
 
 
 def divide(graph: fx.Graph, forward_results: Iterable[fx.Node]) -> JointParts:
@@ -81,12 +115,15 @@ def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.No
     "keep" saves all that backward reads; "recompute" saves only what crosses a unit's boundary
     (and what was drawn at random); a fraction f saves, beside that floor, the values that are
     dearest to recompute per byte, up to f times the bytes that "keep" saves; a mapping decides
-    by unit name, the first matching pattern wins and unmatched units keep.
+    by unit name, the first matching pattern wins and unmatched units keep; what was solved names
+    its values.
     """
     everything = {n for n in parts.frontier if n.op == "call_function" and not is_param_alias(n)}
     everything |= {n for n in parts.frontier if n.op == "placeholder" and not is_param_alias(n)}
     if policy == "keep":
         return everything
+    if isinstance(policy, Solved):
+        return {n for n in parts.forward if n.name in policy.kept}
     floor = everything & _boundary(parts) | {n for n in everything if must_keep(n)}
     floor |= _boundary(parts)
     floor |= {n for n in parts.forward if must_keep(n) and isinstance(value(n), torch.Tensor)}

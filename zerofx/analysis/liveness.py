@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.analysis.inside import CompiledCall
 from zerofx.analysis.storage import (
     Category,
     Compiled,
@@ -41,6 +42,7 @@ def lifetimes(
     walk = _Walk(program, compiled or {}, keeps_results)
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
+    walk.settle()
     return Lifetimes(tuple(walk.storages), tuple(walk.nodes))
 
 
@@ -55,6 +57,7 @@ class _Walk:
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
         self.saved: dict[int, tuple[Storage, ...]] = {}
         self.forever: list[Storage] = []
+        self.calls: list[CompiledCall] = []
 
     def run(self, graph: str) -> None:
         self.graph = graph
@@ -83,24 +86,23 @@ class _Walk:
         for storage in self.forever:
             storage.death = len(self.nodes) - 1
 
+    def settle(self) -> None:
+        """Place the inside of compiled regions, now that it is known which inputs they free."""
+        for call in self.calls:
+            self.storages.append(call.settle())
+
     def _run_compiled(self, region: CompiledRegion, time: int) -> None:
-        """Take a region as one step: its inputs are held until it returns."""
-        trace = region.trace
-        made = {
-            key: Storage(Category.TEMPORARIES, nbytes, "", time, time, info(region.nodes[0]))
-            for key, nbytes in trace.made_bytes.items()
-        }
-        for node, output in zip(region.outputs, trace.outputs, strict=True):
+        """Take a region as one step, and note what it makes."""
+        call = CompiledCall(region, time, [self.held[n] for n in region.inputs])
+        for node, output in zip(region.outputs, region.trace.outputs, strict=True):
             if output.made < 0:
                 self.held[node] = self.held[region.inputs[output.input]]
                 continue
-            storage = made[output.made]
-            storage.name = storage.name or node.name
+            storage = call.result(output.made, node.name)
             storage.where, storage.category = info(node), self._category(node)
             self.held[node] = (storage,)
-        self.storages += made.values()
-        inside = trace.peak_bytes - sum(trace.made_bytes.values())
-        self._briefly(max(inside, 0), "inside a compiled region", region.nodes[0], time)
+        self.storages += call.made.values()
+        self.calls.append(call)
 
     def _briefly(self, nbytes: int, name: str, node: fx.Node, time: int) -> None:
         """Note what is held at one time only."""

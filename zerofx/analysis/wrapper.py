@@ -1,7 +1,7 @@
 """What a region that Inductor compiled allocates, read from the wrapper that it generated.
 
 Allocations, reuses and frees are statements of its `call`, so walking them gives the bytes
-of a run without one. Its inputs are held by the caller until the region returns.
+of a run without one. Its inputs come in a list that it empties, and are freed like its own.
 """
 
 from __future__ import annotations
@@ -25,16 +25,29 @@ class Output:
 
 
 @dataclass(frozen=True)
-class RegionTrace:
-    """The allocations of one run: the most bytes at once, and what the results lie in.
+class Moment:
+    """What a run holds at one time: allocations of its own, and inputs that it has not freed."""
 
-    made_bytes: allocation -> its bytes, of those that results lie in.
+    made: frozenset[int]
+    inputs: frozenset[int]
+
+
+@dataclass(frozen=True)
+class RegionTrace:
+    """The allocations of one run, and what the results lie in.
+
+    size_bytes: allocation -> its bytes.
+    moments: what is held behind each statement that allocates, and at the end.
     """
 
     num_inputs: int
-    peak_bytes: int
-    made_bytes: dict[int, int]
+    size_bytes: dict[int, int]
+    moments: tuple[Moment, ...]
     outputs: tuple[Output, ...]
+
+    def made_bytes(self, moment: Moment) -> int:
+        """Return the bytes of the run's own allocations at a moment."""
+        return sum(self.size_bytes[m] for m in moment.made)
 
 
 class _Unreadable(Exception):
@@ -50,16 +63,23 @@ class _Walk:
     size: dict[int, int] = field(default_factory=dict)
     itemsize: dict[int, int] = field(default_factory=dict)
     called: dict[str, str] = field(default_factory=dict)  # a tuple's name -> the op that made it
-    peak: int = 0
+    num_inputs: int = 0
+    moments: list[Moment] = field(default_factory=list)
 
     def run(self, body: list[ast.stmt]) -> list[Output] | None:
         for statement in body:
+            num_made = len(self.size)
             results = self._statement(statement)
-            held = {a for group in self.names.values() for a in group}
-            self.peak = max(self.peak, sum(self.size.get(a, 0) for a in held))
+            if len(self.size) > num_made or results is not None:
+                self._note()
             if results is not None:
                 return results
         return None
+
+    def _note(self) -> None:
+        """Note what is held now: only what allocates can raise the peak."""
+        made = frozenset(m for group in self.names.values() for m in group)
+        self.moments.append(Moment(made, frozenset(self.inputs.values())))
 
     def _statement(self, statement: ast.stmt) -> list[Output] | None:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -68,6 +88,7 @@ class _Walk:
             for target in statement.targets:
                 if isinstance(target, ast.Name):
                     self.names.pop(target.id, None)
+                    self.inputs.pop(target.id, None)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self._call(statement.value)
         elif isinstance(statement, ast.With):
@@ -84,6 +105,7 @@ class _Walk:
                 raise _Unreadable(ast.unparse(target))
             named = [t.id for t in target.elts if isinstance(t, ast.Name)]
             self.inputs = {name: i for i, name in enumerate(named)}
+            self.num_inputs = len(named)
         elif isinstance(target, ast.Name):
             self._bind(target.id, value)
 
@@ -181,9 +203,7 @@ def trace(source: str) -> RegionTrace | None:
         except (_Unreadable, ValueError):
             return None
         if outputs is not None:
-            made = {o.made: walk.size[o.made] for o in outputs if o.made >= 0}
-            num_inputs = len(set(walk.inputs.values()))
-            return RegionTrace(num_inputs, walk.peak, made, tuple(outputs))
+            return RegionTrace(walk.num_inputs, walk.size, tuple(walk.moments), tuple(outputs))
     return None
 
 

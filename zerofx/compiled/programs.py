@@ -29,7 +29,9 @@ from zerofx.plan import as_plan
 from zerofx.runtime.cuda_graph import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.recorded import Recorded, Room
-from zerofx.runtime.regions import cache_dir, import_file, prepare_regions
+from zerofx.runtime.region_cache import prepare_regions
+from zerofx.runtime.region_keys import cache_dir
+from zerofx.runtime.regions import import_file
 from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
 

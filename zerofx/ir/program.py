@@ -120,6 +120,21 @@ class Entry:
         return f"# {self.header}\n\n{self.record().body}"
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What became of one value or bucket under the plan's budget, and why.
+
+    subject: a node's or a bucket's name. choice: "keep", "recompute", "keep gathered", ...
+    """
+
+    subject: str
+    module: str
+    line: str
+    choice: str
+    nbytes: int
+    why: str
+
+
 @dataclass
 class Program:
     """The compiler's unit of work: captured, rewritten pass by pass, then emitted.
@@ -131,6 +146,7 @@ class Program:
     reference: what the captured graph computes; None before `merge-tied`, or given up by the user.
     signature: digest of inputs, parameters and computation: equal for interchangeable programs.
     directory: the emitted directory that the program was loaded from.
+    decisions: what the budget decided, each with its reason.
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     """
 
@@ -151,6 +167,7 @@ class Program:
     reference: Reference | None = None
     signature: str = ""
     directory: Path | None = None
+    decisions: tuple[Decision, ...] = ()
     compute_dtype: torch.dtype | None = None
 
     def graph(self, name: str) -> fx.Graph:

@@ -16,8 +16,8 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify_buffers import args
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_gathers import Order
-from zerofx.ir.verify_order import Crossing
 from zerofx.ir.verify_shape import check_regions, check_saved, check_synced
+from zerofx.ir.verify_sources import Crossing
 from zerofx.ir.verify_updates import BackwardOrder
 from zerofx.ir.verify_values import SHORT, Numbering, Output
 

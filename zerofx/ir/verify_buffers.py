@@ -30,6 +30,7 @@ class Kind(Enum):
 
 
 FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)  # what holds a whole bucket's parameters
+PARAMETERS = (*FULL, Kind.SHARD, Kind.PARAM)  # what holds parameters at all
 
 
 @dataclass(eq=False)

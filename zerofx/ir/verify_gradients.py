@@ -14,7 +14,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.verify_buffers import Buffer, Kind, args, argument, slot_of
 from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_gathers import Order
-from zerofx.ir.verify_order import Crossing
+from zerofx.ir.verify_sources import Crossing
 from zerofx.ir.verify_values import label_of
 from zerofx.runtime.layout import Bucket, ParamSlice
 

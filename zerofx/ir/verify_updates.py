@@ -12,7 +12,7 @@ from zerofx.ir.facts import Fact
 from zerofx.ir.program import Program
 from zerofx.ir.verify_buffers import FULL, Kind, args
 from zerofx.ir.verify_gradients import GradientOrder
-from zerofx.ir.verify_order import Crossing
+from zerofx.ir.verify_sources import Crossing
 
 
 class BackwardOrder(GradientOrder):

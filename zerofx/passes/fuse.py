@@ -12,11 +12,11 @@ from zerofx.errors import PlanError
 from zerofx.fields import nearest
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.fuse_layer_norm import find_layer_norms
-from zerofx.passes.fuse_loss import find_losses
-from zerofx.passes.fuse_norm import find_rms_norms
-from zerofx.passes.fuse_pointwise import find_gated, find_rotary
-from zerofx.passes.fusing import Fusion, Match
+from zerofx.passes.patterns.layer_norm import find_layer_norms
+from zerofx.passes.patterns.loss import find_losses
+from zerofx.passes.patterns.match import Fusion, Match
+from zerofx.passes.patterns.pointwise import find_gated, find_rotary
+from zerofx.passes.patterns.rms_norm import find_rms_norms
 
 PATTERNS: dict[str, Callable[[fx.Graph], Iterator[Match]]] = {
     "linear-cross-entropy": find_losses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
 from zerofx.sizes import format_bytes
@@ -40,23 +41,56 @@ class KeepGathered(Pass):
     def run(self, program: Program) -> Report:
         if self.budget_bytes is None or BACKWARD not in program.graphs:
             return Report(False, "no budget to spend")
+        fits = self._how_many(program)
+        candidates = _candidates(program)
+        program.decisions += tuple(self._decisions(program, candidates, fits))
+        size = sum(_keep(program, *pair) for pair in candidates[:fits])
+        return Report(fits > 0, f"{fits} buckets kept, {size} bytes")
+
+    def _how_many(self, program: Program) -> int:
+        """Return how many of the candidates fit; all of them can need less than none, as what stays
+        gathered needs no slot in backward.
+        """
+        assert self.budget_bytes is not None
+        fits, too_many = 0, len(_candidates(program))
+        if _peak_with(program, too_many) <= self.budget_bytes:
+            return too_many
         if (least := _peak_with(program, 0)) > self.budget_bytes:
             raise PlanError(
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
                 f"a rank at stage {program.plan.stage} and world {program.world_size} with nothing "
                 f"kept, optimizer states of AdamW included, but the budget is "
                 f"{format_bytes(self.budget_bytes)}; raise it, shard more (stage, ranks), or set "
-                "activations='recompute'"
+                "activations='auto'"
             )
-        fits, too_many = 0, len(_candidates(program)) + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             if _peak_with(program, middle) <= self.budget_bytes:
                 fits = middle
             else:
                 too_many = middle
-        size = sum(_keep(program, *pair) for pair in _candidates(program)[:fits])
-        return Report(fits > 0, f"{fits} buckets kept, {size} bytes")
+        return fits
+
+    def _decisions(
+        self, program: Program, candidates: list[tuple[fx.Node, fx.Node]], fits: int
+    ) -> Iterator[Decision]:
+        """Yield what becomes of each bucket, and what was spent in all."""
+        assert self.budget_bytes is not None
+        peak, budget = _peak_with(program, fits), format_bytes(self.budget_bytes)
+        spent = f"the peak is {format_bytes(peak)} of {budget}"
+        for i, (forward, _) in enumerate(candidates):
+            unit, size = info(forward).unit, nbytes(value(forward))
+            if i < fits:
+                why = f"one all-gather of {format_bytes(size)} less; {spent}"
+            elif i == fits:
+                needed = format_bytes(_peak_with(program, i + 1))
+                why = f"keeping it would raise the peak to {needed} of {budget}"
+                spent += f"; at {needed} {unit} would stay gathered too"
+            else:
+                why = "backward needs it later than the buckets that had no room"
+            choice = "keep gathered" if i < fits else "gather again"
+            yield Decision(unit, unit, "", choice, size, why)
+        yield Decision("memory_budget", "", "", "spend", self.budget_bytes, spent)
 
 
 def _peak_with(program: Program, count: int) -> int:

@@ -12,7 +12,7 @@ from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
 from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
-from zerofx.ir.program import Entry, Program, Record
+from zerofx.ir.program import JOINT, Entry, Program, Record
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_reference import take_reference, take_signature
 from zerofx.machine import Machine
@@ -21,6 +21,7 @@ from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
+from zerofx.passes.decide import Choices, budget_bytes, decide
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
@@ -39,12 +40,16 @@ from zerofx.runtime.layout import Layout
 
 @dataclass(frozen=True)
 class Setting:
-    """What the pipeline is built for."""
+    """What the pipeline is built for.
+
+    choices: what the plan's budget decided; None takes the plan's fields as they stand.
+    """
 
     plan: Plan
     world_size: int
     machine: Machine
     layout: Layout | None = None
+    choices: Choices | None = None
 
 
 # One pass a line, in the order they run, each with the reason for its place.
@@ -58,7 +63,7 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
-    lambda s: Split(activations=s.plan.activations),
+    lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
     # before communication: cuts depend on units alone, so identical layers stay identical
     lambda s: CutRegions(),
     # before the collectives that it shapes
@@ -79,7 +84,9 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: PrefetchGathers(distance=_distance(s)),
     lambda s: SinkWaits(),
     # after all that moves: what fits is measured on the final order
-    lambda s: KeepGathered(budget_bytes=s.plan.memory_budget),
+    lambda s: KeepGathered(
+        budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan)
+    ),
     # after all that moves reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # last: places follow the final order
@@ -99,6 +106,8 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _distance(setting: Setting) -> int:
+    if setting.choices is not None:
+        return setting.choices.prefetch
     prefetch = setting.plan.prefetch
     return setting.machine.prefetch if prefetch == "auto" else int(prefetch)
 
@@ -139,9 +148,12 @@ def run_pass(program: Program, p: Pass) -> Program:
     return after
 
 
-def _apply(program: Program, p: Pass) -> Report:
+def _apply(program: Program, p: Pass, proves: bool = True) -> Report:
     """Run a pass in place; lint and verify what it changed, in nodes or in facts."""
     report = p.run(program)
+    if not proves:
+        program.facts |= p.provides
+        return report
     for gm in program.graphs.values() if report.changed else ():
         gm.graph.lint()
         gm.recompile()
@@ -192,11 +204,11 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
     names = ["capture", *(p.name for p in passes)]
     if until is not None and until not in names:
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
-    passes = passes[: names.index(until) if until is not None else len(passes)]
+    last = names.index(until) if until is not None else len(passes)
     program = program.clone()
     program.plan, program.machine = setting.plan, setting.machine
     source = program.clone()
-    recorded = functools.cache(lambda: _run_recorded(source, passes).history)
+    recorded = functools.cache(lambda: _run_recorded(source, passes[:last]).history)
     history = program.history
 
     def note(spec: str, summary: str) -> None:
@@ -206,10 +218,33 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
 
     if not history:
         note("capture", program.model_name)
-    for p in passes:
-        report = _apply(program, p)
-        note(p.spec(), report.summary)
+    for i in range(last):
+        if isinstance(passes[i], Split) and _has_budget(program):
+            choices = _decided(program, setting)
+            passes[:] = build(replace(setting, choices=choices))
+            program.decisions = choices.decisions
+        report = _apply(program, passes[i])
+        note(passes[i].spec(), report.summary)
     return program
+
+
+def _has_budget(program: Program) -> bool:
+    """Tell whether a program has a budget to meet: a training program whose plan sets one."""
+    return program.plan.memory_budget is not None and JOINT in program.graphs
+
+
+def _decided(program: Program, setting: Setting) -> Choices:
+    """Return what the budget decides for a program that is about to be split."""
+
+    def trial(choices: Choices) -> Program:
+        tried = program.clone()
+        passes = build(replace(setting, choices=choices))
+        first = next(i for i, p in enumerate(passes) if isinstance(p, Split))
+        for p in passes[first:]:
+            _apply(tried, p, proves=False)
+        return tried
+
+    return decide(program, setting.plan, setting.machine, _distance(setting), trial)
 
 
 @paused_collector()

@@ -12,7 +12,7 @@ from torch import fx
 from zerofx.analysis.activations import (
     JointParts,
     Policy,
-    divide,
+    halve,
     is_param_alias,
     kept_values,
     must_keep,
@@ -23,7 +23,6 @@ from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.passes.base import Fact, Pass, Report
 
-FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
 UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
 
 
@@ -41,23 +40,17 @@ class Split(Pass):
     def run(self, program: Program) -> Report:
         if JOINT not in program.graphs:
             return Report(False, "inference: nothing to split")
-        specs, results = program.outputs[JOINT], program.results(JOINT)
-        first = [i for i, s in enumerate(specs) if s.role in FORWARD_ROLES]
-        second = [i for i, s in enumerate(specs) if s.role not in FORWARD_ROLES]
-        graph = program.graph(JOINT)
-        graph.output_node().args = (tuple(results[i] for i in first + second),)
-        forward_results = [results[i] for i in first]
-        parts = divide(graph, forward_results)
-        kept = kept_values(graph, parts, self.activations)
-        builder = _Backward(program.graphs[JOINT], parts, kept)
-        backward = builder.build([results[i] for i in second])
-        updated = {_place(s) for s in specs if s.role in UPDATES}
-        joint = program.graphs[JOINT]
-        forward = _forward(joint, parts, forward_results, builder.saved, updated)
-        program.outputs[FORWARD] = tuple(specs[i] for i in first) + tuple(
+        halves, joint = halve(program), program.graphs[JOINT]
+        kept = kept_values(joint.graph, halves.parts, self.activations)
+        builder = _Backward(joint, halves.parts, kept)
+        backward = builder.build([r for _, r in halves.backward])
+        updated = {_place(s) for s, _ in halves.forward if s.role in UPDATES}
+        results = [r for _, r in halves.forward]
+        forward = _forward(joint, halves.parts, results, builder.saved, updated)
+        program.outputs[FORWARD] = tuple(s for s, _ in halves.forward) + tuple(
             OutputInfo(Role.SAVED, name=_label(n), index=i) for i, n in enumerate(builder.saved)
         )
-        program.outputs[BACKWARD] = tuple(specs[i] for i in second)
+        program.outputs[BACKWARD] = tuple(s for s, _ in halves.backward)
         del program.outputs[JOINT], program.graphs[JOINT]
         program.graphs.update({FORWARD: forward, BACKWARD: backward})
         num = sum(1 for n in backward.graph.nodes if info(n).recomputed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
 from zerofx.analysis.storage import Compiled
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
+from zerofx.views.why import WhyView, explained, summary
 
 NAMES = 16  # of the largest things held at the peak
 
@@ -27,10 +29,19 @@ class MemoryView:
     traffic: Traffic
     optimizer_bytes: int
     basis: str
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
+
+    def why(self, name: str) -> WhyView:
+        """Return what was decided for the values and buckets that a name stands for.
+
+        Raises:
+            PlanError: nothing under this name was decided; the nearest names are given.
+        """
+        return WhyView(name, explained(self.decisions, name))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -52,7 +63,7 @@ class MemoryView:
                 lines.append(line.rstrip())
         total = format_bytes(sum(lasting.values()))
         lines += [f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}", ""]
-        return lines + self._names() + self._sent()
+        return lines + self._names() + self._sent() + summary(self.decisions)
 
     def _place(self) -> str:
         if not self.memory.life.nodes:
@@ -111,6 +122,7 @@ class MemoryView:
                 for h in held
             ],
             "curve_bytes": list(report.curve),
+            "decisions": [dataclasses.asdict(d) for d in self.decisions],
             "traffic": {
                 kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes}
                 for kind, s in self.traffic.kinds.items()
@@ -140,4 +152,5 @@ def view(
     report = memory(program, optimizer_bytes, compiled, keeps_results)
     known = f"{len(compiled or {})} regions as Inductor compiled them"
     basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
-    return MemoryView(title(program), report, traffic(program), optimizer_bytes, basis)
+    sent = traffic(program)
+    return MemoryView(title(program), report, sent, optimizer_bytes, basis, program.decisions)

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from zerofx.ir.meta import Phase, info
-from zerofx.passes.fusing import FusedCall, Match, Out
-from zerofx.passes.matching import (
+from zerofx.passes.patterns.match import FusedCall, Match, Out
+from zerofx.passes.patterns.nodes import (
     DTYPES,
     RESHAPES,
     args,

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.passes.fusing import FusedCall, Match, Out
-from zerofx.passes.matching import (
+from zerofx.passes.patterns.match import FusedCall, Match, Out
+from zerofx.passes.patterns.nodes import (
     DTYPES,
     RESHAPES,
     args,

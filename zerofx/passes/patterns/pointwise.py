@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.passes.fusing import FusedCall, Match
-from zerofx.passes.matching import (
+from zerofx.passes.patterns.match import FusedCall, Match
+from zerofx.passes.patterns.nodes import (
     DTYPES,
     args,
     aten,

@@ -1,0 +1,66 @@
+"""Training under a memory budget: the same bits as without, and a measured peak below it."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from measure import BATCH, MODELS, SEQ, measure
+from models import CASES
+from oracle import differences, execute
+from oracle_cases import captured, expected, make_state
+from test_memory import ATEN, TOLERANCE
+from training import train_cell
+
+import zerofx
+from zerofx.analysis.memory import peak_bytes
+from zerofx.ir.program import Program
+from zerofx.passes.decide import budget_for
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
+
+
+def between(program: Program, share: float, **fields: Any) -> int:
+    """Return a budget that lies `share` of the way from the least to what keeping all takes."""
+    most, least = (
+        peak_bytes(zerofx.rewrite(program, {**ATEN, **fields, "activations": a}, 2))
+        for a in ("keep", "recompute")
+    )
+    return budget_for(int(least + share * (most - least)))
+
+
+@cache
+def measured_program() -> Program:
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    return zerofx.capture(MODELS["gpt"](None), (tokens, tokens))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_measured_peak_stays_under_the_budget(pool: Any, share: float) -> None:
+    budget = between(measured_program(), share)
+    plan = {**ATEN, "activations": "auto", "memory_budget": budget}
+    for measured in pool.run(2, measure, "gpt", plan):
+        assert measured.peak_bytes <= budget
+        assert abs(measured.predicted_bytes / measured.peak_bytes - 1) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["gpt", "gpt-dropout", "chain"])
+def test_bits_stay_at_every_budget(case: str) -> None:
+    program = captured(case)
+    for share in (0.0, 0.3, 0.7):
+        plan = {**ATEN, "activations": "auto", "memory_budget": between(program, share)}
+        after = zerofx.rewrite(program, plan, 2)
+        assert not differences(expected(case, 2), execute([after] * 2, make_state(case, 2)))
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
+def test_trains_like_one_process(pool: Any, name: str) -> None:
+    """Accumulation and clipping in the mix; two live forwards are in test_reentrancy."""
+    args, kwargs = CASES[name].batch(0)
+    budget = between(zerofx.capture(CASES[name].make(), args, kwargs), 0.4)
+    plan = {**ATEN, "activations": "auto", "memory_budget": budget}
+    for report in pool.run(2, train_cell, name, plan, {"accumulation": 2, "clip": 0.5}):
+        assert report.loss <= 1e-6 and report.model <= 1e-6, report

@@ -1,0 +1,137 @@
+"""What can be kept of one segment: from all that backward reads to the least it can do with.
+
+An option is a set of kept values, with the bytes that then stay from forward to backward and the
+time of what is recomputed in their place. A segment's options are the best known trades of the one
+for the other, found by an integer program (SciPy's HiGHS) for a row of byte limits, or, where SciPy
+is not installed, by giving up the cheapest values one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.analysis.activations import is_param_alias, must_keep
+from zerofx.analysis.segments import Segment
+from zerofx.analysis.storage import span_bytes
+from zerofx.ir.graphs import alias_source
+from zerofx.ir.meta import Role, info, value
+
+LEVELS = 16  # byte limits that are tried between the most and the least
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to treat a segment.
+
+    kept: places (in the segment's order) of the values at which recomputation stops.
+    saved: places of those that backward then reads; what enters the segment is -1, -2, ...
+    """
+
+    kept: frozenset[int]
+    saved: frozenset[int]
+    saved_bytes: int
+    recompute_us: float
+
+
+class Trade:
+    """A segment as a problem: which of its values to keep, which to compute again."""
+
+    def __init__(self, segment: Segment, cost_us: Callable[[fx.Node], float]) -> None:
+        self.segment = segment
+        self.place = {n: i for i, n in enumerate(segment.nodes)}
+        self.place |= {n: -1 - i for i, n in enumerate(segment.entering)}
+        self.at = {i: n for n, i in self.place.items()}
+        self.cost_us = [cost_us(n) for n in segment.nodes]
+        self.needed = [self.place[n] for n in segment.needed]
+        self.before = {self.place[n] for n in segment.needed_before if n in self.place}
+        self.leaving = frozenset(self.place[n] for n in segment.leaving)
+        self.inputs = [
+            [self.place[a] for a in n.all_input_nodes if a in self.place and not is_param_alias(a)]
+            for n in segment.nodes
+        ]
+        self.is_tensor = [isinstance(value(n), torch.Tensor) for n in segment.nodes]
+        self.is_fixed = [must_keep(n) for n in segment.nodes]
+        first: dict[fx.Node, int] = {}
+        self.storage = {i: first.setdefault(alias_source(n), i) for n, i in self.place.items()}
+
+    def bytes_of(self, storage: int) -> int:
+        """Return what keeping a storage costs; inputs and buffers are held anyway."""
+        node = self.at[storage]
+        if info(node).role in (Role.INPUT, Role.BUFFER):
+            return 0
+        val = value(alias_source(node))
+        return span_bytes(val) if isinstance(val, torch.Tensor) else 0
+
+    def evaluate(self, kept: Iterable[int]) -> Option:
+        """Return the option of keeping `kept`: what backward then reads, and what it recomputes."""
+        kept = frozenset(kept) | self.leaving
+        saved, again = set(self.before), set[int]()
+        stack = list(self.needed)
+        while stack:
+            i = stack.pop()
+            if i in saved or i in again:
+                continue
+            if i < 0 or (self.is_tensor[i] and (i in kept or self.is_fixed[i])):
+                saved.add(i)
+            else:
+                again.add(i)
+                stack += self.inputs[i]
+        size = sum(self.bytes_of(s) for s in {self.storage[i] for i in saved})
+        return Option(kept, frozenset(saved), size, sum(self.cost_us[i] for i in again))
+
+    def all_kept(self) -> Option:
+        """Return the option that recomputes nothing."""
+        return self.evaluate(self.needed)
+
+
+def options(trade: Trade) -> list[Option]:
+    """Return the best known options, from most to least bytes and from least to most time."""
+    whole = trade.all_kept()
+    if not whole.saved_bytes:
+        return [whole]
+    found = [whole, trade.evaluate(())]
+    from zerofx.analysis import options_milp  # it reads Option and Trade
+
+    if options_milp.has_scipy():
+        return _best([*found, *options_milp.limited(trade, LEVELS)])
+    return _best([*found, *_given_up(trade, whole)])
+
+
+def _best(found: Iterable[Option]) -> list[Option]:
+    """Drop what another option beats in both bytes and time."""
+    kept: list[Option] = []
+    for option in sorted(found, key=lambda o: (o.recompute_us, o.saved_bytes)):
+        if not kept or option.saved_bytes < kept[-1].saved_bytes:
+            kept.append(option)
+    return kept
+
+
+def _given_up(trade: Trade, whole: Option) -> list[Option]:
+    """Give up storage after storage, each time the one that saves most bytes a microsecond."""
+    found: list[Option] = []
+    now = whole
+    while True:
+        tries = [trade.evaluate(now.kept - group) for group in _by_storage(trade, now)]
+        tries = [t for t in tries if t.saved_bytes < now.saved_bytes]
+        if not tries:
+            return found
+        current = now
+
+        def worth(option: Option, before: Option = current) -> float:
+            added = max(option.recompute_us - before.recompute_us, 1e-9)
+            return (before.saved_bytes - option.saved_bytes) / added
+
+        now = max(tries, key=worth)
+        found.append(now)
+
+
+def _by_storage(trade: Trade, option: Option) -> list[frozenset[int]]:
+    groups: dict[int, set[int]] = {}
+    for i in option.saved:
+        if i >= 0 and not trade.is_fixed[i] and i not in trade.leaving:
+            groups.setdefault(trade.storage[i], set()).add(i)
+    return [frozenset(g) for g in groups.values()]

@@ -1,0 +1,162 @@
+"""All segments of a program with their options, and the choice among them for a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zerofx.analysis.activations import Solved, halve
+from zerofx.analysis.cost import node_us
+from zerofx.analysis.memory import Memory
+from zerofx.analysis.options import Option, Trade, options
+from zerofx.analysis.segments import Segment, find_segments
+from zerofx.analysis.solve import solve
+from zerofx.ir.graphs import alias_source
+from zerofx.ir.meta import info
+from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
+from zerofx.machine import Machine
+from zerofx.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A segment with its options, the first of which recomputes nothing."""
+
+    segment: Segment
+    trade: Trade
+    options: list[Option]
+
+    @property
+    def given_up(self) -> list[int]:
+        return [self.options[0].saved_bytes - o.saved_bytes for o in self.options]
+
+
+class Tradeoffs:
+    """What a joint program could give up, segment by segment; each structure is solved once."""
+
+    def __init__(self, captured: Program, machine: Machine) -> None:
+        joint = captured.clone()
+        known: dict[Hashable, list[Option]] = {}
+        self.parts: list[_Part] = []
+        for segment in find_segments(halve(joint).parts):
+            trade = Trade(segment, lambda n: node_us(n, machine))
+            if segment.structure not in known:
+                known[segment.structure] = options(trade)
+            self.parts.append(_Part(segment, trade, known[segment.structure]))
+
+    def within(self, whole: Memory, budget_bytes: int) -> list[int]:
+        """Return an option for each segment, so that a program that keeps all comes to the budget.
+
+        whole: the memory of that program. Where no choice suffices, each segment gives up the most.
+        """
+        order, need = self._needs(whole, budget_bytes)
+        parts = [self.parts[i] for i in order]
+        times = [[o.recompute_us for o in p.options] for p in parts]
+        found = solve([p.given_up for p in parts], times, need)
+        if found is None:
+            return [len(p.options) - 1 for p in self.parts]
+        picked = [0] * len(self.parts)
+        for i, option in zip(order, found, strict=True):
+            picked[i] = option
+        return picked
+
+    def is_least(self, picked: Sequence[int]) -> bool:
+        """Tell whether there is nothing left to give up."""
+        return all(o == len(p.options) - 1 for o, p in zip(picked, self.parts, strict=True))
+
+    def solved(self, picked: Sequence[int]) -> Solved:
+        """Return what `split` keeps, by name."""
+        return Solved(
+            frozenset(
+                part.trade.at[i].name
+                for part, option in zip(self.parts, picked, strict=True)
+                for i in part.options[option].kept
+            )
+        )
+
+    def decisions(self, picked: Sequence[int], budget_bytes: int) -> Iterator[Decision]:
+        """Yield what became of each value that backward reads, and why."""
+        for part, option in zip(self.parts, picked, strict=True):
+            yield from _explained(part, part.options[option], budget_bytes)
+
+    def _needs(self, whole: Memory, budget_bytes: int) -> tuple[list[int], list[int]]:
+        """Return the segments in the order in which backward gives them back last, and what the
+        first j of them must give up at the moments at which these j, and no more, hold anything.
+        """
+        ends, begins = self._windows(whole)
+        order = [i for i, part in enumerate(self.parts) if len(part.options) > 1]
+        order.sort(key=lambda i: (-begins[i], ends[i]))
+        over = np.array(whole.curve) - budget_bytes
+        times = np.arange(len(over))
+        count = np.zeros(len(over), dtype=np.int64)
+        behind = np.ones(len(over), dtype=bool)
+        for i in order:  # a moment counts the first segments that all hold what they keep
+            behind &= (times > ends[i]) & (times < begins[i])
+            count += behind
+        need = [max(int(over[count == j].max(initial=0)), 0) for j in range(len(order) + 1)]
+        return order, need
+
+    def _windows(self, whole: Memory) -> tuple[list[int], list[int]]:
+        """Return when each segment's forward ends, and when backward first reads what it kept."""
+        forward: dict[str, int] = {}
+        reads: dict[str, int] = {}
+        for time, (graph, node) in enumerate(whole.life.nodes):
+            if graph == FORWARD:
+                forward[node.name] = time
+            elif graph == BACKWARD:
+                for source in node.all_input_nodes:
+                    reads.setdefault(source.name, time)
+        end = len(whole.curve)
+        ends, begins = [], []
+        for part in self.parts:
+            ends.append(max((forward.get(n.name, 0) for n in part.segment.nodes), default=0))
+            kept = (part.trade.at[i].name for i in part.options[0].saved)
+            begins.append(min((reads.get(name, end) for name in kept), default=end))
+        return ends, begins
+
+
+def _explained(part: _Part, chosen: Option, budget_bytes: int) -> Iterator[Decision]:
+    """Yield a decision for each storage; of several values in one, the first stands for it."""
+    trade, first = part.trade, dict[int, int]()
+    for i in sorted(part.options[0].saved | chosen.saved, key=lambda i: (i not in chosen.saved, i)):
+        if i >= 0:
+            first.setdefault(trade.storage[i], i)
+    for storage, i in sorted(first.items(), key=lambda pair: pair[1]):
+        node = trade.at[i]
+        where, size = info(node), trade.bytes_of(storage)
+        is_kept = i in chosen.saved
+        yield Decision(
+            subject=node.name,
+            module=where.module or where.unit,
+            line=where.line,
+            choice="keep" if is_kept else "recompute",
+            nbytes=size,
+            why=_why(part, chosen, i, budget_bytes),
+        )
+
+
+def _why(part: _Part, chosen: Option, i: int, budget_bytes: int) -> str:
+    whole, trade = part.options[0], part.trade
+    if trade.is_fixed[i]:
+        return "drawn at random: it is never drawn anew"
+    if i in trade.leaving:
+        return "it leaves its unit: recomputation starts from it"
+    saved = format_bytes(whole.saved_bytes - chosen.saved_bytes)
+    if i in chosen.saved:
+        without = trade.evaluate(chosen.kept - {i} - _views_of(trade, i))
+        freed = chosen.saved_bytes - without.saved_bytes
+        more = without.recompute_us - chosen.recompute_us
+        if chosen is whole and not chosen.recompute_us:
+            return f"it fits into {format_bytes(budget_bytes)} here"
+        return f"recomputing it would free {format_bytes(max(freed, 0))} for {more:.1f} us"
+    return (
+        f"its unit must give up {saved} to stay under {format_bytes(budget_bytes)}; what it "
+        f"recomputes takes {chosen.recompute_us:.1f} us in all"
+    )
+
+
+def _views_of(trade: Trade, i: int) -> set[int]:
+    source = alias_source(trade.at[i])
+    return {j for j, n in trade.at.items() if j >= 0 and alias_source(n) is source}

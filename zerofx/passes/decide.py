@@ -1,0 +1,172 @@
+"""Decide under a memory budget: what backward keeps of forward, and how far ahead gathers start.
+
+The program is first compiled on paper with everything kept. Its curve of bytes says by how much
+each moment is over the budget, its segments what could be given up and for what time; `solve`
+picks, and the result is compiled on paper too, until it fits. Identical layers are solved once. All
+of it is a function of program, plan and machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zerofx.analysis.activations import Policy
+from zerofx.analysis.memory import Memory, memory
+from zerofx.analysis.tradeoffs import Tradeoffs
+from zerofx.errors import PlanError
+from zerofx.ir.program import JOINT, Decision, Program
+from zerofx.machine import Machine
+from zerofx.plan import Plan
+from zerofx.sizes import format_bytes
+
+ROUNDS = 6  # corrections of what an estimate misses
+SPARE = 1000  # one in so many bytes of the budget is left to the loop
+WORTH = 0.02  # of the budget: less than this is not worth another round
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a budget decides before the passes run.
+
+    activations: what `split` is given. prefetch: the distance in units. spend_bytes: the peak up to
+    which buckets may stay gathered, None for none of them. decisions: the reasons.
+    """
+
+    activations: Policy
+    prefetch: int
+    spend_bytes: int | None = None
+    decisions: tuple[Decision, ...] = ()
+
+
+Trial = Callable[[Choices], Program]  # compiles on paper
+
+
+def budget_bytes(plan: Plan) -> int | None:
+    """Return what a program may take of a plan's budget: all but a thousandth.
+
+    That is for what no graph shows: step counts, norms, the scalars of the loop.
+    """
+    budget = plan.memory_budget
+    return None if budget is None else budget - budget // SPARE
+
+
+def budget_for(peak_bytes: int) -> int:
+    """Return the smallest budget under which a program may take so much."""
+    return peak_bytes + (peak_bytes - 1) // (SPARE - 1)
+
+
+def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial: Trial) -> Choices:
+    """Return the quickest choices whose peak is within the plan's budget.
+
+    captured: the program as `split` will find it. prefetch: the distance to begin with; if the plan
+        leaves it open, it shrinks where nothing else fits.
+
+    Raises:
+        PlanError: nothing fits; it says the least that does, and what stands at that peak.
+    """
+    least: Memory | None = None
+    for distance in range(prefetch, -1, -1) if plan.prefetch == "auto" else (prefetch,):
+        attempt = _Attempt(captured, plan, machine, distance, trial)
+        choices = attempt.run()
+        if choices is not None:
+            return choices
+        if least is None or attempt.least.peak_bytes < least.peak_bytes:
+            least = attempt.least
+    assert least is not None
+    raise _infeasible(captured, plan, least)
+
+
+class _Attempt:
+    """Tries to meet the budget at one prefetch distance; `least` is the smallest memory seen."""
+
+    def __init__(
+        self, captured: Program, plan: Plan, machine: Machine, distance: int, trial: Trial
+    ) -> None:
+        self.captured, self.plan, self.machine = captured, plan, machine
+        self.distance, self.trial = distance, trial
+        budget = budget_bytes(plan)
+        assert budget is not None
+        self.budget = budget
+        self.least: Memory
+
+    def run(self) -> Choices | None:
+        is_solved = self.plan.activations == "auto" and JOINT in self.captured.graphs
+        first = Choices("keep" if is_solved else self.plan.activations, self.distance)
+        self.least = report = memory(self.trial(first))
+        if report.peak_bytes <= self.budget:
+            return self._spending(first)
+        return self._give_up(report) if is_solved else self._tight(first)
+
+    def _give_up(self, whole: Memory) -> Choices | None:
+        """Give activations up until the program fits: each round corrects the one before."""
+        tradeoffs = Tradeoffs(self.captured, self.machine)
+        target = self.budget
+        for _ in range(ROUNDS):
+            picked = tradeoffs.within(whole, target)
+            choices = self._choices(tradeoffs, picked)
+            peak = self._peak(choices)
+            if peak <= self.budget:
+                return self._take_back(tradeoffs, whole, choices, target)
+            if tradeoffs.is_least(picked):
+                break
+            target -= peak - self.budget
+        return self._tight(choices)
+
+    def _take_back(
+        self, tradeoffs: Tradeoffs, whole: Memory, fits: Choices, target: int
+    ) -> Choices:
+        """Keep again what there is still room for once the rest of the budget is spent.
+
+        A bucket that stays gathered needs no slot in backward, which can free more than it holds.
+        """
+        fits = self._spending(fits)
+        slack = self.budget - self._peak(fits)
+        if slack <= self.budget * WORTH:
+            return fits
+        more = self._spending(self._choices(tradeoffs, tradeoffs.within(whole, target + slack)))
+        try:
+            return more if self._peak(more) <= self.budget else fits
+        except PlanError:  # keep-gathered found no number of buckets that fits
+            return fits
+
+    def _tight(self, choices: Choices) -> Choices | None:
+        """Return choices that fit only once every bucket stays gathered, None if not even then."""
+        everything = replace(choices, spend_bytes=sys.maxsize)
+        return self._spending(choices) if self._peak(everything) <= self.budget else None
+
+    def _peak(self, choices: Choices) -> int:
+        report = memory(self.trial(choices))
+        if report.peak_bytes < self.least.peak_bytes:
+            self.least = report
+        return report.peak_bytes
+
+    def _spending(self, choices: Choices) -> Choices:
+        return replace(choices, spend_bytes=self.budget)
+
+    def _choices(self, tradeoffs: Tradeoffs, picked: Sequence[int]) -> Choices:
+        reasons = tuple(tradeoffs.decisions(picked, self.budget))
+        return Choices(tradeoffs.solved(picked), self.distance, decisions=reasons)
+
+
+def _infeasible(program: Program, plan: Plan, least: Memory) -> PlanError:
+    """Say what the smallest budget is, and name what stands in the way."""
+    assert plan.memory_budget is not None
+    needed = budget_for(least.peak_bytes)
+    held = least.held_at(least.peak_time)
+    names = ", ".join(
+        f"{h.category.value} {h.name}{f' of {h.module}' if h.module else ''} "
+        f"({format_bytes(h.nbytes)})"
+        for h in held[:4]
+    )
+    how = {"auto": "with activations recomputed and nothing prefetched"}.get(
+        str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
+    )
+    more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
+    return PlanError(
+        f"memory_budget: {program.model_name} needs {format_bytes(needed)} "
+        f"({needed} bytes) a rank at stage {plan.stage} {how}, optimizer states of AdamW "
+        f"included, but the budget is {format_bytes(plan.memory_budget)}; at that peak stand "
+        f"{names}; raise the budget to it, shard more (stage, ranks){more}"
+    )
