@@ -99,11 +99,11 @@ def fail_between_tiles() -> float:
     engine = model._engine
     loss, store, left = model(batch(rank)), engine.store_grad, [6]
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any, **named: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise RuntimeError("stop")
-        store(*args)
+        store(*args, **named)
 
     engine.store_grad = failing
     with pytest.raises(RuntimeError, match="stop"):
