@@ -54,9 +54,15 @@ def test_before_and_expected() -> None:
     """y = x W^T + b by features, dx = dy W summed, a gradient a tile; W itself is gone."""
     before = zerofx.capture(Pair(), (torch.randn(8, 64, requires_grad=True),), {})
     after = tiled(before, {"up": 4})
-    assert (count(before, "joint", aten.addmm.default), count(before, "joint", aten.mm.default)) == (1, 5)
+    assert (
+        count(before, "joint", aten.addmm.default),
+        count(before, "joint", aten.mm.default),
+    ) == (1, 5)
     # 4 forward with their bias, 3 that add to the first; 4 gradients beside down's 3 products
-    assert (count(after, "joint", aten.addmm.default), count(after, "joint", aten.mm.default)) == (7, 8)
+    assert (count(after, "joint", aten.addmm.default), count(after, "joint", aten.mm.default)) == (
+        7,
+        8,
+    )
     assert count(after, "joint", aten.cat.default) == 1
     names = [info(n).name for n in after.placeholders("joint", Role.PARAM)]
     parts = [f"up.weight[{i}:{i + 32}]" for i in range(0, 128, 32)]

@@ -40,9 +40,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
         st.floats(0, 1),
         st.dictionaries(NAMES, st.sampled_from(["keep", "recompute"]), min_size=1),
     ),
-    "tiling": st.one_of(
-        st.just("off"), st.dictionaries(NAMES, st.integers(1, 9), min_size=1)
-    ),
+    "tiling": st.one_of(st.just("off"), st.dictionaries(NAMES, st.integers(1, 9), min_size=1)),
     "offload": st.sampled_from(
         [None, "none", {"optimizer": "cpu", "delayed": True}, Offload(activations="cpu")]
     ),

@@ -29,7 +29,9 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
-def rewritten(width: int, hidden: int, k: int, with_input_grad: bool = False, **plan: Any) -> Program:
+def rewritten(
+    width: int, hidden: int, k: int, with_input_grad: bool = False, **plan: Any
+) -> Program:
     with torch.device("meta"):
         model = MLP(width, hidden)
         x = torch.empty(8, width, requires_grad=with_input_grad)
@@ -52,7 +54,9 @@ def working_bytes(program: Program) -> int:
         or (s.category is Category.TEMPORARIES and s.nbytes >= _least_tile(program))
         or (s.category is Category.GRADIENTS and s.name not in shards)
     ]
-    return max(sum(s.nbytes for s in held if s.birth <= t <= s.death) for t in range(len(found.curve)))
+    return max(
+        sum(s.nbytes for s in held if s.birth <= t <= s.death) for t in range(len(found.curve))
+    )
 
 
 def _least_tile(program: Program) -> int:
@@ -95,28 +99,26 @@ def test_the_layer_of_64k_hidden_on_paper() -> None:
     with torch.device("meta"):
         model, x = MLP(hidden, 4 * hidden), torch.empty(1, hidden)
     program = zerofx.capture(model, (x,), {}, compute_dtype=torch.float16)
-    precision = {"compute": "fp16", "reduce": "fp16"}
+    precision = {"compute": "fp16", "reduce": "fp16", "loss_scale": "dynamic"}
     found = {
         k: zerofx.rewrite(
             program, Plan(precision=precision, tiling={"up": k, "down": k} if k > 1 else "off"), 512
         )
         for k in (1, 16)
     }  # fmt: skip
-    tile = 2**30
-    bias = 2 * 4 * hidden * 2
-    assert [n // 2**20 for n in largest(found[1])] == [64 * 1024, 32 * 1024]
-    assert largest(found[1])[0] <= 64 * tile + bias
-    assert largest(found[16]) == (4 * tile, 2 * tile)
+    gib, biases = 2**30, 2 * 2 * 4 * hidden  # of the linear, beside its weight
+    assert largest(found[1])[0] - biases == 64 * gib and largest(found[1])[1] // gib == 32
+    assert largest(found[16]) == (4 * gib, 2 * gib)
 
 
 def measured(width: int, hidden: int, k: int) -> tuple[int, int]:
     """Return the peak bytes of a real rank beyond what it holds between steps, and predicted."""
     torch.manual_seed(0)
     tiling = {"up": k, "down": k} if k > 1 else "off"
-    model = zerofx.compile(MLP(width, hidden), {"kernels": "aten", "tiling": tiling})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with PeakMemory(torch.device("cpu")) as peaks:
-        for step in range(4):
+        model = zerofx.compile(MLP(width, hidden), {"kernels": "aten", "tiling": tiling})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(4):
             x = torch.randn(8, width)
             with peaks.step():
                 model(x).backward()
@@ -136,6 +138,6 @@ def test_measured_on_two_ranks(pool: Pool, width: int, hidden: int) -> None:
     for k in (1, 4, 16):
         results = pool.run(2, measured, width, hidden, k, timeout_s=600)
         for peak, predicted in results:
-            assert abs(peak / predicted - 1) <= 0.05
+            assert abs(peak / predicted - 1) <= 0.05, k
         rest[k] = max(peak for peak, _ in results) - stays
     assert rest[4] <= 1.25 / 4 * rest[1] and rest[16] <= 1.6 / 16 * rest[1]

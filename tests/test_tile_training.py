@@ -180,7 +180,11 @@ def steps_of(make: str, options: dict[str, Any], tiling: Any) -> dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [("Lamb", {"lr": 1e-2}), ("AdamW", {"lr": 1e-2, "max_grad_norm": 0.1}), ("AdamW", {"state_bits": 8})],
+    [
+        ("Lamb", {"lr": 1e-2}),
+        ("AdamW", {"lr": 1e-2, "max_grad_norm": 0.1}),
+        ("AdamW", {"state_bits": 8}),
+    ],
 )  # fmt: skip
 def test_flat_optimizers_step_alike(pool: Pool, make: str, options: dict[str, Any]) -> None:
     whole = pool.run(2, steps_of, make, options, "off")[0]

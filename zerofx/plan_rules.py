@@ -44,16 +44,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
             "but nothing is offloaded; set offload, or drop host_budget"
         )
-    if plan.tiling == "auto" and plan.memory_budget is None:
-        yield (
-            "Plan.tiling = 'auto' cuts what is large against memory_budget, which is None; set "
-            "memory_budget (\"40GiB\"), or name the parameters and their tiles"
-        )
-    if plan.tiling != "off" and plan.update == "in-backward":
-        yield (
-            "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
-            "comes tile by tile, and its optimizer steps once over all of it; use update='step'"
-        )
+    yield from _against_tiling(plan)
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
@@ -80,6 +71,19 @@ def contradictions(plan: Plan) -> Iterator[str]:
         yield (
             "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
             "and step counts on the host, inside what is replayed; use update='step'"
+        )
+
+
+def _against_tiling(plan: Plan) -> Iterator[str]:
+    if plan.tiling == "auto" and plan.memory_budget is None:
+        yield (
+            "Plan.tiling = 'auto' cuts what is large against memory_budget, which is None; set "
+            'memory_budget ("40GiB"), or name the parameters and their tiles'
+        )
+    if plan.tiling != "off" and plan.update == "in-backward":
+        yield (
+            "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
+            "comes tile by tile, and its optimizer steps once over all of it; use update='step'"
         )
 
 

@@ -22,9 +22,10 @@ class ShardParameters(Pass):
 
     Stage 3: all-gather in forward and again in backward. A bucket whose uses lie more than
     `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
-    larger than `regather_bytes`; a tile for each use. Stages 1 and 2, and persistent buckets: the gathered copy is
-    resident and refreshed after an update. One rank a shard axis: the shard is the parameter,
-    unless it is computed with in another format; then the copy in that format is what is gathered.
+    larger than `regather_bytes`; a tile for each use. Stages 1 and 2, and persistent buckets: the
+    gathered copy is resident and refreshed after an update. One rank a shard axis: the shard is the
+    parameter, unless it is computed with in another format; then the copy in that format is what is
+    gathered.
     """
 
     name: ClassVar[str] = "shard-parameters"

@@ -119,7 +119,9 @@ class TiledOp:
         """Return tile i as the node reads the weight: transposed, or in another format."""
         found = self.tiles[i]
         for step in self.chain:
-            found = builder.call(step.target, (found, *step.args[1:]), self.node, self.part(i), **step.kwargs)
+            found = builder.call(
+                step.target, (found, *step.args[1:]), self.node, self.part(i), **step.kwargs
+            )
         return found
 
 
@@ -160,7 +162,9 @@ class Sum(TiledOp):
             self.total = builder.call(target, taken, self.node, self.part(i))
             return
         product = builder.call(aten.mm.default, (x, weight), self.node, self.part(i))
-        wide = builder.call(aten._to_copy.default, (product,), self.node, self.part(i), dtype=torch.float32)
+        wide = builder.call(
+            aten._to_copy.default, (product,), self.node, self.part(i), dtype=torch.float32
+        )
         if self.total is not None:
             wide = builder.call(aten.add.Tensor, (wide, self.total), self.node, self.part(i))
         self.total = wide

@@ -1,4 +1,4 @@
-"""One weight of a graph as tiles of its rows: who reads it, what its gradient is, and the rewrite."""
+"""One weight of a graph as tiles of its rows: its readers and gradient, and their rewrite."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class TiledWeight:
     forms: the weight itself, its transposes and casts. inner: what makes the gradient of products.
     """
 
-    def __init__(
-        self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None
-    ) -> None:
+    def __init__(self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None) -> None:
         self.weight, self.tiles, self.gradient = weight, tiles, gradient
         self.ops: list[TiledOp] = []
         self.forms: dict[fx.Node, tuple[fx.Node, ...]] = {weight: ()}
@@ -125,10 +123,10 @@ class TiledWeight:
             for group in groups if is_backward else ():
                 first = group[0].node
                 shares = {a for other in group for a in other.inputs()} & {*op.inputs()}
-                if info(first).phase is Phase.BACKWARD and shares:
-                    if all(a < first for a in op.inputs()):
-                        group.append(op)
-                        break
+                is_there = shares and all(a < first for a in op.inputs())
+                if is_there and info(first).phase is Phase.BACKWARD:
+                    group.append(op)
+                    break
             else:
                 groups.append([op])
         return groups

@@ -1,4 +1,4 @@
-"""How many tiles each parameter has: decided before any capture, from names, shapes and the plan."""
+"""How many tiles each parameter has: decided before capture, from names, shapes and the plan."""
 
 from __future__ import annotations
 
@@ -78,14 +78,15 @@ def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
                 f"{list(first.shape)} and no matrix; only the weights of linear and embedding "
                 "layers are tiled"
             )
-    matrices = [p for p in params if len(p.shape) == 2 and patterns.match(p.name) is not None]
-    for p in matrices:
-        if p.aliases and patterns.match(p.name) > 1:
+    matches = [(p, patterns.match(p.name)) for p in params if len(p.shape) == 2]
+    matrices = [(p, int(count)) for p, count in matches if count is not None]
+    for p, count in matrices:
+        if p.aliases and count > 1:
             raise PlanError(
                 f"Plan.tiling: {p.name} is tied to {', '.join(p.aliases)}, and a weight that "
                 "layers share is not tiled; leave it out of the patterns, or untie it"
             )
-    return {p.name: patterns.match(p.name) for p in matrices}
+    return {p.name: count for p, count in matrices}
 
 
 def _check(param: ParamInfo, count: int, shard_size: int) -> None:

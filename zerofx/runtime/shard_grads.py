@@ -136,9 +136,7 @@ class GradShard:
                 param.grad = view
         return self.flat, True
 
-    def publish(
-        self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]
-    ) -> None:
+    def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
         """Set p.grad of every parameter among `names` that requires one, once all tiles are in."""
         self._expected.discard(bucket)
         if self._expected:

@@ -90,7 +90,9 @@ class _Sum:
         """Begin with zeros in the shards' format, not the one that gradients travel in."""
         numel = sum(b.numel for b in block)
         full = torch.zeros(numel, dtype=block[0].dtype, device=buffer.device)
-        self._parts = dict(zip([b.index for b in block], full.tensor_split(len(block)), strict=True))
+        self._parts = dict(
+            zip([b.index for b in block], full.tensor_split(len(block)), strict=True)
+        )
         self._store = store
         self._marks: dict[str, tuple[Any, Unreduced]] = {}
         self._ranges = {p.name: full[p.offset : p.end] for p in block[0].params}
