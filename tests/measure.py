@@ -29,6 +29,8 @@ class Measured:
     sent: kind of collective -> (calls, bytes) in one step.
     padded_numel, regathered_numel: elements of all buckets, and of those that backward gathers.
     shard_bytes: what all gradients on this rank take, and all parameters.
+    moved: lane between device and host -> (copies, bytes) in one step.
+    host_bytes: of the host tier, which the peaks leave out.
     """
 
     peak_bytes: int
@@ -39,6 +41,10 @@ class Measured:
     padded_numel: int
     regathered_numel: int
     shard_bytes: int
+    moved: dict[str, tuple[int, int]]
+    predicted_moved: dict[str, tuple[int, int]]
+    host_bytes: int
+    predicted_host_bytes: int
 
 
 # -- models large enough for tensors to outweigh what operators allocate inside ---------------
@@ -121,14 +127,15 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(STEPS):
-            before = _counters(model)
+            before, moved = _counters(model), _moved(model)
             with memory.step():
                 call(step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     after = _counters(model)
     (program,) = model.programs
-    predicted = traffic(program, model._engine.world.rank).kinds
+    expected = traffic(program, model._engine.world.rank)
+    predicted = expected.kinds
     return Measured(
         peak_bytes=memory.steps[-1].high_bytes,
         predicted_bytes=program.memory().peak_bytes,
@@ -140,9 +147,17 @@ def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
             n.args[2] for n in program.graph("backward").nodes if n.target is ops.all_gather
         ),
         shard_bytes=sum(s.nbytes for s in model._engine.store.shards),
+        moved={k: (n - moved[k][0], b - moved[k][1]) for k, (n, b) in _moved(model).items()},
+        predicted_moved={k: (s.calls, s.sent_bytes) for k, s in expected.moved.items()},
+        host_bytes=model._engine.host.nbytes,
+        predicted_host_bytes=program.memory().memory.host_bytes,
     )
 
 
 def _counters(model: zerofx.CompiledModule) -> dict[str, tuple[int, int]]:
     counters = model._engine.world.counters
     return {kind: (t.calls, t.sent_bytes) for kind, t in counters.items()}
+
+
+def _moved(model: zerofx.CompiledModule) -> dict[str, tuple[int, int]]:
+    return {lane: (m.calls, m.nbytes) for lane, m in model._engine.host.moved.items()}

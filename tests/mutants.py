@@ -63,6 +63,7 @@ class Mutant:
 # Finer units than blocks: more buckets than slots, so that places change hands.
 FINE = ("blocks.*.attn", "blocks.*.mlp")
 TILED = (("blocks.1.mlp", 4), ("blocks.0.attn", 2), ("position", 2))
+AWAY = (("blocks.0.attn", "recompute"), ("*", "offload"))
 BASES = [
     Base("gpt", Choice(3, units=FINE)),
     Base("convnet", Choice(3)),
@@ -79,6 +80,8 @@ BASES = [
     Base("lstm", Choice(3)),
     Base("gpt", Choice(3, 1)),
     Base("gpt", Choice(3, tiling=TILED)),
+    Base("gpt", Choice(3, activations=AWAY, units=FINE)),
+    Base("branches", Choice(0, activations=AWAY, prefetch=2)),
     Base("gpt", Choice(3, units=FINE, update="in-backward")),
     Base("gpt", Choice(0, update="in-backward")),
 ]

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from mutants import Editor, Kind
+from mutants_copies import (
+    drop_offload,
+    drop_reload,
+    duplicate_copy,
+    move_copy,
+    offload_early,
+    retarget_copy,
+    swap_copies,
+)
 from mutants_drop import (
     drop_compute,
     drop_pack,
@@ -61,6 +70,7 @@ KINDS: list[Kind] = [
     move_op, move_launch, move_wait, wait_late, move_pack, move_update, move_region, release_early,
     release_late, reorder_compute, retarget_compute, retarget_op, retarget_parameter,
     retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot,
-    wrong_zero, wrong_saved, one_rank,
+    wrong_zero, wrong_saved, one_rank, drop_offload, drop_reload, duplicate_copy, move_copy,
+    offload_early, retarget_copy, swap_copies,
 ]  # fmt: skip
 ON_ONE_RANK: list[Kind] = [one_rank]

@@ -79,7 +79,7 @@ class Choice:
 
     stage: int
     world_size: int = 2
-    activations: str | float = "keep"
+    activations: str | float | tuple[tuple[str, str], ...] = "keep"  # patterns as pairs
     budget: int | None = None
     shard_axis_size: int | None = None
     prefetch: str | int = "auto"
@@ -90,7 +90,10 @@ class Choice:
     tiling: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"stage{self.stage}", f"world{self.world_size}", str(self.activations)]
+        chosen = self.activations
+        if isinstance(chosen, tuple):
+            chosen = "-".join(dict.fromkeys(choice for _, choice in chosen))
+        parts = [f"stage{self.stage}", f"world{self.world_size}", str(chosen)]
         parts += ["budget"] if self.budget else []
         parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
         parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
@@ -102,7 +105,9 @@ class Choice:
     def plan(self) -> Plan:
         return Plan(
             stage=self.stage,
-            activations=self.activations,
+            activations=dict(self.activations)
+            if isinstance(self.activations, tuple)
+            else self.activations,
             memory_budget=self.budget,
             shard_axis_size=self.shard_axis_size,
             prefetch=self.prefetch,
@@ -114,7 +119,8 @@ class Choice:
         )
 
     def setting(self) -> Setting:
-        return Setting(self.plan(), self.world_size, machine_for("cpu"))
+        machine = replace(machine_for("cpu"), offload_min_bytes=0)  # the models are tiny
+        return Setting(self.plan(), self.world_size, machine)
 
 
 def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_sum
+from oracle_host import Host, HostCopy, Parked
 from oracle_memory import Memory, OracleError
 from torch import Tensor, fx
 
@@ -22,6 +23,7 @@ class Communication:
     ) -> None:
         self.rank, self.layout, self.memory, self.exchange = rank, layout, memory, exchange
         self.shards = shards  # bucket -> this rank's slice
+        self.host = Host()
         self.packed: dict[int, set[str]] = {}  # bucket -> parameters whose gradient was reduced
         self._reducing: dict[int, int] = {}  # address of a reduction's result -> bucket
         self._filling: dict[int, tuple[int, set[str]]] = {}  # address of a gradient buffer
@@ -38,6 +40,7 @@ class Communication:
         """Let what is under way proceed, and forget what does not outlive a call."""
         self.exchange.send_pending(self.rank)
         self.exchange.check_landed(self.rank)
+        self.host.check_landed()
         self._reducing.clear()
         self._filling.clear()
         self._stored.clear()
@@ -99,7 +102,22 @@ class Communication:
         yield from ()
         return self.memory.resident_copy(bucket, b.numel, dtype or shard.dtype)
 
-    def _wait(self, launched: Transfer) -> Blocking:
+    # -- copies between device and host: nobody else takes part, so they never block ----------
+    def _offload(self, x: Tensor) -> Blocking:
+        yield from ()
+        if not isinstance(x, Tensor):
+            raise OracleError("an offload of what is not on the device")
+        return self.host.launch(HostCopy(Parked(), x), self.exchange.delivery)
+
+    def _reload(self, host: Any, device: Any) -> Blocking:
+        yield from ()
+        if not isinstance(host, Parked):
+            raise OracleError("a reload of what is not on the host")
+        return self.host.launch(HostCopy(host, None), self.exchange.delivery)
+
+    def _wait(self, launched: Transfer | HostCopy) -> Blocking:
+        if isinstance(launched, HostCopy):
+            return self.host.finish(launched)
         if not isinstance(launched, Transfer):
             raise OracleError("a wait for something that was not launched")
         launched.send()

@@ -22,7 +22,7 @@ from zerofx.analysis.segments import find_segments
 from zerofx.analysis.solve import solve
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.errors import PlanError
+from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.machine import preset
@@ -145,9 +145,10 @@ def test_identical_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_budget_down_to_the_least_is_met() -> None:
     program = gpt()
     most = memory(planned(program)).peak_bytes
-    with pytest.raises(PlanError, match=r"memory_budget: GPT needs .* \((\d+) bytes\)") as refusal:
+    with pytest.raises(BudgetError, match=r"memory_budget: GPT needs .*; at that peak") as refusal:
         planned(program, activations="auto", memory_budget=most // 4)
-    least = int(str(refusal.value).split(" bytes)")[0].rsplit("(", 1)[1])
+    least = refusal.value.least_bytes
+    assert f"({least} bytes)" in str(refusal.value)
     assert least <= budget_for(memory(planned(program, activations="recompute")).peak_bytes)
     recomputed = []
     for step in range(5):

@@ -23,6 +23,7 @@ from oracle_cases import (
 from oracle_exchange import Delivery
 
 PLENTY = 1 << 30
+AWAY = (("blocks.0", "recompute"), ("*", "offload"))
 
 FAST = [
     ("gpt", Choice(3)),
@@ -40,6 +41,8 @@ FAST = [
     ("hf-llama", Choice(3)),
     ("gpt", Choice(3, update="in-backward")),
     ("convnet", Choice(0, update="in-backward")),
+    ("gpt", Choice(3, activations=AWAY, budget=PLENTY)),
+    ("convnet", Choice(0, activations=AWAY, prefetch=2)),
 ]
 
 ACTIVATIONS: list[str | float] = ["keep", "recompute", 0.5]
@@ -51,6 +54,7 @@ SLOW = [
             *[Choice(s, 2, a) for s, a in product(range(4), ACTIVATIONS)],
             *[Choice(s, 1, a) for s, a in [(0, "recompute"), (1, "keep"), (3, 0.5)]],
             *[Choice(3, 2, a, PLENTY) for a in ACTIVATIONS],
+            *[Choice(s, 2, AWAY) for s in range(4)],
             *[Choice(s, 4, "keep") for s in range(4)],
             *[Choice(s, 4, "recompute", shard_axis_size=2, prefetch=2) for s in (1, 2, 3)],
         ]

@@ -23,6 +23,7 @@ def test_the_order_in_reading_form() -> None:
         "merge-tied",
         "split",
         "cut-regions",
+        "offload-activations",
         "assign-buckets",
         "shard-parameters",
         "shard-gradients",

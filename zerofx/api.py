@@ -71,7 +71,8 @@ def compile(
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)
-    return CompiledModule(model, setting, Engine(store, make_scaler(checked, world)))
+    engine = Engine(store, make_scaler(checked, world), poison=checked.debug)
+    return CompiledModule(model, setting, engine)
 
 
 def _connect(

@@ -11,6 +11,14 @@ class PlanError(ZerofxError, ValueError):
     """A plan field is unknown, out of range, or contradicts another."""
 
 
+class BudgetError(PlanError):
+    """No choice meets the memory budget; `least_bytes` is the smallest one that can be met."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
 class CaptureError(ZerofxError):
     """The model's forward cannot be captured as a static graph."""
 

@@ -42,9 +42,11 @@ class Machine:
     bucket_bytes: smaller units are merged into one collective up to this.
     direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
     direct_gather_min_bytes, direct_reduce_min_bytes: from this many bytes of a full bucket.
+    offload_min_bytes: activations of fewer bytes stay on the device.
     prefetch: distance, in units.
     dense_flops_per_s: of matrix products in the format that a plan computes in.
     memory_bytes_per_s: between compute and device memory, reads and writes together.
+    host_link_bytes_per_s: between device and host memory, one way.
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
@@ -58,9 +60,11 @@ class Machine:
     direct_exchange_max_world: int = spec_field(_REQUIRED, whole(0))
     direct_gather_min_bytes: int = spec_field(_REQUIRED, size(0))
     direct_reduce_min_bytes: int = spec_field(_REQUIRED, size(0))
+    offload_min_bytes: int = spec_field(_REQUIRED, size(0))
     prefetch: int = spec_field(_REQUIRED, whole(0))
     dense_flops_per_s: float = spec_field(_REQUIRED, real(0, above=True))
     memory_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
+    host_link_bytes_per_s: float = spec_field(_REQUIRED, real(0, above=True))
 
     def __post_init__(self) -> None:
         read_fields(self, "Machine")
@@ -123,12 +127,15 @@ CPU_GLOO = Machine(
     # reduce 1.3 to 10 times faster, since gloo's reduce-scatter is an all-reduce of a copy.
     direct_gather_min_bytes=0,
     direct_reduce_min_bytes=0,
+    # A copy of 64 KiB takes about as long as its launch and its wait, some 10 us.
+    offload_min_bytes=64 * 2**10,
     # One unit ahead hides as much as two: transfers share the cores with compute.
     prefetch=1,
     # One core of an AMD EPYC virtual machine, torch 2.13: fp32 products of 1024 x 1024, and copies
     # of 32 MiB.
     dense_flops_per_s=69e9,
     memory_bytes_per_s=22e9,
+    host_link_bytes_per_s=22e9,  # the host tier is the same memory
 )
 
 CUDA_NCCL = Machine(
@@ -144,11 +151,14 @@ CUDA_NCCL = Machine(
     direct_exchange_max_world=0,
     direct_gather_min_bytes=0,
     direct_reduce_min_bytes=0,
+    # At 25 GB/s 1 MiB takes 40 us, four times what a launch and its events cost the host.
+    offload_min_bytes=2**20,
     # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
     prefetch=2,
-    # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3.
+    # NVIDIA's H100 SXM data sheet: bf16 without sparsity, HBM3, PCIe 5 x16 (128 GB/s both ways).
     dense_flops_per_s=989e12,
     memory_bytes_per_s=3.35e12,
+    host_link_bytes_per_s=64e9,
 )
 
 PRESETS = {machine.name: machine for machine in (CPU_GLOO, CUDA_NCCL)}

@@ -34,11 +34,6 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "Plan.activations = 'auto' solves under memory_budget, which is None; set "
             "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction"
         )
-    if _offloaded_patterns(plan) and plan.offload.activations == "none":
-        yield (
-            f"Plan.activations offloads {_offloaded_patterns(plan)} but offload.activations = "
-            '\'none\'; set offload={"activations": "cpu"}, or keep or recompute them'
-        )
     if plan.host_budget is not None and not (plan.offload.is_used or _offloaded_patterns(plan)):
         yield (
             f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
@@ -67,6 +62,12 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "replayed graph cannot follow; compute in bf16, or let torch.amp.GradScaler scale the "
             "loss (loss_scale='external')"
         )
+    if plan.cuda_graph and (_offloaded_patterns(plan) or plan.offload.activations != "none"):
+        yield (
+            "Plan.cuda_graph = True contradicts offloaded activations: a replay would copy to and "
+            "from the same host memory in every call, and activations of two live forwards would "
+            "overwrite each other; keep or recompute them, or use cuda_graph=False"
+        )
     if plan.cuda_graph and plan.update == "in-backward":
         yield (
             "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
@@ -89,9 +90,10 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if _offloaded_patterns(plan):
-        yield f"activations[{_offloaded_patterns(plan)[0]!r}]", "offload", "recompute"
-    if plan.offload.is_used:
+    later = {k: t for k, t in plan.offload.tiers.items() if t != "none"}
+    if later.get("activations") == "cpu":
+        del later["activations"]
+    if later:
         yield "offload", plan.offload.to_plain(), "none"
 
 

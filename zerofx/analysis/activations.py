@@ -19,9 +19,12 @@ FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
 
 @dataclass(frozen=True)
 class Solved:
-    """Values of a joint graph, by name, at which recomputation stops; all others it may pass."""
+    """Values of a joint graph, by name: those at which recomputation stops, and those of them that
+    wait on the host.
+    """
 
     kept: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return "auto"
@@ -130,7 +133,7 @@ def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.No
     if policy == "recompute":
         return floor
     if isinstance(policy, Mapping):
-        return floor | {n for n in everything if _decision(policy, info(n).unit) == "keep"}
+        return floor | {n for n in everything if _decision(policy, info(n).unit) != "recompute"}
     assert isinstance(policy, (int, float)), policy
     return floor | _dearest(everything - floor, floor & everything, float(policy))
 

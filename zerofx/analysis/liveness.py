@@ -165,6 +165,10 @@ class _Walk:
     def _communication(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return what a zerofx op's result lies in: a slot, memory of its own, or its argument."""
         target = node.target
+        if target in ops.COPIES:
+            return self._copy(node, time)
+        if target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
+            return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
         if is_in_place(node, self.program.layout):
             return ()  # the gradient's own memory
         if target is ops.all_gather or target is ops.grad_buffer:
@@ -177,6 +181,15 @@ class _Walk:
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
+
+    def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return where a copy arrives, and behind that its source, which is held until the wait."""
+        source = self.held[node.all_input_nodes[0]]
+        category = Category.HOST if node.target is ops.offload else Category.ACTIVATIONS
+        for storage in source:
+            if storage.category is Category.TEMPORARIES:
+                storage.category = Category.ACTIVATIONS
+        return self._own(node, category, value(node), time) + source
 
     def _category(self, node: fx.Node) -> Category:
         if any(user.target is ops.pack for user in node.users):

@@ -36,12 +36,19 @@ class Memory:
     storages: what the graphs' values lie in, but for those in slots, and what stands beside them.
     in_slots: what lies in slots, whose own bytes are among `storages`.
     curve: total bytes at each of `life`'s times.
+    on_host: what waits in host memory, which is counted apart from all of the above.
     """
 
     life: Lifetimes
     storages: tuple[Storage, ...]
     in_slots: tuple[Storage, ...]
     curve: tuple[int, ...]
+    on_host: tuple[Storage, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes that wait on the host; their memory is kept between steps."""
+        return max(_curve(self.on_host, len(self.life.nodes)), default=0)
 
     @property
     def peak_bytes(self) -> int:
@@ -65,7 +72,7 @@ class Memory:
     def by_category(self, time: int) -> dict[Category, int]:
         """Return the bytes of each category at a time; every category is there."""
         found = dict.fromkeys(Category, 0)
-        for storage in _at(self.storages, time):
+        for storage in _at((*self.storages, *self.on_host), time):
             found[storage.category] += storage.nbytes
         return found
 
@@ -75,6 +82,7 @@ class Memory:
         for s in self.storages:
             if s.birth == 0 and s.death == self.life.end:
                 found[s.category] += s.nbytes
+        found[Category.HOST] = self.host_bytes
         return found
 
 
@@ -96,13 +104,20 @@ def memory(
     """
     life = lifetimes(program, compiled, keeps_results)
     beside = standing(program, life, optimizer_bytes)
-    storages = tuple(s for s in (*life.storages, *beside) if s.slot < 0)
+    placed = [s for s in (*life.storages, *beside) if s.slot < 0]
+    storages = tuple(s for s in placed if s.category is not Category.HOST)
+    on_host = tuple(s for s in placed if s.category is Category.HOST)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)
-    change = [0] * (len(life.nodes) + 1)
+    return Memory(life, storages, in_slots, _curve(storages, len(life.nodes)), on_host)
+
+
+def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:
+    """Return the bytes of storages at each time."""
+    change = [0] * (end + 1)
     for storage in storages:
         change[storage.birth] += storage.nbytes
         change[storage.death + 1] -= storage.nbytes
-    return Memory(life, storages, in_slots, tuple(accumulate(change[:-1])))
+    return tuple(accumulate(change[:-1]))
 
 
 def peak_bytes(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> int:

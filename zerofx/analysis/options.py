@@ -20,6 +20,7 @@ from zerofx.analysis.storage import span_bytes
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, value
 
+_BESIDE = 0.02  # of a hidden copy's time: what it takes from the compute's memory bandwidth
 LEVELS = 16  # byte limits that are tried between the most and the least
 
 
@@ -29,19 +30,45 @@ class Option:
 
     kept: places (in the segment's order) of the values at which recomputation stops.
     saved: places of those that backward then reads; what enters the segment is -1, -2, ...
+    offloaded: those of the saved whose storages wait on the host. saved_bytes: of the others.
     """
 
     kept: frozenset[int]
     saved: frozenset[int]
+    offloaded: frozenset[int]
     saved_bytes: int
+    offloaded_bytes: int
     recompute_us: float
+    copy_us: float
+
+    @property
+    def time_us(self) -> float:
+        return self.recompute_us + self.copy_us
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to the host and back.
+
+    bytes_per_us: one way. least_bytes: what a storage must have to leave. is_beside: copies run
+        beside the compute, so that a segment's forward hides as many as it takes itself.
+    """
+
+    bytes_per_us: float
+    least_bytes: int
+    is_beside: bool
 
 
 class Trade:
-    """A segment as a problem: which of its values to keep, which to compute again."""
+    """A segment as a problem: which of its values to keep, to compute again, or to offload.
 
-    def __init__(self, segment: Segment, cost_us: Callable[[fx.Node], float]) -> None:
-        self.segment = segment
+    link: None where nothing may leave the device.
+    """
+
+    def __init__(
+        self, segment: Segment, cost_us: Callable[[fx.Node], float], link: Link | None = None
+    ) -> None:
+        self.segment, self.link = segment, link
         self.place = {n: i for i, n in enumerate(segment.nodes)}
         self.place |= {n: -1 - i for i, n in enumerate(segment.entering)}
         self.at = {i: n for n, i in self.place.items()}
@@ -66,8 +93,24 @@ class Trade:
         val = value(alias_source(node))
         return span_bytes(val) if isinstance(val, torch.Tensor) else 0
 
-    def evaluate(self, kept: Iterable[int]) -> Option:
-        """Return the option of keeping `kept`: what backward then reads, and what it recomputes."""
+    def may_leave(self, storage: int) -> bool:
+        """Tell whether a storage may wait on the host: large, the model's own, not the user's."""
+        if self.link is None or self.bytes_of(storage) < max(self.link.least_bytes, 1):
+            return False
+        inside = (n for n, i in self.place.items() if self.storage[i] == storage)
+        return not any(u.op == "output" for n in inside for u in n.users)
+
+    def copy_us(self, storage: int) -> float:
+        """Return what taking a storage to the host and back costs the compute."""
+        assert self.link is not None
+        both_ways = 2 * self.bytes_of(storage) / self.link.bytes_per_us
+        return both_ways * (_BESIDE if self.link.is_beside else 1.0)
+
+    def evaluate(self, kept: Iterable[int], offloaded: Iterable[int] = ()) -> Option:
+        """Return the option of keeping `kept`: what backward then reads, and what it recomputes.
+
+        offloaded: storages that leave if they are saved.
+        """
         kept = frozenset(kept) | self.leaving
         saved, again = set(self.before), set[int]()
         stack = list(self.needed)
@@ -80,8 +123,23 @@ class Trade:
             else:
                 again.add(i)
                 stack += self.inputs[i]
-        size = sum(self.bytes_of(s) for s in {self.storage[i] for i in saved})
-        return Option(kept, frozenset(saved), size, sum(self.cost_us[i] for i in again))
+        storages = {self.storage[i] for i in saved}
+        gone = storages & set(offloaded)
+        return Option(
+            kept,
+            frozenset(saved),
+            frozenset(i for i in saved if self.storage[i] in gone),
+            sum(self.bytes_of(s) for s in storages - gone),
+            sum(self.bytes_of(s) for s in gone),
+            sum(self.cost_us[i] for i in again),
+            sum(self.copy_us(s) for s in gone),
+        )
+
+    def hides(self, storages: Iterable[int]) -> bool:
+        """Tell whether the segment's forward takes as long as copying these to the host."""
+        if self.link is None or not self.link.is_beside:
+            return True
+        return sum(map(self.bytes_of, storages)) / self.link.bytes_per_us <= sum(self.cost_us)
 
     def all_kept(self) -> Option:
         """Return the option that recomputes nothing."""
@@ -104,25 +162,29 @@ def options(trade: Trade) -> list[Option]:
 def _best(found: Iterable[Option]) -> list[Option]:
     """Drop what another option beats in both bytes and time."""
     kept: list[Option] = []
-    for option in sorted(found, key=lambda o: (o.recompute_us, o.saved_bytes)):
+    for option in sorted(found, key=lambda o: (o.time_us, o.saved_bytes)):
         if not kept or option.saved_bytes < kept[-1].saved_bytes:
             kept.append(option)
     return kept
 
 
 def _given_up(trade: Trade, whole: Option) -> list[Option]:
-    """Give up storage after storage, each time the one that saves most bytes a microsecond."""
+    """Give up storage after storage, each time the one that frees most bytes a microsecond."""
     found: list[Option] = []
     now = whole
     while True:
-        tries = [trade.evaluate(now.kept - group) for group in _by_storage(trade, now)]
+        gone = {trade.storage[i] for i in now.offloaded}
+        tries = [trade.evaluate(now.kept - group, gone) for group in _by_storage(trade, now)]
+        storages = {trade.storage[i] for i in now.saved - now.offloaded}
+        leave = [gone | {s} for s in storages if trade.may_leave(s) and trade.hides(gone | {s})]
+        tries += [trade.evaluate(now.kept, out) for out in leave]
         tries = [t for t in tries if t.saved_bytes < now.saved_bytes]
         if not tries:
             return found
         current = now
 
         def worth(option: Option, before: Option = current) -> float:
-            added = max(option.recompute_us - before.recompute_us, 1e-9)
+            added = max(option.time_us - before.time_us, 1e-9)
             return (before.saved_bytes - option.saved_bytes) / added
 
         now = max(tries, key=worth)

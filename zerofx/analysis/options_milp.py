@@ -1,12 +1,14 @@
 """The options of a segment as integer programs: least time to recompute under a limit of bytes.
 
-Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved. A needed value is
-kept or recomputed; what is recomputed has all its inputs kept or recomputed; a kept value has its
-storage saved. Minimise sum(us_i r_i) with sum(bytes_s b_s) under the limit.
+Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved; o_s, it waits on the
+host. A needed value is kept or recomputed; what is recomputed has all its inputs kept or recomputed;
+a kept value has its storage saved; what leaves is saved, and its copies are hidden. Minimise
+sum(us_i r_i) + sum(copy_us_s o_s) with sum(bytes_s (b_s - o_s)) under the limit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,13 +55,16 @@ class _Problem:
         self.keep = {v: k for k, v in enumerate(self.values)}
         self.again = {v: n + k for k, v in enumerate(self.values)}
         self.saved = {s: 2 * n + k for k, s in enumerate(self.storages)}
+        self.leaves = {s: 2 * n + len(self.storages) + k for k, s in enumerate(self.storages)}
         self.size = np.array([float(trade.bytes_of(s)) for s in self.storages])
         self._bound()
         self._constrain()
 
     def _bound(self) -> None:
         """Fix what is no choice: what enters or leaves is not recomputed, nor is what was drawn."""
-        trade, upper = self.trade, np.ones(2 * len(self.values) + len(self.storages))
+        trade, upper = self.trade, np.ones(2 * len(self.values) + 2 * len(self.storages))
+        for s in self.storages:
+            upper[self.leaves[s]] = trade.may_leave(s)
         for v in self.values:
             if v < 0 or trade.is_fixed[v] or v in trade.leaving:
                 upper[self.again[v]] = 0
@@ -69,6 +74,9 @@ class _Problem:
         self.cost = np.zeros(len(upper))
         for v in self.values:
             self.cost[self.again[v]] = _SMALL + (trade.cost_us[v] if v >= 0 else 0.0)
+        for s in self.storages:
+            if trade.may_leave(s):
+                self.cost[self.leaves[s]] = _SMALL + trade.copy_us(s)
 
     def _constrain(self) -> None:
         from scipy.optimize import LinearConstraint
@@ -81,18 +89,25 @@ class _Problem:
             sources = trade.inputs[v] if v >= 0 else ()
             rows += ((0, {keep[s]: 1, again[s]: 1, again[v]: -1}) for s in sources)
             rows.append((0, {self.saved[trade.storage[v]]: 1, keep[v]: -1}))
+        rows += ((0, {self.saved[s]: 1, self.leaves[s]: -1}) for s in self.storages)
+        if trade.link is not None and trade.link.is_beside:
+            copied = {self.leaves[s]: -n / trade.link.bytes_per_us for s, n in self._sizes()}
+            rows.append((-sum(trade.cost_us), copied))
         matrix = lil_matrix((len(rows), len(self.upper)))
         for i, (_, row) in enumerate(rows):
             for column, factor in row.items():
                 matrix[i, column] = factor
         self.rule: Any = LinearConstraint(matrix.tocsr(), lb=np.array([least for least, _ in rows]))
 
+    def _sizes(self) -> Iterator[tuple[int, float]]:
+        return zip(self.storages, self.size, strict=True)
+
     def solve(self, limit: int | None) -> Option | None:
         """Return the quickest option within `limit` bytes; without one the smallest of all."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         bytes_row = np.zeros(len(self.upper))
-        bytes_row[2 * len(self.values) :] = self.size
+        bytes_row[2 * len(self.values) :] = [*self.size, *-self.size]
         scale = max(float(self.size.max(initial=0)), 1.0)
         rules = [self.rule]
         cost = bytes_row / scale + self.cost * 1e-9
@@ -109,7 +124,9 @@ class _Problem:
         if found.x is None:
             return None
         kept = [v for v in self.values if v >= 0 and found.x[self.keep[v]] > 0.5]
-        return self.trade.evaluate(kept)
+        return self.trade.evaluate(
+            kept, [s for s in self.storages if found.x[self.leaves[s]] > 0.5]
+        )
 
 
 def _ancestors(trade: Trade) -> set[int]:

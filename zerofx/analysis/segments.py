@@ -112,7 +112,8 @@ def _structure(segment: Segment) -> Hashable:
     for node in segment.nodes:
         args = pytree.tree_map(named, (node.args, node.kwargs))
         target = "constant" if node.op == "get_attr" else str(node.target)
-        rows.append((target, repr(args), _form(node), info(node).is_random))
+        is_result = any(u.op == "output" for u in node.users)
+        rows.append((target, repr(args), _form(node), info(node).is_random, is_result))
     marked = tuple(
         tuple(place.get(n, named(n)) for n in group)
         for group in (segment.leaving, segment.needed, segment.needed_before)

@@ -24,6 +24,8 @@ class Lane(str, Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     HOST = "host"
+    D2H = "to host"
+    H2D = "from host"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Step:
     """One step of a schedule.
 
     kind: "region", "pack", "launch", "wait", "release", "update" or "sync".
-    verb: what a launch is called: "AG", "RS", "AR" or "BC".
+    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H" or "H2D".
+    bucket: whose parameters it moves; of a copy to or from the host, the number of its value.
     heaviest: the costliest op of a region, empty where there is none to name.
     resident_bytes: the most that the rank holds during the step.
     """
@@ -68,6 +71,11 @@ class Schedule:
 
 _VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
+    ops.offload: "D2H", ops.reload: "H2D",
+}  # fmt: skip
+_LANES: dict[Any, Lane] = {
+    **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
+    ops.offload: Lane.D2H, ops.reload: Lane.H2D,
 }  # fmt: skip
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
@@ -114,9 +122,9 @@ def _key(graph: str, node: fx.Node) -> tuple | None:
 def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     node, where = nodes[0], info(nodes[0])
     target = node.target
-    if target in ops.LAUNCHES or target is ops.wait:
-        launch = node if target in ops.LAUNCHES else node.all_input_nodes[0]
-        lane = Lane.GATHER if launch.target in ops.GATHERS else Lane.REDUCE
+    if target in _LANES or target is ops.wait:
+        launch = node if target in _LANES else node.all_input_nodes[0]
+        lane = _LANES[launch.target]
         kind = "launch" if node is launch else "wait"
         return Step(
             index, graph, lane, kind, where.unit, where.index, _VERBS[launch.target],

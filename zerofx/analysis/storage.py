@@ -34,6 +34,7 @@ class Category(str, Enum):
     INPUTS = "inputs"
     OUTPUTS = "outputs"
     BUFFERS = "buffers"
+    HOST = "host"  # in host memory: no part of what the device holds
 
 
 @dataclass(eq=False)

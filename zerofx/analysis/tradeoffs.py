@@ -10,7 +10,7 @@ import numpy as np
 from zerofx.analysis.activations import Solved, halve
 from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import Memory
-from zerofx.analysis.options import Option, Trade, options
+from zerofx.analysis.options import Link, Option, Trade, options
 from zerofx.analysis.segments import Segment, find_segments
 from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
@@ -36,12 +36,16 @@ class _Part:
 class Tradeoffs:
     """What a joint program could give up, segment by segment; each structure is solved once."""
 
-    def __init__(self, captured: Program, machine: Machine) -> None:
+    def __init__(
+        self, captured: Program, machine: Machine, link: Link | None = None,
+        host_budget_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         joint = captured.clone()
+        self.host_budget_bytes = host_budget_bytes
         known: dict[Hashable, list[Option]] = {}
         self.parts: list[_Part] = []
         for segment in find_segments(halve(joint).parts):
-            trade = Trade(segment, lambda n: node_us(n, machine))
+            trade = Trade(segment, lambda n: node_us(n, machine), link)
             if segment.structure not in known:
                 known[segment.structure] = options(trade)
             self.parts.append(_Part(segment, trade, known[segment.structure]))
@@ -52,29 +56,51 @@ class Tradeoffs:
         whole: the memory of that program. Where no choice suffices, each segment gives up the most.
         """
         order, need = self._needs(whole, budget_bytes)
-        parts = [self.parts[i] for i in order]
-        times = [[o.recompute_us for o in p.options] for p in parts]
-        found = solve([p.given_up for p in parts], times, need)
+        picked = self._picked(order, need, may_leave=True)
+        if self.host_budget_bytes is None or self._on_host(picked) <= self.host_budget_bytes:
+            return picked
+        return self._picked(order, need, may_leave=False)
+
+    def _picked(self, order: Sequence[int], need: Sequence[int], may_leave: bool) -> list[int]:
+        usable = {
+            i: [k for k, o in enumerate(self.parts[i].options) if may_leave or not o.offloaded]
+            for i in range(len(self.parts))
+        }
+        given_up = [[self.parts[i].given_up[k] for k in usable[i]] for i in order]
+        times = [[self.parts[i].options[k].time_us for k in usable[i]] for i in order]
+        found = solve(given_up, times, need)
         if found is None:
-            return [len(p.options) - 1 for p in self.parts]
+            return [
+                max(ks, key=lambda k, part=part: part.given_up[k])  # type: ignore[misc]
+                for part, ks in zip(self.parts, usable.values(), strict=True)
+            ]
         picked = [0] * len(self.parts)
         for i, option in zip(order, found, strict=True):
-            picked[i] = option
+            picked[i] = usable[i][option]
         return picked
+
+    def _on_host(self, picked: Sequence[int]) -> int:
+        """Return the bytes that wait on the host."""
+        pairs = zip(self.parts, picked, strict=True)
+        return sum(part.options[option].offloaded_bytes for part, option in pairs)
 
     def is_least(self, picked: Sequence[int]) -> bool:
         """Tell whether there is nothing left to give up."""
-        return all(o == len(p.options) - 1 for o, p in zip(picked, self.parts, strict=True))
+        least = self._picked((), [1], may_leave=self._on_host(picked) > 0)
+        freed = [
+            sum(p.given_up[o] for p, o in zip(self.parts, choice, strict=True))
+            for choice in (picked, least)
+        ]
+        return freed[0] >= freed[1]
 
     def solved(self, picked: Sequence[int]) -> Solved:
-        """Return what `split` keeps, by name."""
-        return Solved(
-            frozenset(
-                part.trade.at[i].name
-                for part, option in zip(self.parts, picked, strict=True)
-                for i in part.options[option].kept
-            )
-        )
+        """Return what `split` keeps, and what of it leaves for the host, by name."""
+        kept, offloaded = set(), set()
+        for part, option in zip(self.parts, picked, strict=True):
+            chosen = part.options[option]
+            kept |= {part.trade.at[i].name for i in chosen.kept}
+            offloaded |= {part.trade.at[i].name for i in chosen.offloaded}
+        return Solved(frozenset(kept), frozenset(offloaded))
 
     def decisions(self, picked: Sequence[int], budget_bytes: int) -> Iterator[Decision]:
         """Yield what became of each value that backward reads, and why."""
@@ -121,17 +147,17 @@ def _explained(part: _Part, chosen: Option, budget_bytes: int) -> Iterator[Decis
     """Yield a decision for each storage; of several values in one, the first stands for it."""
     trade, first = part.trade, dict[int, int]()
     for i in sorted(part.options[0].saved | chosen.saved, key=lambda i: (i not in chosen.saved, i)):
-        if i >= 0:
+        if i >= 0 or i in chosen.offloaded:
             first.setdefault(trade.storage[i], i)
     for storage, i in sorted(first.items(), key=lambda pair: pair[1]):
         node = trade.at[i]
         where, size = info(node), trade.bytes_of(storage)
-        is_kept = i in chosen.saved
+        choice = "keep" if i in chosen.saved else "recompute"
         yield Decision(
             subject=node.name,
             module=where.module or where.unit,
             line=where.line,
-            choice="keep" if is_kept else "recompute",
+            choice="offload" if i in chosen.offloaded else choice,
             nbytes=size,
             why=_why(part, chosen, i, budget_bytes),
         )
@@ -139,13 +165,20 @@ def _explained(part: _Part, chosen: Option, budget_bytes: int) -> Iterator[Decis
 
 def _why(part: _Part, chosen: Option, i: int, budget_bytes: int) -> str:
     whole, trade = part.options[0], part.trade
+    if i in chosen.offloaded:
+        cost = trade.copy_us(trade.storage[i])
+        return (
+            f"its unit must give up bytes to stay under {format_bytes(budget_bytes)}; its copies "
+            f"to the host and back cost {cost:.1f} us"
+        )
     if trade.is_fixed[i]:
         return "drawn at random: it is never drawn anew"
     if i in trade.leaving:
         return "it leaves its unit: recomputation starts from it"
     saved = format_bytes(whole.saved_bytes - chosen.saved_bytes)
     if i in chosen.saved:
-        without = trade.evaluate(chosen.kept - {i} - _views_of(trade, i))
+        gone = {trade.storage[j] for j in chosen.offloaded}
+        without = trade.evaluate(chosen.kept - {i} - _views_of(trade, i), gone)
         freed = chosen.saved_bytes - without.saved_bytes
         more = without.recompute_us - chosen.recompute_us
         if chosen is whole and not chosen.recompute_us:

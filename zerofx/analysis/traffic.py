@@ -6,7 +6,7 @@ bytes over w ranks costs each rank n * (w - 1) / w, an all-reduce twice that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from zerofx.ir import ops
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.program import Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
+from zerofx.runtime.host_tier import D2H, H2D, dense_bytes
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one forward and its backward, by kind of collective."""
+    """What one rank sends in one forward and its backward, by kind of collective.
+
+    moved: what it copies between device and host, by direction.
+    """
 
     kinds: dict[str, Sent]
+    moved: dict[str, Sent] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
@@ -47,17 +52,21 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
     Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
     and NCCL's large-message algorithms.
     """
-    kinds = dict.fromkeys(KINDS, Sent())
+    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys((D2H, H2D), Sent())
     for gm in program.graphs.values():
         for node in gm.graph.nodes:
             for kind, sent_bytes, itemsize in _collectives(program, node, rank):
-                before = kinds[kind]
-                kinds[kind] = Sent(
-                    before.calls + 1,
-                    before.sent_numel + sent_bytes // itemsize,
-                    before.sent_bytes + sent_bytes,
-                )
-    return Traffic(kinds)
+                kinds[kind] = _more(kinds[kind], sent_bytes, itemsize)
+            if node.target in ops.COPIES:
+                lane, copied = D2H if node.target is ops.offload else H2D, value(node)
+                moved[lane] = _more(moved[lane], dense_bytes(copied), copied.element_size())
+    return Traffic(kinds, moved)
+
+
+def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:
+    return Sent(
+        before.calls + 1, before.sent_numel + sent_bytes // itemsize, before.sent_bytes + sent_bytes
+    )
 
 
 def _collectives(program: Program, node: fx.Node, rank: int) -> list[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zerofx.codegen.load_record import Recorder
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder
-from zerofx.ir.meta import Role
+from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo
 from zerofx.runtime.layout import Bucket, Layout
 
@@ -30,8 +30,12 @@ class Launch:
 class Calls:
     """Stands for `rt`: each of the engine's methods becomes the zerofx op of its name."""
 
-    def __init__(self, recorder: Recorder, layout: Layout, params: dict[str, ParamInfo]) -> None:
+    def __init__(
+        self, recorder: Recorder, layout: Layout, params: dict[str, ParamInfo], device: str
+    ) -> None:
         self._recorder, self._layout, self._params = recorder, layout, params
+        self._device = torch.device(device)
+        self.numbers: dict[int, int] = {}  # position of a saved value on the host -> its offload's
         self._filling: dict[int, int] = {}  # id of a gradient buffer -> its bucket
         self.stored: dict[int, fx.Node] = {}  # bucket -> its store_grad
 
@@ -60,7 +64,10 @@ class Calls:
     def wait(self, flight: Launch) -> Tensor:
         if not isinstance(flight, Launch):
             raise self._recorder.refuse("rt.wait takes what a launch returned")
-        fields = _of(self._launched(flight.node))
+        if flight.node.target in ops.COPIES:
+            fields = _told(flight.node)
+        else:
+            fields = _of(self._launched(flight.node))
         return self._recorder.communicate(ops.wait, flight.node, **fields).meta["val"]
 
     def unpack(self, full: Tensor, bucket: int, params: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -138,6 +145,23 @@ class Calls:
             )
         self._recorder.communicate(ops.update, stored, node, bucket, **_of(self._bucket(bucket)))
 
+    # -- values that wait on the host -------------------------------------------------------------
+    def offload(self, x: Tensor) -> Launch:
+        node = self._recorder.node(x, "what rt.offload copies to the host")
+        number = sum(n.target is ops.offload for n in self._recorder.graph.nodes)
+        return self._copy(ops.offload, node, number)
+
+    def reload(self, host: Tensor) -> Launch:
+        node = self._recorder.node(host, "what rt.reload copies to the device")
+        number = self.numbers.get(info(node).index, -1)  # -1: verify refuses it
+        return self._copy(ops.reload, node, number, {"device": self._device})
+
+    def _copy(
+        self, target: Any, node: fx.Node, number: int, named: dict[str, Any] | None = None
+    ) -> Launch:
+        fields = _told(node) | {"name": info(node).name or node.name, "index": number}
+        return Launch(self._recorder.communicate(target, node, named=named, **fields))
+
     # -- buffers ----------------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         given = [self._recorder.node(v, "a buffer's new value") for v in values]
@@ -164,6 +188,12 @@ class Calls:
                 f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}"
             )
         return [held[i] for i in params]
+
+
+def _told(node: fx.Node) -> dict[str, Any]:
+    """Return what is known of a value that a copy takes elsewhere."""
+    where = info(node)
+    return {k: getattr(where, k) for k in ("unit", "module", "line", "name", "index")}
 
 
 def _of(bucket: Bucket) -> dict[str, Any]:

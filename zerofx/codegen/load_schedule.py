@@ -86,7 +86,8 @@ class Reading:
         phase = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
         recorder = Recorder(self.directory, phase, self.files.paths)
         recorder.shards = Shards(recorder, self.layout, self.device)
-        calls = Calls(recorder, self.layout, self.params)
+        calls = Calls(recorder, self.layout, self.params, self.device)
+        calls.numbers = {k: info(node).index for k, (_, _, node) in enumerate(self.saved)}
         self.files.recorder = recorder
         with self._explained(), _plain_modes(self.device), self.mode, recorder:
             yield recorder, calls, self._placeholders(recorder, name)

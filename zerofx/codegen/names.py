@@ -9,10 +9,12 @@ from torch import fx
 from zerofx.codegen.text import identifier
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
+from zerofx.ir.names import copy_stem
 
 _STEMS = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.reduce_scatter: "reduce", ops.all_reduce: "reduce",
+    ops.offload: "offload", ops.reload: "reload",
 }  # fmt: skip
 
 
@@ -45,6 +47,8 @@ class Names:
         where = info(node)
         if node.target is ops.wait and node.all_input_nodes[0].target in ops.REDUCES:
             return f"reduced_{where.index}"
+        if node.target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
+            return copy_stem(node, where)
         if node.target in _STEMS:
             return f"{_STEMS[node.target]}_{where.index}"  # type: ignore[index]
         if node.target is ops.param_view:
@@ -55,6 +59,8 @@ class Names:
             return f"grad_{identifier(where.name) or node.name}"
         if where.role is Role.SAVED:
             name = identifier(where.name)
+            if any(u.target is ops.reload for u in node.users):
+                name = f"{name}_on_host"
             return f"{identifier(where.unit)}_{name}" if where.unit else name
         base = node.name
         if node.target is operator.getitem:

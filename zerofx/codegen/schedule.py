@@ -57,7 +57,8 @@ class Function:
         dying: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             visible = node not in self.inside or node in self._outputs(node)
-            if not visible or not node.users or node.target in ops.LAUNCHES or is_glue(node):
+            is_launch = node.target in ops.LAUNCHES | ops.COPIES  # its wait lets go of all
+            if not visible or not node.users or is_launch or is_glue(node):
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
                 continue

@@ -58,7 +58,21 @@ def _full(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
 
 
 def _wait(node: fx.Node, names: Names, program: Program) -> Statement:
-    return f"{names.bind(node)} = rt.wait({names.bind(node.all_input_nodes[0])})", ""
+    launch = node.all_input_nodes[0]
+    note = f"{info(node).unit}  -{_size(launch)}".strip() if launch.target is ops.offload else ""
+    return f"{names.bind(node)} = rt.wait({names.bind(launch)})", note
+
+
+def _offload(node: fx.Node, names: Names, program: Program) -> Statement:
+    call = f"rt.offload({names.bind(node.all_input_nodes[0])})"
+    note = f"{info(node).unit}  {describe(value(node))}  host +{_size(node)}"
+    return f"{names.bind(node)} = {call}", note.strip()
+
+
+def _reload(node: fx.Node, names: Names, program: Program) -> Statement:
+    call = f"rt.reload({names.bind(node.all_input_nodes[0])})"
+    note = f"{info(node).unit}  {describe(value(node))}  +{_size(node)}"
+    return f"{names.bind(node)} = {call}", note.strip()
 
 
 def _release(node: fx.Node, names: Names, program: Program) -> Statement:
@@ -126,4 +140,6 @@ _WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
     ops.store_grad: _store,
     ops.update: _update,
     ops.sync_buffers: _sync,
+    ops.offload: _offload,
+    ops.reload: _reload,
 }

@@ -207,6 +207,10 @@ def _kind(val: Any) -> Hashable:
 
 def _delta(node: fx.Node) -> str:
     """Return what a node adds to or takes from the bytes held; nothing for views."""
+    if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload:
+        return f"-{format_bytes(nbytes(value(node)))}"
+    if node.target is ops.offload:
+        return ""
     if node.target in (ops.release, ops.update):
         return f"-{format_bytes(nbytes(value(node.all_input_nodes[0])))}"
     if node.op != "call_function" or node.target in (operator.getitem, ops.wait, ops.param_view):

@@ -55,7 +55,7 @@ def unit_lines(program: Program, graph: str) -> list[str]:
     for group in _groups(program, graph):
         if group.region is not None:
             by_unit.setdefault(group.label, []).append(group)
-        elif group.nodes[0].target in ops.LAUNCHES:
+        elif group.nodes[0].target in ops.LAUNCHES | ops.COPIES:
             sent.setdefault(group.label, []).append(callee(group.nodes[0].target)[4:])
     rows = []
     for unit in dict.fromkeys([*by_unit, *sent]):
@@ -108,8 +108,11 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     kind = describe(value(node)) if isinstance(value(node), torch.Tensor) else ""
     key = (node.target, without_numbers(group.label), kind)
 
+    launch = node.all_input_nodes[0] if node.target is ops.wait else node
+    of = "v" if launch.target in ops.COPIES else "b"
+
     def write(layers: Layers) -> str:
-        what = f"{name} b{spans(layers)[0]}" if node.target is not ops.sync_buffers else name
+        what = f"{name} {of}{spans(layers)[0]}" if node.target is not ops.sync_buffers else name
         return f"    {what:<18} {group.label:<32} {kind}".rstrip()
 
     return Row(group.label, key, write, (info(node).index,), is_main=False)

@@ -7,13 +7,14 @@ from typing import Any
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.meta import Role, info
+from zerofx.ir.meta import Info, Role, info
 from zerofx.ir.text import identifier
 
 STEMS: dict[Any, str] = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
     ops.all_reduce: "reduce", ops.store_grad: "stored", ops.update: "update",
+    ops.offload: "offload", ops.reload: "reload",
 }  # fmt: skip
 
 
@@ -40,8 +41,17 @@ def _stem(node: fx.Node) -> str:
         return identifier(where.name) if where.name else node.name
     if node.target is ops.wait and node.all_input_nodes[0].target in ops.REDUCES:
         return f"reduced_{where.index}"
+    if node.target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
+        return copy_stem(node, where)
     if node.target in STEMS:
         return f"{STEMS[node.target]}_{where.index}"
     if node.target is ops.param_view:
         return identifier(where.name)
     return node.name
+
+
+def copy_stem(wait: fx.Node, where: Info) -> str:
+    """Name what a copy delivers: on the host by its number, back on the device by what it is."""
+    if wait.all_input_nodes[0].target is ops.offload:
+        return f"host_{where.index}"
+    return identifier(f"{where.unit}_{where.name}" if where.unit else where.name)

@@ -11,6 +11,10 @@ the result; it may be read only behind `wait`.
 casts gradients into their buffer's format, storing casts the reduced slice to the shard's. It is
 left out where nothing changes. The real bodies take the formats from the layout.
 
+`offload` copies a value to host memory, `reload` back to the device: launches too, with the same
+`wait`. Behind an offload's wait the value's own memory is given back. The fake host value lies on
+the CPU.
+
 `update` runs the optimizer over a shard, in place: what backward does where the plan says so.
 """
 
@@ -169,6 +173,25 @@ update = _define(
     effect=True,
 )
 
+
+# -- values that wait on the host ---------------------------------------------------------------
+def _fake_offload(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+def _fake_reload(host: Tensor, *, device: torch.device) -> Tensor:
+    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+
+
+offload = _define(
+    "offload(Tensor x) -> Tensor", lambda x: current_calls().offload(x), _fake_offload
+)
+reload = _define(
+    "reload(Tensor host, *, Device device) -> Tensor",
+    lambda host, *, device: current_calls().reload(host),
+    _fake_reload,
+)
+
 # -- buffers ------------------------------------------------------------------------------------
 sync_buffers = _define(
     "sync_buffers(Tensor[] values) -> Tensor[]",
@@ -178,7 +201,8 @@ sync_buffers = _define(
 
 GATHERS = frozenset({all_gather, refresh})
 REDUCES = frozenset({reduce_scatter, all_reduce})
-LAUNCHES = GATHERS | REDUCES
-ALL = LAUNCHES | {
+LAUNCHES = GATHERS | REDUCES  # what the ranks agree on
+COPIES = frozenset({offload, reload})  # launches too, but each rank's own
+ALL = LAUNCHES | COPIES | {
     resident, wait, param_view, release, grad_buffer, pack, store_grad, update, sync_buffers,
 }  # fmt: skip

@@ -27,6 +27,9 @@ class Kind(Enum):
     STATE = "state"  # a module buffer or user input that forward updates afterwards
     PACKED = "packed"  # a gradient buffer, until its reduction has been waited for
     REDUCED = "reduced"  # what a reduction delivers
+    LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
+    HOSTED = "hosted"  # its copy on the host
+    RELOADED = "reloaded"  # and back on the device
 
 
 FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)  # what holds a whole bucket's parameters
@@ -42,7 +45,9 @@ class Buffer:
     released: the release that gave it back; taken: the node that claimed its slot since.
     packed, zeroed, reduced: of a gradient buffer, what was packed where, whether the rest is
         zero, and the launch of its reduction.
-    source: of a reduction's result, the gradient buffer; stored: its store_grad.
+    source: of a reduction's result, the gradient buffer; of a copy, what it copies.
+    stored: the store_grad of a reduction's result.
+    reloaded: of a value on the host, its reload.
     updated: of a shard, the update that has overwritten it.
     """
 
@@ -58,6 +63,7 @@ class Buffer:
     reduced: fx.Node | None = None
     source: Buffer | None = None
     stored: fx.Node | None = None
+    reloaded: fx.Node | None = None
     updated: fx.Node | None = None
 
     @property
@@ -73,6 +79,8 @@ class Buffer:
             return False
         if self.kind is Kind.PACKED:
             return target is ops.pack or target in ops.REDUCES
+        if self.kind is Kind.HOSTED:  # forward returns it, backward reloads it
+            return self.landed and target in (ops.reload, "output")
         return self.landed and (self.kind is not Kind.REDUCED or target is ops.store_grad)
 
 

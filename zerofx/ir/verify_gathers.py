@@ -11,16 +11,16 @@ from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD
 from zerofx.ir.verify_buffers import FULL, Buffer, Kind, args, slot_of
+from zerofx.ir.verify_copies import CopyOrder
 from zerofx.ir.verify_fault import name_of
-from zerofx.ir.verify_order import Walk
 from zerofx.runtime.layout import Bucket
 
 
-class Order(Walk):
+class Order(CopyOrder):
     """The walk over a graph, with what gathers, waits, views and releases do."""
 
     def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
-        return {
+        return super().handlers() | {
             ops.all_gather: self.gather,
             ops.refresh: self.gather,
             ops.resident: self.gather,
@@ -76,6 +76,9 @@ class Order(Walk):
 
     def wait(self, node: fx.Node) -> None:
         launch = args(node)[0]
+        if launch.target in ops.COPIES:
+            self.wait_copy(node, launch)
+            return
         if launch.target not in ops.LAUNCHES:
             self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")
         (buffer,) = self.roots[launch]

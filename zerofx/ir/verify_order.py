@@ -66,7 +66,7 @@ class Walk(Sources):
             if read not in self._known:
                 self.fail(node, f"{node.name} reads {name_of(read)} before it is computed")
             for buffer in self.roots[read]:
-                is_open = buffer.is_open_to(node.target) and read.target not in ops.LAUNCHES
+                is_open = buffer.is_open_to(node.target) and read.target not in _UNDER_WAY
                 if not is_open and not is_unread(node, read):
                     self._read(node, read, buffer)
 
@@ -75,7 +75,7 @@ class Walk(Sources):
             return
         what = self.content(read, buffer)
         reader = _reader(node)
-        if read.target in ops.LAUNCHES:
+        if read.target in _UNDER_WAY:
             self.fail(
                 node,
                 f"{reader} reads {what} before its wait: only what `wait` returns may be read",
@@ -152,9 +152,11 @@ def _reader(node: fx.Node) -> str:
     return name_of(node) if node.op == "output" else node.name
 
 
+_UNDER_WAY = ops.LAUNCHES | ops.COPIES
 _MEANT = {
     Kind.PACKED: "a gradient buffer is for pack and reduce only",
     Kind.REDUCED: "a reduced slice is for store_grad only",
+    Kind.HOSTED: "a value on the host is for reload only",
 }
 
 

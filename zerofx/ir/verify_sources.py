@@ -19,9 +19,13 @@ from zerofx.runtime.layout import Bucket
 
 @dataclass
 class Crossing:
-    """What a forward graph leaves for its backward: kept buckets by position, refreshed buckets."""
+    """What a forward graph leaves for its backward.
+
+    kept: gathered buckets, by position. hosted: positions of what waits on the host.
+    """
 
     kept: dict[int, int] = field(default_factory=dict)
+    hosted: set[int] = field(default_factory=set)
     refreshed: set[int] = field(default_factory=set)
 
 

@@ -228,6 +228,8 @@ _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
     ops.store_grad: Numbering._same,
     ops.update: Numbering._nothing,
     ops.sync_buffers: Numbering._sync,
+    ops.offload: Numbering._same,
+    ops.reload: Numbering._same,
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from zerofx.analysis.activations import Policy
 from zerofx.analysis.memory import Memory, memory
 from zerofx.analysis.tradeoffs import Tradeoffs
-from zerofx.errors import PlanError
+from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Program
 from zerofx.machine import Machine
 from zerofx.plan import Plan
@@ -64,7 +64,7 @@ def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial
         leaves it open, it shrinks where nothing else fits.
 
     Raises:
-        PlanError: nothing fits; it says the least that does, and what stands at that peak.
+        BudgetError: nothing fits; it says the least that does, and what stands at that peak.
     """
     least: Memory | None = None
     for distance in range(prefetch, -1, -1) if plan.prefetch == "auto" else (prefetch,):
@@ -150,7 +150,7 @@ class _Attempt:
         return Choices(tradeoffs.solved(picked), self.distance, decisions=reasons)
 
 
-def _infeasible(program: Program, plan: Plan, least: Memory) -> PlanError:
+def _infeasible(program: Program, plan: Plan, least: Memory) -> BudgetError:
     """Say what the smallest budget is, and name what stands in the way."""
     assert plan.memory_budget is not None
     needed = budget_for(least.peak_bytes)
@@ -164,9 +164,10 @@ def _infeasible(program: Program, plan: Plan, least: Memory) -> PlanError:
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
-    return PlanError(
+    return BudgetError(
         f"memory_budget: {program.model_name} needs {format_bytes(needed)} "
         f"({needed} bytes) a rank at stage {plan.stage} {how}, optimizer states of AdamW "
         f"included, but the budget is {format_bytes(plan.memory_budget)}; at that peak stand "
-        f"{names}; raise the budget to it, shard more (stage, ranks){more}"
+        f"{names}; raise the budget to it, shard more (stage, ranks){more}",
+        needed,
     )

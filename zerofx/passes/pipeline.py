@@ -25,6 +25,7 @@ from zerofx.passes.decide import Choices, budget_bytes, decide
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
@@ -66,6 +67,15 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
     # before communication: cuts depend on units alone, so identical layers stay identical
     lambda s: CutRegions(),
+    # between regions, and before gathers: what it moves is forward's own, and all that comes later
+    # is measured without it
+    lambda s: OffloadActivations(
+        activations=s.plan.activations,
+        everything=s.plan.offload.activations == "cpu",
+        distance=_distance(s),
+        least_bytes=s.machine.offload_min_bytes,
+        host_budget_bytes=s.plan.host_budget,
+    ),
     # before the collectives that it shapes
     lambda s: AssignBuckets(
         plan=s.plan,

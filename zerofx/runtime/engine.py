@@ -13,6 +13,7 @@ from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
+from zerofx.runtime.host_tier import Copy, HostTier
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool
@@ -49,6 +50,9 @@ class Engine:
         self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
         self.store_grad = self.gradients.store
         self.update = self.gradients.update
+        self.host = HostTier(store.world.device, poison)
+        self.offload = self.host.offload
+        self.reload = self.host.reload
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
         """Make room for a program's slots; those used `in_forward` stay between calls."""
@@ -71,6 +75,7 @@ class Engine:
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""
         self.world.report_failure(repr(sys.exc_info()[1]))
+        self.host.drain()
         self.world.drain()
         self.gradients.abandon()
 
@@ -137,7 +142,7 @@ class Engine:
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
-    def wait(self, flight: Flight) -> Tensor | None:
+    def wait(self, flight: Flight | Copy) -> Tensor | None:
         """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
         return flight.wait()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.flight import Flight
+from zerofx.runtime.host_tier import Copy
 
 _CURRENT = threading.local()
 
@@ -30,7 +31,7 @@ class GraphCalls:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._pending: dict[int, list[Flight]] = {}  # data_ptr -> launched flights
+        self._pending: dict[int, list[Flight | Copy]] = {}  # data_ptr -> launched flights
         self._filling: dict[int, int] = {}  # data_ptr of a gradient buffer -> bucket
 
     @contextlib.contextmanager
@@ -43,7 +44,7 @@ class GraphCalls:
         finally:
             _CURRENT.calls = before
 
-    def _launch(self, flight: Flight, key: Tensor) -> Tensor:
+    def _launch(self, flight: Flight | Copy, key: Tensor) -> Tensor:
         self._pending.setdefault(key.data_ptr(), []).append(flight)
         return key
 
@@ -97,6 +98,16 @@ class GraphCalls:
 
     def update(self, stored: Tensor, shard: Tensor, bucket: int) -> None:
         self.engine.update(shard, bucket)
+
+    def offload(self, x: Tensor) -> Tensor:
+        flight = self.engine.offload(x)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def reload(self, host: Tensor) -> Tensor:
+        flight = self.engine.reload(host)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         return self.engine.sync_buffers(values)

@@ -66,6 +66,7 @@ def _numbers(program: Program) -> dict[str, int]:
     found |= {f"{c.value} bytes at the peak": held[c] for c in Category}
     found |= {f"{kind} bytes sent": s.sent_bytes for kind, s in sent.kinds.items()}
     found |= {f"{kind} calls": s.calls for kind, s in sent.kinds.items()}
+    found |= {f"{lane} bytes copied": s.sent_bytes for lane, s in sent.moved.items()}
     found["nodes"] = sum(len(gm.graph.nodes) for gm in program.graphs.values())
     return found
 

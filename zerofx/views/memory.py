@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
-from zerofx.analysis.storage import Compiled
+from zerofx.analysis.storage import Category, Compiled
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import without_numbers
+from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
 from zerofx.views.why import WhyView, explained, summary
 
+_WAYS = {D2H: "to its host", H2D: "from its host"}
 NAMES = 16  # of the largest things held at the peak
 
 
@@ -54,15 +56,20 @@ class MemoryView:
         lines += [f"at {self._place()}", self.basis, ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         for category, nbytes in held.items():
-            if nbytes or lasting[category]:
+            if category is not Category.HOST and (nbytes or lasting[category]):
                 share = nbytes / max(self.peak_bytes, 1)
                 line = (
                     f"{category.value:<16}{format_bytes(lasting[category]):>16}"
                     f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
                 )
                 lines.append(line.rstrip())
+        on_host = lasting.pop(Category.HOST)
         total = format_bytes(sum(lasting.values()))
-        lines += [f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}", ""]
+        lines.append(f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}")
+        if on_host:
+            there = format_bytes(held[Category.HOST])
+            lines.append(f"{'host memory':<16}{format_bytes(on_host):>16}{there:>16}")
+        lines.append("")
         return lines + self._names() + self._sent() + summary(self.decisions)
 
     def _place(self) -> str:
@@ -102,6 +109,11 @@ class MemoryView:
                     f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} {sent.calls} calls, "
                     f"{sent.sent_numel} elements"
                 )
+        for lane, moved in self.traffic.moved.items():
+            if moved.calls:
+                way = _WAYS[lane]
+                size = format_bytes(moved.sent_bytes)
+                lines.append(f"  {size:>10}  {way:<14} {moved.calls} copies")
         return lines if len(lines) > 1 else []
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +126,7 @@ class MemoryView:
             "peak_at": self._place(),
             "optimizer_bytes_per_element": self.optimizer_bytes,
             "basis": self.basis,
+            "host_bytes": report.host_bytes,
             "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
             "between_steps": {c.value: n for c, n in report.lasting().items()},
             "held_at_peak": [
@@ -125,7 +138,7 @@ class MemoryView:
             "decisions": [dataclasses.asdict(d) for d in self.decisions],
             "traffic": {
                 kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes}
-                for kind, s in self.traffic.kinds.items()
+                for kind, s in (*self.traffic.kinds.items(), *self.traffic.moved.items())
             },
         }  # fmt: skip
 

@@ -21,8 +21,10 @@ from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
+COPIES = (Lane.D2H, Lane.H2D)  # shown where something is copied
 WIDTH = 24  # of the bar
-COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6}
+COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6,
+          Lane.D2H: 20, Lane.H2D: 20}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,25 @@ class ScheduleView:
     def peak_bytes(self) -> int:
         return self.schedule.memory.peak_bytes
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Return the lanes that are shown."""
+        used = {step.lane for step in self.schedule.steps}
+        return LANES + tuple(lane for lane in COPIES if lane in used)
+
     def lines(self) -> list[str]:
         """Return the timeline's lines, identical layers once."""
         steps = self.schedule.steps
-        head = "  ".join(f"{lane.value:<{COLUMN[lane]}}" for lane in LANES)
+        head = "  ".join(f"{lane.value:<{COLUMN[lane]}}" for lane in self.lanes)
         peak = f"peak {format_bytes(self.peak_bytes)} at step {self.schedule.peak_step}"
         top = [f"# {self.title}", f"step  {head}  {'resident':<10} ({len(steps)} steps; {peak})"]
         return top + collapse(self._rows(), indent="      ")
 
     def _rows(self) -> list[Row]:
         found = []
-        flying: dict[Lane, list[Step]] = {lane: [] for lane in LANES}
+        flying: dict[Lane, list[Step]] = {lane: [] for lane in self.lanes}
         for step in self.schedule.steps:
-            cells = {lane: _under_way(flying[lane]) for lane in LANES}
+            cells = {lane: _under_way(flying[lane]) for lane in self.lanes}
             cells[step.lane] = _cell(step)
             _fly(flying[step.lane], step)
             found.append(self._row(step, cells))
@@ -63,13 +71,13 @@ class ScheduleView:
         is_peak = step.index == self.schedule.peak_step
         unit = step.unit
         key = (step.kind, step.lane, step.graph, without_numbers(unit), step.num_nodes, step.verb)
-        shapes = tuple(without_numbers(cells[lane]) for lane in LANES)
+        shapes = tuple(without_numbers(cells[lane]) for lane in self.lanes)
         bar = "#" * max(1, round(WIDTH * resident / max(self.peak_bytes, 1)))
         held = format_bytes(resident)
         mark = "  <- peak" if is_peak else ""
 
         def write(layers: Layers) -> str:
-            shown = "  ".join(f"{cells[lane]:<{COLUMN[lane]}}" for lane in LANES)
+            shown = "  ".join(f"{cells[lane]:<{COLUMN[lane]}}" for lane in self.lanes)
             last = layers[-1][0]
             until = f" .. {last}" if last != held else ""
             return f"{step.index:>4}  {shown}  {held:<10} {bar}{until}{mark}"
@@ -111,13 +119,17 @@ def _cell(step: Step) -> str:
         return f"x  b{step.bucket}"
     if step.kind == "sync":
         return "BC buffers"
-    return f"{step.verb} b{step.bucket} {'>' if step.kind == 'launch' else '<'}"
+    return f"{step.verb} {_moved(step)} {'>' if step.kind == 'launch' else '<'}"
+
+
+def _moved(step: Step) -> str:
+    return f"{'v' if step.lane in COPIES else 'b'}{step.bucket}"
 
 
 def _under_way(flying: Sequence[Step]) -> str:
     if not flying:
         return "."
-    return "|  " + " ".join(f"b{s.bucket}" for s in flying)
+    return "|  " + " ".join(map(_moved, flying))
 
 
 def _fly(flying: list[Step], step: Step) -> None:

@@ -1,0 +1,75 @@
+"""Copies between device and host in the oracle: values that are out of reach while away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from oracle_exchange import Delivery
+from oracle_memory import OracleError, poison
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Parked:
+    """A place on the host: nothing but a reload can make use of it."""
+
+    content: Tensor | None = None
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A copy under way: of `x` to the place, or from the place to the device."""
+
+    place: Parked
+    x: Tensor | None
+    arrived: Tensor | None = None
+    has_landed: bool = False
+
+    def move(self) -> None:
+        """Read the source, once; later changes of it are not seen."""
+        if self.arrived is None:
+            source = self.place.content if self.x is None else self.x
+            if source is None:
+                raise OracleError("a reload of a place on the host that holds nothing")
+            self.arrived = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+            self.arrived.copy_(source)
+
+
+@dataclass
+class Host:
+    """One rank's copies. What has left is garbage on the device once its copy has ended, and a
+    place on the host is free, and empty, once its value is back.
+    """
+
+    under_way: list[HostCopy] = field(default_factory=list)
+
+    def launch(self, copy: HostCopy, delivery: Delivery) -> HostCopy:
+        self.under_way.append(copy)
+        if delivery is not Delivery.LATE:
+            copy.move()
+        return copy
+
+    def finish(self, copy: HostCopy) -> Tensor | Parked:
+        """Wait for a copy: hand out what arrived, and destroy its source."""
+        if copy.has_landed:
+            raise OracleError("a copy to or from the host is waited for twice")
+        copy.move()
+        copy.has_landed = True
+        self.under_way.remove(copy)
+        if copy.x is None:
+            copy.place.content = None
+            return copy.arrived  # type: ignore[return-value]
+        copy.place.content = copy.arrived
+        _destroy(copy.x)
+        return copy.place
+
+    def check_landed(self) -> None:
+        """Refuse the end of a call while something is under way."""
+        if self.under_way:
+            raise OracleError("a copy to or from the host is never waited for")
+
+
+def _destroy(x: Tensor) -> None:
+    """Fill all memory that a tensor lies in with garbage: its views lie there too."""
+    poison(torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()))

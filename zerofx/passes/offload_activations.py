@@ -1,0 +1,232 @@
+"""offload-activations: let saved values wait on the host between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.analysis.activations import Policy
+from zerofx.analysis.leaving import Leaving, chain, leaving
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.graphs import add_placeholder, call, set_results
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import Span, spans
+from zerofx.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class OffloadActivations(Pass):
+    """Copy saved values to the host behind their last use, and back ahead of backward's first.
+
+    What leaves is a whole storage; backward looks into it again by the views that were saved. The
+    copies of one region are waited for, and their sources given back, behind the next region that
+    launches some: as much compute as there is between hides them. A reload is launched `distance`
+    units before its value is read.
+
+    activations: the plan's; the units that its patterns offload, though not what takes fewer than
+        `least_bytes`.
+    everything: beside these, all saved values for which no pattern speaks, but for those that
+        backward would reload before it has computed anything: their way would only cost.
+    values: names of saved values, or of forward's nodes, that leave in any case.
+
+    Raises:
+        PlanError: what leaves takes more than `host_budget_bytes`.
+    """
+
+    name: ClassVar[str] = "offload-activations"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT, Fact.REGIONS_CUT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+
+    activations: Policy = "keep"
+    everything: bool = False
+    values: tuple[str, ...] = ()
+    distance: int = 1
+    least_bytes: int = 0
+    host_budget_bytes: int | None = None
+
+    def run(self, program: Program) -> Report:
+        if BACKWARD not in program.graphs:
+            return Report(False, "inference: nothing is saved")
+        begins = _Units(program.graph(BACKWARD), self.distance)
+        groups = [g for g in leaving(program) if self._leaves(g, begins)]
+        size = sum(g.nbytes for g in groups)
+        if self.host_budget_bytes is not None and size > self.host_budget_bytes:
+            raise PlanError(
+                f"host_budget: {program.model_name} would hold {format_bytes(size)} ({size} bytes) "
+                f"of activations on the host, but the budget is "
+                f"{format_bytes(self.host_budget_bytes)}; raise it, or offload fewer units"
+            )
+        if groups:
+            taken = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SAVED)}
+            hosts = _leave(program.graph(FORWARD), groups)
+            first = _save(program, groups, hosts, taken)
+            reloaded = _come_back(program.graph(BACKWARD), groups, hosts, first, begins)
+            for group, value_again in zip(groups, reloaded, strict=True):
+                _look_into(program.graph(BACKWARD), group, value_again, taken, begins.spans)
+        return Report(bool(groups), f"{len(groups)} values offloaded, {size} bytes")
+
+    def _leaves(self, group: Leaving, begins: _Units) -> bool:
+        if set(self.values) & {*group.names, *(view.name for view in group.views.values())}:
+            return True
+        if group.nbytes < self.least_bytes:
+            return False
+        choices = {self._choice(unit) for unit in group.units}
+        if choices == {"offload"}:
+            return True
+        is_worth_it = begins.launch_region(group.first) > begins.earliest
+        return self.everything and choices <= {"offload", None} and is_worth_it
+
+    def _choice(self, unit: str) -> str | None:
+        """Return what the plan's patterns say of a unit, None where they say nothing."""
+        if not isinstance(self.activations, Mapping):
+            return None
+        found = (c for pattern, c in self.activations.items() if fnmatchcase(unit, pattern))
+        return next(found, None)
+
+
+class _Units:
+    """Where backward may launch a reload: a number of units ahead of a region."""
+
+    def __init__(self, graph: fx.Graph, distance: int) -> None:
+        self.spans, self._distance = spans(graph), distance
+        self._ordinal: dict[int, int] = {}
+        self._begins: list[int] = []  # ordinal of a unit's turn -> its first region
+        unit = None
+        for region in sorted(self.spans):
+            here = info(self.spans[region].first).unit
+            if here != unit:
+                self._begins.append(region)
+            unit, self._ordinal[region] = here, len(self._begins) - 1
+
+    @property
+    def earliest(self) -> int:
+        return self._begins[0]
+
+    def launch_region(self, region: int) -> int:
+        """Return the region before which a value that `region` reads first is launched."""
+        if self._distance == 0:
+            return region
+        return self._begins[max(self._ordinal[region] - self._distance, 0)]
+
+
+# -- forward --------------------------------------------------------------------------------------
+def _leave(graph: fx.Graph, groups: Sequence[Leaving]) -> list[fx.Node]:
+    """Insert each value's offload behind its last use, and its wait; return the waits."""
+    behind = {region: span.last.next for region, span in spans(graph).items()}
+    waits: list[fx.Node] = []
+    launched: list[tuple[int, fx.Node]] = []
+
+    def wait_for_all() -> None:
+        for number, launch in launched:
+            waits.append(_describe(call(graph, ops.wait, (launch,)), groups[number], number))
+        launched.clear()
+
+    for number, group in enumerate(groups):
+        with graph.inserting_before(behind[group.last]):
+            if launched and groups[launched[0][0]].last != group.last:
+                wait_for_all()
+            launch = call(graph, ops.offload, (group.root,))
+            launched.append((number, _describe(launch, group, number)))
+    with graph.inserting_before(graph.output_node()):
+        wait_for_all()
+    return waits
+
+
+def _describe(node: fx.Node, group: Leaving, number: int, phase: Phase = Phase.FORWARD) -> fx.Node:
+    where = info(group.root)
+    set_info(
+        node, phase=phase, unit=where.unit, module=where.module, line=where.line,
+        name=_label(group), index=number,
+    )  # fmt: skip
+    return node
+
+
+def _label(group: Leaving) -> str:
+    """Name a storage: as the saved value that is all of it, else as forward's node."""
+    whole = (n for n, v in zip(group.names, group.views.values(), strict=True) if v is group.root)
+    return next(whole, group.root.name)
+
+
+def _save(
+    program: Program, groups: Sequence[Leaving], hosts: Sequence[fx.Node], taken: dict[int, fx.Node]
+) -> int:
+    """Save the host's values behind those that stay; return the position of the first."""
+    gone = {position for group in groups for position in group.views}
+    pairs = list(zip(program.outputs[FORWARD], program.results(FORWARD), strict=True))
+    others = [(s, r) for s, r in pairs if s.role is not Role.SAVED]
+    saved = [(s.name, r) for s, r in pairs if s.role is Role.SAVED]
+    stay = [position for position in range(len(saved)) if position not in gone]
+    for index, position in enumerate(stay):
+        set_info(taken[position], index=index)
+    kept = [saved[i] for i in stay]
+    kept += [(_label(g), host) for g, host in zip(groups, hosts, strict=True)]
+    specs = [OutputInfo(Role.SAVED, name, i) for i, (name, _) in enumerate(kept)]
+    program.outputs[FORWARD] = (*(s for s, _ in others), *specs)
+    set_results(program.graph(FORWARD), [*(r for _, r in others), *(r for _, r in kept)])
+    return len(stay)
+
+
+# -- backward -------------------------------------------------------------------------------------
+def _come_back(
+    graph: fx.Graph, groups: Sequence[Leaving], hosts: Sequence[fx.Node], index: int, begins: _Units
+) -> list[fx.Node]:
+    """Insert each value's reload and, before its first reader, the wait; return the waits."""
+    launches: dict[int, fx.Node] = {}
+    for number in sorted(range(len(groups)), key=lambda n: groups[n].first):
+        group = groups[number]
+        where, host = info(group.root), value(hosts[number])
+        held = add_placeholder(
+            graph, _label(group), host, Role.SAVED, name=_label(group), index=index + number,
+            unit=where.unit, module=where.module, line=where.line, phase=Phase.BACKWARD,
+        )  # fmt: skip
+        anchor = begins.spans[begins.launch_region(group.first)].first
+        with graph.inserting_before(anchor):
+            device = value(group.root).device
+            launch = call(graph, ops.reload, (held,), named={"device": device})
+        launches[number] = _describe(launch, group, number, Phase.BACKWARD)
+    waits: dict[int, fx.Node] = {}
+    for number, launch in launches.items():
+        with graph.inserting_before(begins.spans[groups[number].first].first):
+            wait = call(graph, ops.wait, (launch,))
+        waits[number] = _describe(wait, groups[number], number, Phase.BACKWARD)
+    return [waits[number] for number in range(len(groups))]
+
+
+def _look_into(
+    graph: fx.Graph,
+    group: Leaving,
+    root: fx.Node,
+    taken: dict[int, fx.Node],
+    where: dict[int, Span],
+) -> None:
+    """Let backward read a reloaded storage, each region by views of its own."""
+    made: dict[tuple[int, fx.Node], fx.Node] = {}
+    for position, view in group.views.items():
+        before = taken[position]
+        for user in list(before.users):
+            region = info(user).region
+            assert region is not None, f"{user} reads a saved value outside any region"
+            now = root
+            for forward in chain(group.root, view):
+                if (region, forward) not in made:
+                    made[region, forward] = _again(graph, forward, now, where[region].first)
+                now = made[region, forward]
+            user.replace_input_with(before, now)
+        graph.erase_node(before)
+
+
+def _again(graph: fx.Graph, forward: fx.Node, source: fx.Node, first: fx.Node) -> fx.Node:
+    """Copy a view of forward to the beginning of a region of backward."""
+    with graph.inserting_before(first):
+        view = graph.node_copy(forward, lambda _: source)
+    view.meta = dict(forward.meta)
+    here = info(first)
+    set_info(view, phase=Phase.BACKWARD, recomputed=True, unit=here.unit, region=here.region)
+    return view
