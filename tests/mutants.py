@@ -62,6 +62,7 @@ class Mutant:
 
 # Finer units than blocks: more buckets than slots, so that places change hands.
 FINE = ("blocks.*.attn", "blocks.*.mlp")
+TILED = (("blocks.1.mlp", 4), ("blocks.0.attn", 2), ("position", 2))
 AWAY = (("blocks.0.attn", "recompute"), ("*", "offload"))
 BASES = [
     Base("gpt", Choice(3, units=FINE)),
@@ -78,6 +79,7 @@ BASES = [
     Base("binary", Choice(3, activations="recompute")),
     Base("lstm", Choice(3)),
     Base("gpt", Choice(3, 1)),
+    Base("gpt", Choice(3, tiling=TILED)),
     Base("gpt", Choice(3, activations=AWAY, units=FINE)),
     Base("branches", Choice(0, activations=AWAY, prefetch=2)),
     Base("gpt", Choice(3, units=FINE, update="in-backward")),

@@ -87,6 +87,7 @@ class Choice:
     bucket_bytes: int = 6000
     persist_below: int = 100
     update: str = "step"
+    tiling: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         chosen = self.activations
@@ -97,6 +98,7 @@ class Choice:
         parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
         parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
         parts += ["units"] if self.units else []
+        parts += ["tiled"] if self.tiling else []
         parts += [self.update] if self.update != "step" else []
         return "-".join(parts)
 
@@ -113,6 +115,7 @@ class Choice:
             bucket_bytes=self.bucket_bytes,
             persist_below=self.persist_below,
             update=self.update,
+            tiling=dict(self.tiling) or "off",
         )
 
     def setting(self) -> Setting:

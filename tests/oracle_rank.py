@@ -26,6 +26,10 @@ class Rank:
         self.inputs = {k: v.detach().clone() for k, v in state.inputs[rank].items()}
         self.tangents = state.tangents[rank]
         self.params = {k: v.detach().clone() for k, v in state.params.items()}
+        for p in program.params.values():
+            if p.tile is not None:
+                first, end = p.tile.rows
+                self.params[p.name] = self.params[p.tile.name][first:end]
         self.aliases = {a: p.name for p in program.params.values() for a in p.aliases}
         self.shards = self._cut_shards()
         self.memory = Memory(program.slots.get("bytes", []))

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zerofx.runtime.layout import Layout, UnitParam, unit_layout
+from zerofx.runtime.bucketing import UnitParam, unit_layout
+from zerofx.runtime.layout import Layout
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World

@@ -14,7 +14,7 @@ from mutants_kinds import KINDS
 from zerofx.ir.meta import info
 from zerofx.ir.verify import verify
 
-FEW = [*BASES[:4], *BASES[-4:]]
+FEW = [*BASES[:4], *BASES[-5:]]
 
 
 def tally(count: int, seed: int, bases: list = BASES) -> Tally:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.demo.measure import PeakMemory
 from zerofx.optim.casts import StepCasts
+from zerofx.runtime.bucketing import UnitParam, unit_layout
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import UnitParam, unit_layout
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.standalone import LoopbackAxis
 from zerofx.runtime.world import World

@@ -19,6 +19,7 @@ def test_the_order_in_reading_form() -> None:
     assert NAMES == [
         "cast",
         "fuse",
+        "tile",
         "merge-tied",
         "split",
         "cut-regions",
@@ -83,8 +84,8 @@ def test_specs_name_every_option() -> None:
     assert specs["sync-buffers"] == "sync-buffers{enabled=true}"
 
 
-def test_only_three_passes_change_numbers() -> None:
-    assert [p.name for p in PASSES if not p.keeps_bits] == ["cast", "fuse", "sync-buffers"]
+def test_only_four_passes_change_numbers() -> None:
+    assert [p.name for p in PASSES if not p.keeps_bits] == ["cast", "fuse", "tile", "sync-buffers"]
 
 
 class Lies(Pass):

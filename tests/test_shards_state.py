@@ -48,7 +48,7 @@ def test_full_state_round_trip(size: int, shard_size: int) -> None:
 
 
 def test_a_flat_piece_refuses_to_be_computed_with() -> None:
-    piece = FlatPiece.of(torch.zeros(3), 2, 9)
+    piece = FlatPiece.of(torch.zeros(3), ((2, 5),), 9)
     assert repr(piece) == "FlatPiece(torch.float32, elements 2:5 of 9)"
     assert piece.size() == torch.Size([9]) and piece.device.type == "cpu"
     for action in (lambda: piece + 1, lambda: piece.cpu(), lambda: piece.detach()):

@@ -22,6 +22,7 @@ from zerofx.ir.program import Program
 from zerofx.machine import Machine, machine_for
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
+from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
@@ -100,6 +101,7 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine)
     units = find_units(model, plan.units)
     computes = compute_dtypes(model, compute_dtype(plan.precision))
     described = with_master(describe_params(model, units, computes).values(), plan.precision)
+    described = with_tiles(described, choose_tiles(described, plan, world_size))
     persist = plan.persist_below
     bucket = plan.bucket_bytes
     return plan_layout(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from zerofx.fields import Patterns
@@ -39,6 +39,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
             "but nothing is offloaded; set offload, or drop host_budget"
         )
+    yield from _against_tiling(plan)
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
@@ -74,14 +75,21 @@ def contradictions(plan: Plan) -> Iterator[str]:
         )
 
 
+def _against_tiling(plan: Plan) -> Iterator[str]:
+    if plan.tiling == "auto" and plan.memory_budget is None:
+        yield (
+            "Plan.tiling = 'auto' cuts what is large against memory_budget, which is None; set "
+            'memory_budget ("40GiB"), or name the parameters and their tiles'
+        )
+    if plan.tiling != "off" and plan.update == "in-backward":
+        yield (
+            "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
+            "comes tile by tile, and its optimizer steps once over all of it; use update='step'"
+        )
+
+
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.tiling != "off":
-        yield (
-            "tiling",
-            dict(plan.tiling) if isinstance(plan.tiling, Mapping) else plan.tiling,
-            "off",
-        )
     later = {k: t for k, t in plan.offload.tiers.items() if t != "none"}
     if later.get("activations") == "cpu":
         del later["activations"]

@@ -55,6 +55,7 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
     found = []
     layout = program.layout
     updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if n.target is ops.update}
+    begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
     packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout):
@@ -64,9 +65,12 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
         bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
-        if size >= layout.rest_bytes or bucket.index in updated:
+        whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
+        if whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated:
             birth = packed.get(bucket.index, time)
             death = updated.get(bucket.index, life.end)
+        if bucket.tile is not None:  # one allocation for all tiles
+            birth = begun.setdefault(bucket.tile.name, birth)
         found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, death, info(node)))
         if bucket.reduce_dtype is not bucket.dtype:
             unit = bucket.label()

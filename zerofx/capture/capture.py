@@ -182,6 +182,18 @@ def describe_params(
             unit=units[names[0]],
             aliases=tuple(names[1:]),
             compute_dtype=computes[names[0]],
+            layer=_layer_of(model, names[0]),
         )
         for key, names in groups.items()
     }
+
+
+def _layer_of(model: nn.Module, name: str) -> str:
+    """Return what kind of layer has this parameter as its weight, as far as passes ask."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    if key != "weight":
+        return ""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else ""

@@ -10,8 +10,9 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Calling, Program, Reference
 from zerofx.ir.verify_values import SHORT
 from zerofx.runtime.layout import Layout
+from zerofx.runtime.tiles import Tile
 
-FORMAT = 2
+FORMAT = 3
 
 
 def program_facts(program: Program) -> dict[str, Any]:
@@ -92,6 +93,10 @@ def _placeholders(program: Program, graph: str) -> list[list[Any]]:
     return found
 
 
+def _tile(tile: Tile | None) -> list[Any] | None:
+    return None if tile is None else [tile.name, list(tile.shape), tile.index, tile.count]
+
+
 def layout_facts(layout: Layout) -> dict[str, Any]:
     return {
         "shard_size": layout.shard_size,
@@ -105,7 +110,7 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
                 "numel": b.numel,
                 "persistent": b.persistent,
                 "trainable": b.trainable,
-                "params": [[p.name, list(p.shape), p.offset] for p in b.params],
+                "params": [[p.name, list(p.shape), p.offset, _tile(p.tile)] for p in b.params],
             }
             for b in layout.buckets
         ],

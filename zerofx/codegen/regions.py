@@ -114,6 +114,7 @@ class _Body:
         self.dying = self._last_uses()
 
     def _relative(self, name: str) -> str:
+        name = re.sub(r"\[\d+:\d+\]$", "", name)  # which rows: the tiles of a layer are alike
         inner = name.removeprefix(self.unit + ".") if self.unit else name
         return (
             re.sub(r"\d+", "", identifier(inner))

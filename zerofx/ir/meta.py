@@ -47,6 +47,7 @@ class Info:
     line: "file.py:12" of the user's code.
     unit: the unit the node's module belongs to ("" outside any unit).
     index: position among its role (input leaf, output leaf, bucket of a shard).
+    tile: which part of a tiled layer the node computes, -1 for none: regions are cut between them.
     region: the compute region the node belongs to; None for communication and glue.
     recomputed: the node is a backward copy of a forward node.
     is_random: the node draws from a generator (directly), so it must never be recomputed.
@@ -60,6 +61,7 @@ class Info:
     line: str = ""
     unit: str = ""
     index: int = -1
+    tile: int = -1
     region: int | None = None
     recomputed: bool = False
     is_random: bool = False

@@ -15,6 +15,7 @@ from torch import fx
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.runtime.layout import Layout
+from zerofx.runtime.tiles import Tile
 
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
 
@@ -24,6 +25,8 @@ class ParamInfo:
     """One parameter as captured; tied names all map to the first (`canonical`).
 
     dtype: in which its value is kept. compute_dtype: in which the graphs read it.
+    layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
+    parameter it is.
     """
 
     name: str
@@ -33,6 +36,8 @@ class ParamInfo:
     unit: str = ""
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+    layer: str = ""
+    tile: Tile | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:

@@ -9,7 +9,8 @@ a hundredth of it. No unsigned code is 0 while a > 0: a second moment that becam
 moment that did not would make a step of m / eps. Coding what was decoded gives the same codes.
 
 Blocks begin at multiples of 256 of the parameter's own elements; where a cut between ranks falls
-into one, each rank codes its part by itself.
+into one, each rank codes its part by itself. What a rank has of a tiled parameter counts as one
+part.
 
 Source: "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), sections 2.1 and 3, with
 another non-linear map than its dynamic tree: this one needs two square roots and no search.

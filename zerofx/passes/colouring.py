@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from torch import fx
 
 from zerofx.ir import ops
@@ -17,28 +22,81 @@ def assign(program: Program) -> list[int]:
     A slot holds one buffer at a time and only within one call: what leaves its call (a kept
     bucket) gets memory of its own, and what is reduced in place lies in p.grad's. Slots of all
     graphs share one pool, since calls never overlap.
+
+    The largest buffers choose first, so that none lies in a slot that a larger one needs then.
     """
-    sizes: list[int] = []
-    for gm in program.graphs.values():
-        _colour(gm.graph, sizes, program.layout)
-    return sizes
+    buffers = [b for gm in program.graphs.values() for b in _buffers(gm.graph, program.layout)]
+    slots: list[_Slot] = []
+    for number, buffer in sorted(enumerate(buffers), key=lambda b: -b[1].nbytes):
+        # the smallest that is free: none is smaller than those which chose before
+        slot = next((s for s in reversed(slots) if s.is_free(buffer)), None)
+        if slot is None:
+            slot = _Slot()
+            slots.append(slot)
+        slot.take(buffer, number)
+    slots.sort(key=lambda s: s.first)  # numbered in the order of first use
+    for number, slot in enumerate(slots):
+        for buffer in slot.held:
+            _write(buffer, number)
+    return [max(b.nbytes for b in slot.held) for slot in slots]
 
 
-def _colour(graph: fx.Graph, sizes: list[int], layout: Layout | None) -> None:
-    free = set(range(len(sizes)))
-    ends: dict[fx.Node, list[int]] = {}
-    for node in list(graph.nodes):
-        for slot in ends.pop(node, []):
-            free.add(slot)
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """What needs a slot from the node that takes it to the one behind which it is free.
+
+    start, stop: where these nodes stand in the graph.
+    """
+
+    node: fx.Node
+    end: fx.Node
+    start: int
+    stop: int
+    nbytes: int
+
+
+class _Slot:
+    """The buffers that take turns in one place, by graph in the order of their turns.
+
+    first: the number of the program's buffer that takes it first.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[_Buffer] = []
+        self.first = sys.maxsize
+        self._turns: dict[fx.Graph, list[_Buffer]] = {}
+
+    def is_free(self, buffer: _Buffer) -> bool:
+        turns = self._turns.get(buffer.node.graph, [])
+        at = bisect_left(turns, buffer.start, key=_start)
+        is_before = at == len(turns) or buffer.stop < turns[at].start
+        return is_before and (at == 0 or turns[at - 1].stop < buffer.start)
+
+    def take(self, buffer: _Buffer, number: int) -> None:
+        insort(self._turns.setdefault(buffer.node.graph, []), buffer, key=_start)
+        self.held.append(buffer)
+        self.first = min(self.first, number)
+
+
+def _start(buffer: _Buffer) -> int:
+    return buffer.start
+
+
+def _buffers(graph: fx.Graph, layout: Layout | None) -> Iterator[_Buffer]:
+    """Yield what needs a slot, in order."""
+    places = {node: at for at, node in enumerate(graph.nodes)}
+    for node, at in places.items():
         if node.target is ops.all_gather or node.target is ops.grad_buffer:
             end = _end(node)
-            if end is None or is_in_place(node, layout):
-                continue
-            slot = _take(free, sizes, nbytes(value(node)))
-            node.args = (*node.args[:-1], slot) if _has_slot(node) else (*node.args, slot)
-            if end.target is ops.release:
-                end.args = (end.args[0], slot)
-            ends.setdefault(end, []).append(slot)
+            if end is not None and not is_in_place(node, layout):
+                yield _Buffer(node, end, at, places[end], nbytes(value(node)))
+
+
+def _write(buffer: _Buffer, slot: int) -> None:
+    node, end = buffer.node, buffer.end
+    node.args = (*node.args[:-1], slot) if _has_slot(node) else (*node.args, slot)
+    if end.target is ops.release:
+        end.args = (end.args[0], slot)
 
 
 def _has_slot(node: fx.Node) -> bool:
@@ -52,18 +110,3 @@ def _end(node: fx.Node) -> fx.Node | None:
         return next((u for u in wait.users if u.target is ops.release), None)
     launch = next(u for u in users_after_views(node) if u.target in ops.REDUCES)
     return next(u for u in launch.users if u.target is ops.wait)
-
-
-def _take(free: set[int], sizes: list[int], wanted: int) -> int:
-    """Take the smallest free slot that fits, else grow the largest free one, else add one."""
-    fitting = [s for s in free if sizes[s] >= wanted]
-    if fitting:
-        slot = min(fitting, key=lambda s: (sizes[s], s))
-    elif free:
-        slot = max(free, key=lambda s: (sizes[s], -s))
-        sizes[slot] = wanted
-    else:
-        slot = len(sizes)
-        sizes.append(wanted)
-    free.discard(slot)
-    return slot

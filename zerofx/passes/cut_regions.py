@@ -1,6 +1,7 @@
 """cut-regions: group compute into regions, cut where execution passes from unit to unit.
 
-A fused node is a region by itself: the schedule calls its kernel.
+The tiles of a tiled layer are cut apart as units are, since each gathers its own rows. A fused node
+is a region by itself: the schedule calls its kernel.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ def _getitems_behind_producers(graph: fx.Graph) -> None:
 
 
 def _number(graph: fx.Graph) -> int:
-    region, unit, is_kernel = -1, None, False
+    region, place, is_kernel = -1, None, False
     for node in graph.nodes:
         if not is_compute(node):
             continue
-        here = info(node).unit
+        here = info(node).unit, info(node).tile
         if is_kernel or is_fused(node):
             begins = not _is_item_of_kernel(node)
         else:
-            begins = here != unit and not (region >= 0 and _follows(node, region))
+            begins = here != place and not (region >= 0 and _follows(node, region))
         if begins:
-            region, unit, is_kernel = region + 1, here, is_fused(node)
+            region, place, is_kernel = region + 1, here, is_fused(node)
         set_info(node, region=region)
     return region + 1
 

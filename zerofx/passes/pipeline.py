@@ -33,6 +33,7 @@ from zerofx.passes.shard_parameters import ShardParameters
 from zerofx.passes.sink_waits import SinkWaits
 from zerofx.passes.split import Split
 from zerofx.passes.sync_buffers import SyncBuffers
+from zerofx.passes.tile import Tile
 from zerofx.passes.update_in_backward import UpdateInBackward
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
@@ -58,6 +59,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: Cast(precision=s.plan.precision),
     # before merge-tied, behind which the reference is taken: all else is proved against this graph
     lambda s: Fuse(patterns=_patterns(s)),
+    # before merge-tied as well: a sum over tiles rounds otherwise
+    lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered

@@ -12,7 +12,8 @@ from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo, Program
 from zerofx.plan import Plan, Precision
-from zerofx.runtime.layout import LOW_OR_SINGLE, Layout, UnitParam, merge_small, unit_layout
+from zerofx.runtime.bucketing import UnitParam, merge_small, unit_layout
+from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 
 
 def plan_layout(
@@ -62,6 +63,7 @@ def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitP
             p.requires_grad,
             p.compute_dtype,
             reduce_dtype if p.dtype in LOW_OR_SINGLE else None,
+            p.tile,
         )
         for p in params
     ]

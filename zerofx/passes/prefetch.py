@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.meta import Phase, info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
 
@@ -19,6 +20,9 @@ class PrefetchGathers(Pass):
     The transfer is then covered by the compute of `distance` buckets, and at most
     `distance` + 1 all-gathers are in flight at once. A refresh beside all-gathers goes with the
     next of them and does not count: in most calls it transfers nothing.
+
+    In backward a tile's gather is launched where the tile `distance` before it is released, if the
+    gradient of that one is computed then and can cover it: one tile fewer is gathered at a time.
     """
 
     name: ClassVar[str] = "prefetch-gathers"
@@ -31,10 +35,12 @@ class PrefetchGathers(Pass):
     def run(self, program: Program) -> Report:
         if self.distance == 0:
             return Report(False, "every launch stays with its wait")
-        moved = sum(self._launch_ahead(gm.graph) for gm in program.graphs.values())
+        assert program.layout is not None
+        tiles = {b.index for b in program.layout.buckets if b.tile is not None}
+        moved = sum(self._launch_ahead(gm.graph, tiles) for gm in program.graphs.values())
         return Report(moved > 0, f"{moved} launches moved")
 
-    def _launch_ahead(self, graph: fx.Graph) -> int:
+    def _launch_ahead(self, graph: fx.Graph, tiles: set[int]) -> int:
         waits = [n for n in graph.nodes if n.target is ops.wait]
         waits = [n for n in waits if n.args[0].target in ops.GATHERS]
         steps = [n for n in waits if n.args[0].target is ops.all_gather] or waits
@@ -44,8 +50,30 @@ class PrefetchGathers(Pass):
             target = steps[max(0, min(ahead, len(steps) - 1) - self.distance)]
             # a refresh before the first step has nothing to go ahead of
             is_behind_target = target is not wait and (wait in counted or ahead > 0)
-            if is_behind_target and wait.args[0].next is not target:
+            released = self._released_before(wait, steps, ahead, tiles) if wait in counted else None
+            if released is not None:
+                released.append(wait.args[0])
+                moved += 1
+            elif is_behind_target and wait.args[0].next is not target:
                 target.prepend(wait.args[0])
                 moved += 1
             ahead += wait in counted
         return moved
+
+    def _released_before(
+        self, wait: fx.Node, steps: list[fx.Node], ahead: int, tiles: set[int]
+    ) -> fx.Node | None:
+        """Return the release behind which a tile's gather is launched, None to do as ever."""
+        if ahead < self.distance or info(wait).phase is not Phase.BACKWARD:
+            return None
+        before = steps[ahead - self.distance]
+        if not {info(wait).index, info(before).index} <= tiles:
+            return None
+        release = next((u for u in before.users if u.target is ops.release), None)
+        if release is None or wait < release:
+            return None
+        node, is_covered = release, False
+        while node is not wait:
+            node = node.next
+            is_covered |= info(node).region is not None
+        return release if is_covered else None

@@ -22,9 +22,10 @@ class ShardParameters(Pass):
 
     Stage 3: all-gather in forward and again in backward. A bucket whose uses lie more than
     `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
-    larger than `regather_bytes`. Stages 1 and 2, and persistent buckets: the gathered copy is
-    resident and refreshed after an update. One rank a shard axis: the shard is the parameter,
-    unless it is computed with in another format; then the copy in that format is what is gathered.
+    larger than `regather_bytes`; a tile for each use. Stages 1 and 2, and persistent buckets: the
+    gathered copy is resident and refreshed after an update. One rank a shard axis: the shard is the
+    parameter, unless it is computed with in another format; then the copy in that format is what is
+    gathered.
     """
 
     name: ClassVar[str] = "shard-parameters"
@@ -61,8 +62,11 @@ class ShardParameters(Pass):
             return [set()]
         groups = [[used[0]]]
         for region in used[1:]:
-            far = region - groups[-1][-1] > self.regather_gap
-            if far and self.stage == 3 and bucket.full_bytes > self.regather_bytes:
+            gap = region - groups[-1][-1]
+            far = gap > self.regather_gap and bucket.full_bytes > self.regather_bytes
+            if bucket.tile is not None:  # or its fellows would gather beside it
+                far = gap > 1
+            if far and self.stage == 3:
                 groups.append([region])
             else:
                 groups[-1].append(region)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 
@@ -16,8 +17,9 @@ from zerofx.passes.base import Fact, Pass, Report
 class SinkWaits(Pass):
     """Move each reduction's wait behind later compute, with at most `in_flight` under way.
 
-    The wait moves to just before the gradient buffer that would make one too many; the rest is
-    waited for at the end of backward.
+    The wait moves to just before the reduction that would make one too many, or, where that is a
+    tile's, before its gradient buffer, which then takes the place of the one that was waited for.
+    The rest is waited for at the end of backward.
     """
 
     name: ClassVar[str] = "sink-waits"
@@ -38,10 +40,25 @@ class SinkWaits(Pass):
             store = _only_user(wait, ops.store_grad)
             later = launches[i + self.in_flight] if i + self.in_flight < len(launches) else None
             anchor = later if later is not None else graph.output_node()
+            if later is not None and _is_tile(program, later):
+                anchor = _buffer_of(later)
             anchor.prepend(wait)
             anchor.prepend(store)
             moved += 1
         return Report(moved > 0, f"{moved} waits moved, {self.in_flight} in flight")
+
+
+def _is_tile(program: Program, launch: fx.Node) -> bool:
+    assert program.layout is not None
+    return program.layout.buckets[info(launch).index].tile is not None
+
+
+def _buffer_of(launch: fx.Node) -> fx.Node:
+    """Return the gradient buffer that a reduction sends."""
+    node = launch
+    while node.target is not ops.grad_buffer:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _only_user(node: fx.Node, target: object) -> fx.Node:

@@ -140,7 +140,7 @@ class Gradients:
         names = self._names.get(key)
         if names is None:
             members = self._layout.buckets[bucket].params
-            names = frozenset(members[i].name for some in key[1] for i in some)
+            names = frozenset(members[i].owner for some in key[1] for i in some)
             self._names[key] = names
         return names
 
@@ -195,6 +195,7 @@ class Gradients:
             self._store.updates.abandon()
             for bucket in self._stored:
                 self._store.drop_grads(bucket)
+        self._store.abandon_grads()
         self._packed.clear()
         self._targets.clear()
         self._stored.clear()

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
+
+from zerofx.runtime.tiles import Range, Tile
 
 # What backward alone uses is freed between steps from this size on, so that the peak of forward
 # does not carry it; smaller buffers stay: allocating them anew would cost more than they hold.
 REST_BYTES = 1 << 20
-
-ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
 
 # The formats that a plan's precision speaks of; doubles, complex numbers and integers stay.
 LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """One parameter inside a bucket.
+    """One parameter, or one tile of a tiled one, inside a bucket.
 
     Shapes: `shape` is the global (full) shape; `offset` and `numel` count elements of the bucket.
     """
@@ -35,6 +35,17 @@ class ParamSlice:
     name: str
     shape: tuple[int, ...]
     offset: int
+    tile: Tile | None = None
+
+    @property
+    def owner(self) -> str:
+        """The name of the parameter that the user sees."""
+        return self.name if self.tile is None else self.tile.name
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter that the user sees."""
+        return self.shape if self.tile is None else self.tile.shape
 
     @property
     def numel(self) -> int:
@@ -76,6 +87,11 @@ class Bucket:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.params)
+
+    @property
+    def tile(self) -> Tile | None:
+        """The tile that this bucket holds, and nothing beside it."""
+        return self.params[0].tile if self.params else None
 
     @property
     def full_bytes(self) -> int:
@@ -137,115 +153,63 @@ class Layout:
 
     @cached_property
     def where(self) -> dict[str, tuple[Bucket, ParamSlice]]:
-        """Map a parameter's name to its bucket and slice."""
+        """Map the name of a parameter, or of a tile, to its bucket and slice."""
         return {p.name: (b, p) for b in self.buckets for p in b.params}
 
+    @cached_property
+    def blocks(self) -> tuple[tuple[Bucket, ...], ...]:
+        """The buckets whose shards are one allocation: the tiles of a parameter, else one alone."""
+        found: dict[object, list[Bucket]] = {}
+        for b in self.buckets:
+            found.setdefault(b.index if b.tile is None else b.tile.name, []).append(b)
+        return tuple(tuple(block) for block in found.values())
 
-@dataclass(frozen=True)
-class UnitParam:
-    """What the layout needs to know of one parameter (tied parameters once, under one name)."""
+    @cached_property
+    def block_of(self) -> tuple[int, ...]:
+        """The number of each bucket's block."""
+        numbers = {b.index: n for n, block in enumerate(self.blocks) for b in block}
+        return tuple(numbers[b.index] for b in self.buckets)
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    unit: str
-    requires_grad: bool = True
-    compute_dtype: torch.dtype | None = None  # None: as dtype
-    reduce_dtype: torch.dtype | None = None
+    def block_numel(self, block: tuple[Bucket, ...]) -> int:
+        """Return the elements of a block that one rank owns."""
+        return sum(self.shard_numel(b) for b in block)
 
-    @property
-    def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes of its shard, its gathered copy and its gradient on the way."""
-        return self.dtype, self.compute_dtype or self.dtype, self.reduce_dtype or self.dtype
+    def part(self, flat: Tensor, bucket: int) -> Tensor:
+        """Return a bucket's shard within the memory of its block, `flat` itself where alone."""
+        block = self.blocks[self.block_of[bucket]]
+        if len(block) == 1:
+            return flat
+        size = flat.numel() // len(block)  # tiles are equal
+        tile = self.buckets[bucket].tile
+        assert tile is not None
+        return flat[tile.index * size : (tile.index + 1) * size]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered parameter."""
-        return math.prod(self.shape) * self.formats[1].itemsize
-
-
-def _aligned(numel: int, itemsize: int) -> int:
-    step = max(1, ALIGN_BYTES // itemsize)
-    return -(-numel // step) * step
-
-
-def make_bucket(
-    index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False
-) -> Bucket:
-    """Lay `params` (of equal formats) out in one flat buffer, padded to shard_size equal slices."""
-    slices, units, offset = [], dict[str, None](), 0
-    members = list(params)
-    formats = members[0].formats
-    itemsize = min(f.itemsize for f in formats)
-    for p in members:
-        assert p.formats == formats, f"bucket {index} mixes {formats} and {p.formats} ({p.name})"
-        slices.append(ParamSlice(p.name, p.shape, offset))
-        units.setdefault(p.unit)
-        # an empty parameter takes room too: offsets tell the parameters of a bucket apart
-        offset += _aligned(max(math.prod(p.shape), 1), itemsize)
-    per_rank = _aligned(-(-max(offset, 1) // shard_size), itemsize)
-    return Bucket(
-        index=index,
-        units=tuple(units),
-        dtype=formats[0],
-        compute_dtype=formats[1],
-        reduce_dtype=formats[2],
-        params=tuple(slices),
-        numel=per_rank * shard_size,
-        persistent=persistent,
-        trainable=any(p.requires_grad for p in members),
-    )
-
-
-def unit_layout(
-    params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0
-) -> Layout:
-    """Return the unmerged layout: one bucket a unit, format and trainability.
-
-    Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
-    """
-    groups: dict[tuple, list[UnitParam]] = {}
-    for p in params:
-        if p.nbytes < persist_below:
-            key = ("", p.formats, p.requires_grad, True)
-        else:
-            key = (p.unit, p.formats, p.requires_grad, False)
-        groups.setdefault(key, []).append(p)
-    buckets = [
-        make_bucket(i, members, shard_size, persistent=key[3])
-        for i, (key, members) in enumerate(groups.items())
-    ]
-    return Layout(tuple(buckets), shard_size, replicate_size)
-
-
-def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:
-    """Merge neighbouring buckets of one format and trainability up to `bucket_bytes`.
-
-    Order is registration order, so every rank and every run merges alike.
-    """
-    by_name = {p.name: p for p in params}
-    merged: list[tuple[list[UnitParam], bool]] = []
-    size: list[int] = []
-    for b in layout.buckets:
-        members = [by_name[n] for n in b.names]
-        last = merged[-1][0] if merged else None
-        fits = (
-            last is not None
-            and not b.persistent
-            and not merged[-1][1]
-            and last[0].formats == (b.dtype, b.compute_dtype, b.reduce_dtype)
-            and any(p.requires_grad for p in last) == b.trainable
-            and size[-1] + b.full_bytes <= bucket_bytes
+    @cached_property
+    def owners(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each block's parameters, as the user sees them."""
+        return tuple(
+            tuple(dict.fromkeys(p.owner for b in block for p in b.params)) for block in self.blocks
         )
-        if fits:
-            assert last is not None
-            last.extend(members)
-            size[-1] += b.full_bytes
-        else:
-            merged.append((members, b.persistent))
-            size.append(b.full_bytes)
-    buckets = [
-        make_bucket(i, members, layout.shard_size, persistent)
-        for i, (members, persistent) in enumerate(merged)
-    ]
-    return Layout(tuple(buckets), layout.shard_size, layout.replicate_size)
+
+    @cached_property
+    def owned(self) -> dict[str, tuple[tuple[Bucket, ParamSlice], ...]]:
+        """Map each parameter that the user sees to where it lies: one place, or one a tile."""
+        found: dict[str, list[tuple[Bucket, ParamSlice]]] = {}
+        for b in self.buckets:
+            for p in b.params:
+                found.setdefault(p.owner, []).append((b, p))
+        return {name: tuple(places) for name, places in found.items()}
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """The number of tiles of each tiled parameter."""
+        return {name: len(places) for name, places in self.owned.items() if places[0][1].tile}
+
+    def ranges(self, name: str, shard_rank: int) -> tuple[Range, ...]:
+        """Return which elements of a flat parameter a rank owns, in the order it holds them."""
+        found = []
+        for bucket, param in self.owned[name]:
+            _, start, length = self.piece(bucket, param, shard_rank)
+            first = param.tile.index * param.numel if param.tile else 0
+            found.append((first + start, first + start + length))
+        return tuple(found)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from zerofx.runtime.param_piece import Piece
+from zerofx.runtime.tiles import spread
 
 
 @torch.no_grad()
 def gather_full(local: torch.Tensor, piece: Piece, what: str = "full_tensor") -> torch.Tensor:
-    """Return the plain full tensor whose range start:stop is `local` here; a collective call.
+    """Return the plain full tensor of which `local` is this rank's piece; a collective call.
 
     Pieces are padded to the longest one, since an all-gather takes equal shares. Where one rank
     owns everything, the others still send that much: small parameters only.
@@ -19,13 +20,14 @@ def gather_full(local: torch.Tensor, piece: Piece, what: str = "full_tensor") ->
     if size == 1:
         return local.clone().view(piece.shape)
     world.agree(what, piece.name)
-    ranges = [piece.range_of(r) for r in range(size)]
-    longest = max(stop - start for start, stop in ranges)
+    ranges = [piece.ranges_of(r) for r in range(size)]
+    lengths = [sum(stop - start for start, stop in mine) for mine in ranges]
+    longest = max(lengths)
     share = local.new_zeros(longest)
     share[: piece.length].copy_(local)
     parts = local.new_empty(size * longest)
     world.all_gather(parts, share).wait()
     full = local.new_empty(piece.shape.numel())
-    for rank, (start, stop) in enumerate(ranges):
-        full[start:stop].copy_(parts[rank * longest :][: stop - start])
+    for rank, (mine, length) in enumerate(zip(ranges, lengths, strict=True)):
+        spread(full, mine, parts[rank * longest :][:length])
     return full.view(piece.shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
 
 if TYPE_CHECKING:
@@ -91,18 +92,19 @@ class CastCopy:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One parameter's contiguous range of flat elements that this rank owns.
+    """The flat elements of one parameter that this rank owns: a range, or one of each tile.
 
-    `start` and `length` count elements of the flattened parameter; `shard_offset` counts elements
-    of the rank's flat shard of `bucket`. Gradients and optimizer states of a parameter share its
-    piece.
+    `ranges` are half-open and count elements of the flattened parameter, in the order in which they
+    lie in memory, one behind another; `shard_offset` counts elements of the rank's flat shard of
+    `bucket`, the first tile's where there are tiles. Gradients and optimizer states of a parameter
+    share its piece.
     """
 
     ledger: Ledger
     bucket: Bucket
     param: ParamSlice
     shard_offset: int
-    start: int
+    ranges: tuple[Range, ...]
     length: int
     shape: torch.Size
     _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False)
@@ -110,17 +112,24 @@ class Piece:
     @classmethod
     def of(cls, ledger: Ledger, name: str) -> Piece:
         """Return the piece of parameter `name` that the ledger's rank owns."""
-        bucket, param = ledger.layout.where[name]
-        offset, start, length = ledger.layout.piece(bucket, param, ledger.world.shard_rank)
-        return cls(ledger, bucket, param, offset, start, length, torch.Size(param.shape))
+        layout, rank = ledger.layout, ledger.world.shard_rank
+        bucket, param = layout.owned[name][0]
+        offset, _, _ = layout.piece(bucket, param, rank)
+        ranges = layout.ranges(name, rank)
+        length = sum(stop - start for start, stop in ranges)
+        return cls(ledger, bucket, param, offset, ranges, length, torch.Size(param.whole_shape))
 
     @property
     def name(self) -> str:
-        return self.param.name
+        return self.param.owner
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
+    def cut(self, full: Tensor) -> Tensor:
+        """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        return cut(full, self.ranges)
+
+    def says(self) -> str:
+        """Name the elements that this rank owns, for errors."""
+        return say(self.ranges)
 
     def spec(self, dtype: torch.dtype) -> Any:
         """Return the DTensorSpec of a tensor of this shape (made once a dtype)."""
@@ -129,10 +138,9 @@ class Piece:
             spec = self._specs[dtype] = shard_spec(self.ledger.mesh, self.shape, dtype)
         return spec
 
-    def range_of(self, shard_rank: int) -> tuple[int, int]:
-        """Return the half-open flat range of the parameter that `shard_rank` owns."""
-        _, start, length = self.ledger.layout.piece(self.bucket, self.param, shard_rank)
-        return start, start + length
+    def ranges_of(self, shard_rank: int) -> tuple[Range, ...]:
+        """Return the half-open flat ranges of the parameter that `shard_rank` owns."""
+        return self.ledger.layout.ranges(self.name, shard_rank)
 
     def same_cut(self, other: Piece) -> bool:
         """Whether element i of one local tensor is the same global element as i of the other.
@@ -141,9 +149,10 @@ class Piece:
         """
         return self is other or (
             self.shape == other.shape
-            and (self.start, self.length) == (other.start, other.length)
+            and self.ranges == other.ranges
             and self.ledger.layout.shard_size == other.ledger.layout.shard_size
             and all(
-                self.range_of(r) == other.range_of(r) for r in range(self.ledger.layout.shard_size)
+                self.ranges_of(r) == other.ranges_of(r)
+                for r in range(self.ledger.layout.shard_size)
             )
         )

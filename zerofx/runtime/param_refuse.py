@@ -26,7 +26,7 @@ def op_name(func: Any) -> str:
 def refusal(op: str, piece: Piece, why: str = "") -> ShardError:
     """Return the error for `op` on a tensor cut like `piece`; `why` replaces the usual reason."""
     reason = why or (
-        f"needs the whole tensor, but this rank holds elements {piece.start}:{piece.stop} of its "
+        f"needs the whole tensor, but this rank holds elements {piece.says()} of its "
         f"{piece.shape.numel()} {list(piece.shape)}"
     )
     optimizer = _calling_optimizer()

@@ -76,7 +76,7 @@ class ShardedTensor(DTensor):
         piece, kind = self._piece, type(self).__name__
         return (
             f"{kind}({piece.name}, {list(self.shape)}, {self.dtype}, elements "
-            f"{piece.start}:{piece.stop} of {piece.shape.numel()})"
+            f"{piece.says()} of {piece.shape.numel()})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -210,8 +210,8 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             return local_tensor(value)
         raise ShardError(
             f"{piece.name}: {doing} mixes it with {value._piece.name}, which is cut differently "
-            f"({list(piece.shape)} elements {piece.start}:{piece.stop} against "
-            f"{list(value.shape)} elements {value._piece.start}:{value._piece.stop}); "
+            f"({list(piece.shape)} elements {piece.says()} against "
+            f"{list(value.shape)} elements {value._piece.says()}); "
             "take full_tensor() of both"
         )
     if isinstance(value, DTensor):
@@ -227,7 +227,7 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             f"{piece.name}: {doing} of a tensor of shape {list(value.shape)}, but the parameter "
             f"has global shape {list(piece.shape)}; give the full tensor"
         ) from None
-    return full.reshape(-1)[piece.start : piece.stop]
+    return piece.cut(full.reshape(-1))
 
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:

@@ -199,7 +199,7 @@ class Recorded:
         targets = []
         for bucket in self._stored:
             target, accumulate = engine.store.grad_target(bucket)
-            params = [engine.store.params[n] for n in engine.layout.buckets[bucket].names]
+            params = [engine.store.params[p.owner] for p in engine.layout.buckets[bucket].params]
             # The ranges of those that have none yet are zeroed, in backward, before it adds.
             unset = tuple(i for i, p in enumerate(params) if p.grad is None) if accumulate else ()
             state.append((target.data_ptr(), accumulate, unset))

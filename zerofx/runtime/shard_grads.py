@@ -24,10 +24,22 @@ class GradShard:
 
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
+
+    buckets: several are the tiles of one parameter, whose gradients come one by one in each
+    backward: the first decides for all whether they are added, the last one is published.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], flat: Tensor, make: MakeViews) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        flat: Tensor,
+        make: MakeViews,
+        buckets: Sequence[int] = (),
+    ) -> None:
         self.params = params
+        self._buckets = buckets
+        self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
+        self._decided: tuple[Tensor, bool]
         self._make = make
         self._asleep = False
         self._adopt(flat)
@@ -82,8 +94,21 @@ class GradShard:
             param.grad = None
         self.rest(0)
 
-    def target(self) -> tuple[Tensor, bool]:
-        """Return the flat shard to reduce into, and whether to add to what it holds.
+    def target(self, bucket: int) -> tuple[Tensor, bool]:
+        """Return the flat shard to reduce into, and whether to add to what it holds."""
+        if len(self._buckets) <= 1:
+            return self._target()
+        if not self._expected:
+            self._decided, self._expected = self._target(), {*self._buckets}
+        assert bucket in self._expected, f"bucket {bucket} is reduced twice in one backward"
+        return self._decided
+
+    def abandon(self) -> None:
+        """Take it that no more tiles of this backward come."""
+        self._expected.clear()
+
+    def _target(self) -> tuple[Tensor, bool]:
+        """Decide where all of it is reduced into, and whether to add.
 
         Where some p.grad are set and others are not, the others' ranges are zeroed and the
         user's own tensors copied in, so that adding is right for all. What the user still holds
@@ -111,8 +136,11 @@ class GradShard:
                 param.grad = view
         return self.flat, True
 
-    def publish(self, names: Collection[str] | None, all_names: Sequence[str]) -> None:
-        """Set p.grad of every parameter among `names` that requires one."""
+    def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
+        """Set p.grad of every parameter among `names` that requires one, once all tiles are in."""
+        self._expected.discard(bucket)
+        if self._expected:
+            return
         for param, view, name in zip(self.params, self.views, all_names, strict=True):
             if (names is None or name in names) and param.requires_grad:
                 param.grad = view

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: int | None) -> None:
-    """Fill every shard with rank 0's values and swap the parameters, bucket by bucket.
+    """Fill every shard with rank 0's values and swap the parameters, block by block.
 
     What is on meta on rank 0 is initialised instead. Only one bucket (or one module, from meta) is
     whole at a time; the old parameters are dropped as their bucket is done.
     """
     order = list(tree.params)
     on_meta = _meta_on_rank_0(store, model, tree)
-    for bucket in store.layout.buckets:
-        present = [n for n in bucket.names if n not in on_meta]
+    for block, owners in zip(store.layout.blocks, store.layout.owners, strict=True):
+        present = [n for n in owners if n not in on_meta]
         if present:
-            _take_bucket(store, tree, bucket.index, present)
+            for bucket in block:
+                _take_bucket(store, tree, bucket.index, present)
             for name in present:
                 store.adopt(tree, name, tree.params[name])
     if on_meta:
@@ -47,16 +48,19 @@ def _meta_on_rank_0(store: ShardStore, model: nn.Module, tree: ParameterTree) ->
 
 @torch.no_grad()
 def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
-    """Send rank 0's values of one bucket, flat, and keep this rank's slice."""
+    """Send rank 0's values of what a bucket has of `names`, flat, and keep this rank's slice."""
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]
     full = store.shards[index]
     if store.is_sharded:
         full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=world.device)
     if world.rank == 0:
-        for name in names:
-            param = layout.where[name][1]
-            full[param.offset : param.end].view(param.shape).copy_(tree.params[name].detach())
+        for param in (p for p in bucket.params if p.owner in names):
+            values = tree.params[param.owner].detach()
+            if param.tile is not None:
+                first, end = param.tile.rows
+                values = values[first:end]
+            full[param.offset : param.end].view(param.shape).copy_(values)
     world.broadcast(full, 0).wait()
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
     if store.is_sharded:

@@ -184,7 +184,7 @@ def _call(reset: Hook, path: str, module: nn.Module) -> None:
 def _keep_slice(store: ShardStore, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
     piece = store.pieces[name]
     full = tree.params[name].detach().reshape(-1)
-    store.local_view(name).copy_(full[piece.start : piece.stop])
+    store.local_view(name).copy_(piece.cut(full))
     store.adopt(tree, name, original)
 
 

@@ -126,7 +126,7 @@ def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
     if key == "step":
         return value
     piece = param._piece
-    local = value.detach().reshape(-1)[piece.start : piece.stop]
+    local = piece.cut(value.detach().reshape(-1))
     return wrap(local.to(local_tensor(param).device, copy=True), piece)
 
 

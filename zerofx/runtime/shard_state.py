@@ -19,6 +19,7 @@ from zerofx.errors import ShardError
 from zerofx.runtime.param_gather import gather_full
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.tiles import Range, say
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
@@ -46,7 +47,15 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
             continue
         for param in bucket.params:
             view = full[param.offset : param.end].view(param.shape)
-            yield param.name, view.to("cpu", copy=True)
+            if param.tile is None:
+                yield param.name, view.to("cpu", copy=True)
+                continue
+            if param.tile.index == 0:
+                whole = torch.empty(param.tile.shape, dtype=view.dtype)
+            first, end = param.tile.rows
+            whole[first:end].copy_(view)
+            if param.tile.index == param.tile.count - 1:
+                yield param.owner, whole
 
 
 def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -56,24 +65,25 @@ def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]
 
 
 class FlatPiece(torch.Tensor):
-    """One flat 1-D tensor of `total` elements of which this rank has `local` at offset `start`.
+    """One flat 1-D tensor of `total` elements of which this rank has `local`, which are `ranges`.
 
-    torch.distributed.checkpoint saves it as exactly this chunk and loads it from any other cut,
-    since it reads the overlaps: any world size and any stage. Equal chunks on several ranks
+    torch.distributed.checkpoint saves it as exactly these chunks and loads it from any other cut,
+    since it reads the overlaps: any world size, stage and tiling. Equal chunks on several ranks
     (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
     one; nothing can be computed with it.
     """
 
     local: Tensor
-    start: int
+    ranges: tuple[Range, ...]
     total: int
 
     @staticmethod
-    def of(local: Tensor, start: int, total: int) -> FlatPiece:
-        """Return the piece; it shares memory with `local`."""
-        assert local.ndim == 1 and start + local.numel() <= total, (local.shape, start, total)
+    def of(local: Tensor, ranges: tuple[Range, ...], total: int) -> FlatPiece:
+        """Return the piece; it shares memory with `local`, whose elements are these ranges."""
+        length = sum(stop - start for start, stop in ranges)
+        assert local.shape == (length,) and ranges[-1][1] <= total, (local.shape, ranges, total)
         out = make_subclass(FlatPiece, local)
-        out.local, out.start, out.total = local, start, total
+        out.local, out.ranges, out.total = local, ranges, total
         return out
 
     @classmethod
@@ -89,32 +99,36 @@ class FlatPiece(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        stop = self.start + self.local.numel()
-        return f"FlatPiece({self.local.dtype}, elements {self.start}:{stop} of {self.total})"
+        return f"FlatPiece({self.local.dtype}, elements {say(self.ranges)} of {self.total})"
 
     def size(self, dim: int | None = None) -> Any:
         return torch.Size([self.total]) if dim is None else self.total
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([self.start]), self.local.size())
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        """Return where each range lies; of an empty tensor its one empty chunk."""
+        ranges = [r for r in self.ranges if r[1] > r[0] or not self.total]
+        return [ChunkStorageMetadata(torch.Size([a]), torch.Size([b - a])) for a, b in ranges]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        if not self.local.numel() and self.total:
-            return []
-        data = TensorWriteData(
-            chunk=self._chunk(),
-            properties=TensorProperties(dtype=self.local.dtype),
-            size=self.size(),
-        )
-        index = MetadataIndex(fqn, torch.Size([self.start]))
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self._chunks()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.local.numel() else []
+        return self._chunks() if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset == torch.Size([self.start]), f"{self!r} has no chunk at {index}"
-        return self.local
+        sizes = [stop - start for start, stop in self.ranges]
+        for (start, _), part in zip(self.ranges, self.local.split(sizes), strict=True):
+            if index.offset == torch.Size([start]):
+                return part
+        raise AssertionError(f"{self!r} has no chunk at {index}")
 
 
 def flat_piece(tensor: Tensor) -> FlatPiece:
@@ -124,8 +138,8 @@ def flat_piece(tensor: Tensor) -> FlatPiece:
     """
     if isinstance(tensor, ShardedTensor):
         piece = tensor._piece
-        return FlatPiece.of(local_tensor(tensor), piece.start, piece.shape.numel())
-    return FlatPiece.of(tensor.detach().view(-1), 0, tensor.numel())
+        return FlatPiece.of(local_tensor(tensor), piece.ranges, piece.shape.numel())
+    return FlatPiece.of(tensor.detach().view(-1), ((0, tensor.numel()),), tensor.numel())
 
 
 def flat_state(store: ShardStore) -> dict[str, FlatPiece]:

@@ -18,6 +18,7 @@ from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import wrap
 
 if TYPE_CHECKING:
+    from zerofx.runtime.layout import Bucket
     from zerofx.runtime.shards import ShardStore
 
 _ZERO = ("zero_", "_foreach_zero_")
@@ -83,13 +84,25 @@ def _name_in(args: Any) -> str:
 
 
 class _Sum:
-    """This rank's sum for one sharded bucket, whole, and the p.grad of each parameter in it."""
+    """This rank's sum for one sharded block, whole, and the p.grad of each parameter in it."""
 
-    def __init__(self, store: ShardStore, bucket: int, full: Tensor) -> None:
-        self.full = full
+    def __init__(self, store: ShardStore, block: tuple[Bucket, ...], buffer: Tensor) -> None:
+        """Begin with zeros in the shards' format, not the one that gradients travel in."""
+        numel = sum(b.numel for b in block)
+        full = torch.zeros(numel, dtype=block[0].dtype, device=buffer.device)
+        self._parts = dict(
+            zip([b.index for b in block], full.tensor_split(len(block)), strict=True)
+        )
         self._store = store
         self._marks: dict[str, tuple[Any, Unreduced]] = {}
-        self._ranges = {p.name: full[p.offset : p.end] for p in store.layout.buckets[bucket].params}
+        self._ranges = {p.name: full[p.offset : p.end] for p in block[0].params}
+        if len(block) > 1:  # tiles of one parameter, one behind another
+            self._ranges = {block[0].params[0].owner: full}
+        self._settled: frozenset[str] | None = None
+
+    def part(self, bucket: int) -> Tensor:
+        """Return the sum of one bucket of the block."""
+        return self._parts[bucket]
 
     def mark(self, names: Collection[str]) -> None:
         """Let p.grad of these parameters stand for their part of the sum."""
@@ -111,15 +124,16 @@ class _Sum:
         return self._marks.keys()
 
     def unmark(self) -> frozenset[str]:
-        """Give back each p.grad that was there before; return the names with a sum."""
-        names = frozenset(self.forget_cleared())
-        for name in names:
-            self._store.params[name].grad = self._marks.pop(name)[1].before
-        return names
+        """Give back each p.grad that was there before, once; return the names with a sum."""
+        if self._settled is None:
+            self._settled = frozenset(self.forget_cleared())
+            for name in self._settled:
+                self._store.params[name].grad = self._marks.pop(name)[1].before
+        return self._settled
 
 
 class LocalSums:
-    """All that no_sync has summed on this rank, by bucket.
+    """All that no_sync has summed on this rank, by bucket; the tiles of a parameter share a sum.
 
     Where parameters are sharded, the sum lies in a whole bucket beside the gradient shard and
     p.grad is an unreadable stand-in. Where every rank holds whole parameters, it lies in p.grad
@@ -130,7 +144,7 @@ class LocalSums:
         self._store = store
         self._is_sharded = store.layout.shard_size > 1
         self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, _Sum] = {}  # by block
 
     def add(
         self,
@@ -150,14 +164,13 @@ class LocalSums:
                 torch.mul(buffer, 1.0 / loss_scale, out=target)
             self._store.publish_grads(bucket, names)
             return
-        held = self._sums.get(bucket)
+        block = self._store.layout.block_of[bucket]
+        held = self._sums.get(block)
         if held is None:
-            own = self._store.layout.buckets[bucket].dtype  # not the one that gradients travel in
-            full = buffer.to(own, copy=True).div_(loss_scale)
-            held = self._sums[bucket] = _Sum(self._store, bucket, full)
+            held = self._sums[block] = _Sum(self._store, self._store.layout.blocks[block], buffer)
         else:
             held.forget_cleared()
-            held.full.add_(buffer, alpha=1.0 / loss_scale)
+        held.part(bucket).add_(buffer, alpha=1.0 / loss_scale)
         held.mark(names)
 
     def holds(self, bucket: int) -> bool:
@@ -173,13 +186,17 @@ class LocalSums:
             Where to reduce into, whether to add to what that holds, and the parameters which get a
             gradient from the sum.
         """
-        held = self._sums.pop(bucket, None)
         if self._scales.pop(bucket, None) is None:
             return *self._store.grad_target(bucket), frozenset()
+        layout = self._store.layout
+        block = layout.block_of[bucket]
+        held = self._sums.get(block)
         if held is not None:
             names = held.unmark()
             if names:
-                buffer.add_(held.full, alpha=loss_scale)
+                buffer.add_(held.part(bucket), alpha=loss_scale)
+            if not any(b.index in self._scales for b in layout.blocks[block]):
+                del self._sums[block]
             return *self._store.grad_target(bucket), names
         target, is_set = self._store.grad_target(bucket)
         if is_set:
@@ -192,19 +209,20 @@ class LocalSums:
         for bucket in list(self._scales):
             if not self._is_waiting(bucket):
                 del self._scales[bucket]
-                self._sums.pop(bucket, None)
+                self._sums.pop(self._store.layout.block_of[bucket], None)
         return dict(sorted(self._scales.items()))
 
     def _is_waiting(self, bucket: int) -> bool:
         if self._is_sharded:
-            return bool(self._sums[bucket].forget_cleared())
+            held = self._sums.get(self._store.layout.block_of[bucket])
+            return held is not None and bool(held.forget_cleared())
         names = self._store.layout.buckets[bucket].names
         return any(self._store.params[n].grad is not None for n in names)
 
     def drop(self) -> None:
         """Forget all sums; p.grad of their parameters becomes None."""
         for bucket in self.left():
-            held = self._sums.get(bucket)
+            held = self._sums.get(self._store.layout.block_of[bucket])
             names = self._store.layout.buckets[bucket].names if held is None else held.unmark()
             for name in names:
                 self._store.params[name].grad = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerofx.errors import GradientError
-from zerofx.runtime.layout import LOW_OR_SINGLE, Bucket, Layout
+from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.shard_bindings import Bindings
@@ -31,6 +31,8 @@ from zerofx.runtime.world import World
 class ShardStore:
     """What this rank owns of a model: one flat shard a bucket, and its gradients.
 
+    The shards of a tiled parameter's buckets lie one behind another in one allocation.
+
     `params` maps canonical names to what the user sees: sharded wrappers, or plain tensors of the
     global shape where the shard axis has one rank. `replaced` maps id(old parameter) to the new
     one, for an optimizer that was built before.
@@ -40,11 +42,14 @@ class ShardStore:
         self.layout = layout
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
-        self.pieces = {name: Piece.of(self.ledger, name) for name in layout.where}
+        self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
         with torch.inference_mode(False):
+            self._flats = [
+                torch.zeros(layout.block_numel(block), dtype=block[0].dtype, device=world.device)
+                for block in layout.blocks
+            ]
             self.shards = [
-                torch.zeros(layout.shard_numel(b), dtype=b.dtype, device=world.device)
-                for b in layout.buckets
+                layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
         self.params: dict[str, nn.Parameter] = {}
         self.replaced: dict[int, nn.Parameter] = {}
@@ -113,7 +118,7 @@ class ShardStore:
     def local_view(self, name: str) -> Tensor:
         """Return what the flat shard holds of a parameter, 1-D."""
         piece = self.pieces[name]
-        flat = self.shards[piece.bucket.index]
+        flat = self._flats[self.layout.block_of[piece.bucket.index]]
         return flat[piece.shard_offset : piece.shard_offset + piece.length]
 
     def adopt(self, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
@@ -149,15 +154,24 @@ class ShardStore:
 
         Ranges of parameters that the program has no gradient for must receive zeros.
         """
-        return self._grad_shard(bucket).target()
+        flat, accumulate = self._grad_shard(bucket).target(bucket)
+        return self.layout.part(flat, bucket), accumulate
 
     def grad_views(self, bucket: int) -> list[Tensor]:
-        """Return what p.grad of the bucket's parameters shows, in the bucket's order."""
+        """Return what p.grad of the bucket's parameters shows, in order; of no tiled one."""
         return self._grad_shard(bucket).views
 
     def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
-        """Set p.grad of the bucket's parameters (those among `names`) that require one."""
-        self._grad_shard(bucket).publish(names, self.layout.buckets[bucket].names)
+        """Set p.grad of the bucket's parameters (those among `names`) that require one.
+
+        That of a tiled parameter is set when the last tile's gradient has come.
+        """
+        self._grad_shard(bucket).publish(bucket, names, self.layout.owners[self._block(bucket)])
+
+    def abandon_grads(self) -> None:
+        """Forget which tiles' gradients have come: the rest of them will not."""
+        for shard in self._grads.values():
+            shard.abandon()
 
     def update_bucket(self, bucket: int, names: Collection[str]) -> None:
         """Let the optimizers update a bucket, `names` of which have gradients; these are freed."""
@@ -190,19 +204,24 @@ class ShardStore:
         for shard in self._grads.values():
             shard.rest(self.layout.rest_bytes)
 
+    def _block(self, bucket: int) -> int:
+        return self.layout.block_of[bucket]
+
     def _grad_shard(self, bucket: int) -> GradShard:
-        shard = self._grads.get(bucket)
+        block = self._block(bucket)
+        shard = self._grads.get(block)
         if shard is None:
-            b = self.layout.buckets[bucket]
+            names = self.layout.owners[block]
+            buckets = [b.index for b in self.layout.blocks[block]]
             with torch.inference_mode(False):
-                flat = torch.empty_like(self.shards[bucket])
-            params = [self.params[n] for n in b.names]
-            shard = GradShard(params, flat, lambda flat: self._grad_views(b, flat))
-            self._grads[bucket] = shard
+                flat = torch.empty_like(self._flats[block])
+            params = [self.params[n] for n in names]
+            shard = GradShard(params, flat, lambda flat: self._grad_views(names, flat), buckets)
+            self._grads[block] = shard
         return shard
 
-    def _grad_views(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        pieces = [self.pieces[n] for n in bucket.names]
+    def _grad_views(self, names: Sequence[str], flat: Tensor) -> list[Tensor]:
+        pieces = [self.pieces[n] for n in names]
         locals_ = [flat[p.shard_offset : p.shard_offset + p.length] for p in pieces]
         if self.is_sharded:
             return [wrap(t, p) for t, p in zip(locals_, pieces, strict=True)]
@@ -239,10 +258,10 @@ class ShardStore:
 
 def _check_layout(tree: ParameterTree, layout: Layout) -> None:
     """Raise where the layout and the model's parameters are not the same."""
-    missing = tree.params.keys() ^ layout.where.keys()
+    missing = tree.params.keys() ^ layout.owned.keys()
     assert not missing, f"layout and model differ in {sorted(missing)}"
     for name, param in tree.params.items():
-        bucket, piece = layout.where[name]
+        bucket, piece = layout.owned[name][0]
         can_hold = param.dtype == bucket.dtype or {param.dtype, bucket.dtype} <= {*LOW_OR_SINGLE}
-        fits = tuple(param.shape) == piece.shape and can_hold
+        fits = tuple(param.shape) == piece.whole_shape and can_hold
         assert fits, f"{name} is {param.dtype} {list(param.shape)}, the layout says {piece}"

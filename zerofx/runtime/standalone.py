@@ -15,6 +15,7 @@ from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tiles import Tile
 from zerofx.runtime.world import World
 
 
@@ -68,6 +69,10 @@ class LooseStore:
 
     def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
         self.grads[bucket] = self._targets[bucket]
+
+    def abandon_grads(self) -> None:
+        """Forget gradients on their way."""
+        self._targets.clear()
 
     def update_bucket(self, bucket: int, names: Collection[str]) -> None:
         """Take a plain gradient step: there is no optimizer."""
@@ -126,6 +131,14 @@ def _made(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(numel, device=device).mul_(0.02).to(dtype)
 
 
+def _slice_from_facts(facts: list[Any]) -> ParamSlice:
+    name, shape, offset, tile = facts
+    if tile is None:
+        return ParamSlice(name, tuple(shape), offset)
+    whole, whole_shape, index, count = tile
+    return ParamSlice(name, tuple(shape), offset, Tile(whole, tuple(whole_shape), index, count))
+
+
 def layout_from_facts(facts: dict[str, Any]) -> Layout:
     """Build the layout that fingerprint.json describes."""
     buckets = tuple(
@@ -135,7 +148,7 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             dtype=getattr(torch, b["dtype"]),
             compute_dtype=getattr(torch, b["compute_dtype"]),
             reduce_dtype=getattr(torch, b["reduce_dtype"]),
-            params=tuple(ParamSlice(n, tuple(s), o) for n, s, o in b["params"]),
+            params=tuple(_slice_from_facts(p) for p in b["params"]),
             numel=b["numel"],
             persistent=b["persistent"],
             trainable=b["trainable"],

@@ -116,9 +116,9 @@ def _plan(model: CompiledModule, max_file_bytes: int | None) -> list[_File]:
 
 def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor to write, on meta, parameters in the order of the buckets."""
-    for bucket in model._engine.layout.buckets:
-        for param in bucket.params:
-            yield param.name, torch.empty(param.shape, dtype=bucket.dtype, device="meta")
+    for name, places in model._engine.layout.owned.items():
+        bucket, param = places[0]
+        yield name, torch.empty(param.whole_shape, dtype=bucket.dtype, device="meta")
     for name, buffer in buffers_of(model).items():
         yield name, torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
 

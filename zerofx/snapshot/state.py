@@ -77,8 +77,9 @@ def _few(texts: list[str]) -> str:
 def one_row(states: Mapping[str, Tensor], row: int, rows: int) -> dict[str, FlatPiece]:
     """Return each 1-D state as row `row` of a table with one row a rank."""
     return {
-        key: FlatPiece.of(state, row * state.numel(), rows * state.numel())
+        key: FlatPiece.of(state, ((row * n, (row + 1) * n),), rows * n)
         for key, state in states.items()
+        for n in [state.numel()]
     }
 
 

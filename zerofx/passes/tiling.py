@@ -1,0 +1,180 @@
+"""How many tiles each parameter has: decided before capture, from names, shapes and the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from zerofx.errors import PlanError
+from zerofx.fields import Patterns, covers, nearest
+from zerofx.ir.program import ParamInfo
+from zerofx.plan import Plan
+from zerofx.runtime.bucketing import align_numel
+from zerofx.runtime.tiles import Tile, tiles_of
+from zerofx.sizes import format_bytes
+
+# What tiling="auto" lets a tile take of the budget that shards, gradients and states leave: two
+# gathers and two reductions are under way at once, and activations need room too.
+AUTO_SHARE = 1 / 8
+STATE_BYTES = 8  # an element's states of AdamW in fp32, which predictions assume too
+
+
+def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> dict[str, int]:
+    """Return the number of tiles of each parameter that has more than one.
+
+    Empty where tiling gains nothing: below stage 3, and where one rank holds everything, the
+    gathered parameter is resident or the shard itself.
+
+    Raises:
+        PlanError: a pattern names no parameter of a layer's weight, or a parameter cannot be cut
+            into so many tiles; names it, both numbers and the nearest number that can.
+    """
+    params = [p for p in params if p.tile is None]
+    wanted: Mapping[str, int] = {}
+    if isinstance(plan.tiling, Patterns):
+        wanted = _named(params, plan.tiling)
+    shard_size, _ = plan.axis_sizes(world_size)
+    if plan.tiling == "off" or plan.stage < 3 or shard_size == 1:
+        return {}
+    if plan.tiling == "auto":
+        return _chosen(params, plan, shard_size)
+    by_name = {p.name: p for p in params}
+    for name, count in wanted.items():
+        _check(by_name[name], count, shard_size)
+    return {name: count for name, count in wanted.items() if count > 1}
+
+
+def with_tiles(params: Iterable[ParamInfo], counts: Mapping[str, int]) -> list[ParamInfo]:
+    """Return parameters with each tiled one replaced by its tiles."""
+    found: list[ParamInfo] = []
+    for p in params:
+        found += [tile_info(p, tile) for tile in tiles_of(p.name, p.shape, counts.get(p.name, 0))]
+        if p.name not in counts:
+            found.append(p)
+    return found
+
+
+def tile_info(param: ParamInfo, tile: Tile) -> ParamInfo:
+    """Return a tile of a parameter as a parameter of its own, alone in its unit."""
+    shape = (tile.num_rows, *param.shape[1:])
+    return replace(param, name=tile.part_name, shape=shape, unit=tile.unit, tile=tile)
+
+
+# -- by name ------------------------------------------------------------------------------------
+def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
+    """Return how many tiles the plan asks for, by parameter."""
+    for pattern in patterns:
+        covered = [p for p in params if covers(pattern, p.name)]
+        if not covered:
+            raise PlanError(
+                f"Plan.tiling names {pattern!r}, which covers no parameter"
+                f"{nearest(pattern, [p.name for p in params])}"
+            )
+        if not any(len(p.shape) == 2 for p in covered):
+            first = covered[0]
+            raise PlanError(
+                f"Plan.tiling names {pattern!r}, which covers {first.name} of shape "
+                f"{list(first.shape)} and no matrix; only the weights of linear and embedding "
+                "layers are tiled"
+            )
+    matches = [(p, patterns.match(p.name)) for p in params if len(p.shape) == 2]
+    matrices = [(p, int(count)) for p, count in matches if count is not None]
+    for p, count in matrices:
+        if p.aliases and count > 1:
+            raise PlanError(
+                f"Plan.tiling: {p.name} is tied to {', '.join(p.aliases)}, and a weight that "
+                "layers share is not tiled; leave it out of the patterns, or untie it"
+            )
+    return {p.name: count for p, count in matrices}
+
+
+def _check(param: ParamInfo, count: int, shard_size: int) -> None:
+    if _is_cut_evenly(param, count, shard_size):
+        return
+    possible = list(_possible(param, shard_size))
+    step = shard_size * _align(param)
+    way_out = "it cannot be tiled on so many ranks; leave it out of the patterns"
+    if possible:
+        best = min(possible, key=lambda k: (abs(k - count), k))
+        way_out = f"the nearest number that does is {best}"
+    raise PlanError(
+        f"Plan.tiling cuts {param.name} {list(param.shape)} into {count} tiles, but a tile must "
+        f"have whole rows and a multiple of {step} elements ({shard_size} ranks, each aligned to "
+        f"{_align(param)}): {way_out}"
+    )
+
+
+def _align(param: ParamInfo) -> int:
+    # the narrowest format that the plan may reduce or compute in
+    return align_numel(min(param.dtype.itemsize, param.compute_dtype.itemsize, 2))
+
+
+def _is_cut_evenly(param: ParamInfo, count: int, shard_size: int) -> bool:
+    rows = param.shape[0]
+    numel = math.prod(param.shape)
+    return rows % count == 0 and numel // count % (shard_size * _align(param)) == 0
+
+
+def _possible(param: ParamInfo, shard_size: int) -> Iterator[int]:
+    """Yield every number of tiles above 1 that a parameter can be cut into, ascending."""
+    rows = param.shape[0]
+    divisors = (k for k in range(2, rows + 1) if rows % k == 0)
+    return (k for k in divisors if _is_cut_evenly(param, k, shard_size))
+
+
+# -- by budget ----------------------------------------------------------------------------------
+def tile_budget(params: Iterable[ParamInfo], plan: Plan, shard_size: int) -> int:
+    """Return the bytes that tiling="auto" lets one tile take, gathered and as a gradient."""
+    assert plan.memory_budget is not None
+    standing = sum(_standing_bytes(p) for p in params) / shard_size
+    return max(0, int((plan.memory_budget - standing) * AUTO_SHARE))
+
+
+def _standing_bytes(param: ParamInfo) -> int:
+    each = param.dtype.itemsize
+    if param.requires_grad:
+        each += param.dtype.itemsize + STATE_BYTES
+    return math.prod(param.shape) * each
+
+
+def working_bytes(param: ParamInfo) -> int:
+    """Return the bytes of a parameter while it is gathered, with its gradient where it has one."""
+    return math.prod(param.shape) * param.compute_dtype.itemsize * (1 + param.requires_grad)
+
+
+def _chosen(params: Sequence[ParamInfo], plan: Plan, shard_size: int) -> dict[str, int]:
+    """Return, for each layer's weight above the share, the fewest tiles that are within it.
+
+    Where none are, as many as there can be. Weights that layers share stay whole.
+    """
+    limit = tile_budget(params, plan, shard_size)
+    found = {}
+    for p in params:
+        if not p.layer or p.aliases or working_bytes(p) <= limit:
+            continue
+        possible = list(_possible(p, shard_size))
+        fitting = (k for k in possible if working_bytes(p) <= limit * k)
+        if possible:
+            found[p.name] = next(fitting, possible[-1])
+    return found
+
+
+def describe(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> str:
+    """Say in one line what was tiled, and by which rule."""
+    params = list(params)
+    tiled = {p.tile.name: p for p in params if p.tile is not None}
+    shard_size, _ = plan.axis_sizes(world_size)
+    if plan.tiling == "off":
+        return "nothing asked for"
+    if plan.stage < 3 or shard_size == 1:
+        return f"nothing to gain: parameters are not gathered at stage {plan.stage} on {shard_size}"
+    text = ", ".join(
+        f"{name} in {p.tile.count} tiles of {format_bytes(working_bytes(p))}"
+        for name, p in tiled.items()
+        if p.tile is not None
+    )
+    if plan.tiling == "auto":
+        limit = format_bytes(tile_budget(params, plan, shard_size))
+        text = f"{text or 'nothing'} (a tile and its gradient may take {limit})"
+    return text
