@@ -16,6 +16,7 @@ from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.measure import PeakMemory
 from zerofx.ir import ops
+from zerofx.machine import Machine
 
 STEPS = 3
 BATCH, SEQ = 4, 64
@@ -108,17 +109,19 @@ MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
 }  # fmt: skip
 
 
-def measure(name: str, plan: dict[str, Any], on: str = "cpu") -> Measured:
+def measure(
+    name: str, plan: dict[str, Any], on: str = "cpu", machine: Machine | None = None
+) -> Measured:
     """Train a model for some steps on this rank with AdamW, and measure the last one."""
     gc.collect()
     torch.manual_seed(0)
     device = torch.device(on)
-    first = zerofx.compile(MODELS[name](None), plan, device=device)
+    first = zerofx.compile(MODELS[name](None), plan, device=device, machine=machine)
     MODELS[name](first)(0)
     programs = first._programs.known
     del first
     with PeakMemory(device) as memory:  # sees the model from its first allocation on
-        model = zerofx.compile(MODELS[name](None), plan, device=device)
+        model = zerofx.compile(MODELS[name](None), plan, device=device, machine=machine)
         # else capture's operators would be profiled too, which is slow
         model._programs.known.update(programs)
         call = MODELS[name](model)

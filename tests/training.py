@@ -77,8 +77,11 @@ def train_cell(case_name: str, plan: dict[str, Any], options: dict[str, Any]) ->
 
 
 def train(case_name: str, plan: dict[str, Any], *options: Any, **named: Any) -> Report:
-    """Run on every rank, with a `Choice`'s fields; return the comparison with the reference."""
-    model = zerofx.compile(CASES[case_name].make(), plan)
+    """Run on every rank, with a `Choice`'s fields; return the comparison with the reference.
+
+    machine: the description to compile for, instead of this one's.
+    """
+    model = zerofx.compile(CASES[case_name].make(), plan, machine=named.pop("machine", None))
     return _follow(case_name, model, plan, Choice(*options, **named))
 
 
