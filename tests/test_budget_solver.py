@@ -18,13 +18,14 @@ from zerofx.analysis import tradeoffs
 from zerofx.analysis.activations import halve
 from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import memory
-from zerofx.analysis.options import Option, Trade, options
+from zerofx.analysis.options import Option, Trade, hull, options
 from zerofx.analysis.segments import find_segments
 from zerofx.analysis.solve import solve
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir import ops
+from zerofx.ir.graphs import regions as regions_of
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.machine import preset
@@ -112,6 +113,29 @@ def test_no_subset_beats_the_options_found() -> None:
     for option in found:
         quickest = min(o.recompute_us for o in every if o.saved_bytes <= option.saved_bytes)
         assert option.recompute_us <= quickest * 1.001 + 1e-3
+
+
+def test_many_alike_layers_share_few_options() -> None:
+    """Each is one more kind of region to compile; any number of bytes is a mix of two of them."""
+    found = options(trade_of(gpt(2)))
+    thin = hull(found)
+    assert thin[0] is found[0] and thin[-1] is found[-1] and len(thin) < len(found)
+    for a, b in itertools.pairwise(thin):
+        for option in found:
+            if a.saved_bytes > option.saved_bytes > b.saved_bytes:
+                share = (a.saved_bytes - option.saved_bytes) / (a.saved_bytes - b.saved_bytes)
+                assert option.time_us >= a.time_us + share * (b.time_us - a.time_us)
+    program = gpt(8)
+    most, least = (
+        memory(planned(program, activations=a)).peak_bytes for a in ("keep", "recompute")
+    )
+    after = planned(program, activations="auto", memory_budget=(most + least) // 2)
+    regions = {
+        tuple(str(n.target) for n in nodes)
+        for key, nodes in regions_of(after.graph("backward")).items()
+        if info(nodes[0]).unit.startswith("blocks")
+    }
+    assert len(regions) <= 5, len(regions)
 
 
 def test_without_scipy_options_are_found_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import zerofx
 from zerofx.analysis.memory import peak_bytes
 from zerofx.ir.program import Program
 from zerofx.machine import preset
+from zerofx.passes import decide
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -58,6 +59,24 @@ def test_bits_stay_at_every_budget(case: str) -> None:
         plan["offload"] = {"activations": tier}
         after = zerofx.rewrite(program, plan, 2, machine)
         assert not differences(expected(case, 2), execute([after] * 2, make_state(case, 2)))
+
+
+def test_compiled_regions_that_take_more_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The budget is solved on paper; what Inductor makes of the regions is known behind it."""
+    monkeypatch.setattr(decide, "budget_bytes", lambda plan: plan.memory_budget * 4)
+    args, kwargs = CASES["chain"].batch(0)
+    program = zerofx.capture(CASES["chain"].make(), args, kwargs)
+    budget = peak_bytes(zerofx.rewrite(program, {"stage": 3, "activations": "recompute"}, 1)) // 2
+    plan = {"stage": 3, "activations": "auto", "memory_budget": budget}
+    for kernels in ("aten", "inductor"):
+        model = zerofx.compile(CASES["chain"].make(), {**plan, "kernels": kernels})
+        model(*args, **kwargs).backward()
+        told = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
+        assert bool(told) == (kernels == "inductor")
+    taken = model.programs[0].memory().peak_bytes
+    assert f"({taken} bytes)" in told[0] and taken > budget
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf-llama"])

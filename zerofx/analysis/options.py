@@ -168,6 +168,26 @@ def _best(found: Iterable[Option]) -> list[Option]:
     return kept
 
 
+def hull(found: list[Option]) -> list[Option]:
+    """Return the options that no mix of two others beats, for segments that there are many of.
+
+    Over many alike segments any number of bytes is a mix of two neighbours of these, so that few
+    kinds of region are left to compile.
+    """
+    kept: list[Option] = []
+    for option in found:
+        while len(kept) > 1 and _is_above(kept[-2], kept[-1], option):
+            kept.pop()
+        kept.append(option)
+    return kept
+
+
+def _is_above(a: Option, b: Option, c: Option) -> bool:
+    """Tell whether `b` costs more than the mix of `a` and `c` that frees as much."""
+    more, freed = c.time_us - a.time_us, a.saved_bytes - c.saved_bytes
+    return (b.time_us - a.time_us) * freed >= more * (a.saved_bytes - b.saved_bytes)
+
+
 def _given_up(trade: Trade, whole: Option) -> list[Option]:
     """Give up storage after storage, each time the one that frees most bytes a microsecond."""
     found: list[Option] = []

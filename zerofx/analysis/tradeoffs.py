@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from zerofx.analysis.activations import Solved, halve
 from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import Memory
-from zerofx.analysis.options import Link, Option, Trade, options
+from zerofx.analysis.options import Link, Option, Trade, hull, options
 from zerofx.analysis.segments import Segment, find_segments
 from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
@@ -18,6 +19,8 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
 from zerofx.machine import Machine
 from zerofx.sizes import format_bytes
+
+MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,18 @@ class Tradeoffs:
         self.host_budget_bytes = host_budget_bytes
         known: dict[Hashable, list[Option]] = {}
         self.parts: list[_Part] = []
-        for segment in find_segments(halve(joint).parts):
+        segments = find_segments(halve(joint).parts)
+        count = Counter(s.structure for s in segments)
+        for segment in segments:
             trade = Trade(segment, lambda n: node_us(n, machine), link)
             if segment.structure not in known:
-                found = options(trade)
+                tries = [trade]
                 if link is not None and host_budget_bytes is not None:  # for when it is used up
-                    found += options(Trade(segment, lambda n: node_us(n, machine)))
-                known[segment.structure] = found
+                    tries.append(Trade(segment, lambda n: node_us(n, machine)))
+                best = [options(t) for t in tries]
+                if count[segment.structure] >= MANY:
+                    best = [hull(found) for found in best]
+                known[segment.structure] = [o for found in best for o in found]
             self.parts.append(_Part(segment, trade, known[segment.structure]))
 
     def within(self, whole: Memory, budget_bytes: int) -> list[int]:

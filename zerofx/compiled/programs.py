@@ -34,6 +34,7 @@ from zerofx.runtime.region_keys import cache_dir
 from zerofx.runtime.regions import import_file
 from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
+from zerofx.sizes import format_bytes
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
@@ -100,7 +101,9 @@ class ProgramTable:
         directory = program.directory or _write(program)
         log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
         self.known[key] = program, directory
-        return self._bind(key)
+        bound = self._bind(key)
+        _check_budget(program)
+        return bound
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:
         """Verify a program, and let it take over the calls of its signature."""
@@ -161,6 +164,23 @@ class ProgramTable:
 def _buckets(program: Program, graph: str, op: Any) -> list[int]:
     """Return the buckets for which a graph calls an op that takes one as its second argument."""
     return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
+
+
+def _check_budget(program: Program) -> None:
+    """Warn where the regions, now that they are compiled, take more than the budget was solved for.
+
+    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
+    """
+    budget = program.plan.memory_budget
+    if budget is None or not program.is_training or program.plan.kernels != "inductor":
+        return
+    peak = program.memory().peak_bytes
+    if peak > budget:
+        log.warning(
+            "memory_budget: compiled by Inductor, %s takes %s (%d bytes) a rank of a budget of %s; "
+            "lower the budget by the difference, or use kernels='aten', which keeps it to the byte",
+            program.model_name, format_bytes(peak), peak, format_bytes(budget),
+        )  # fmt: skip
 
 
 def _write(program: Program) -> Path:
