@@ -64,7 +64,7 @@ def test_the_plan_has_everything_in_it() -> None:
     assert sum("tile" in b.label() for b in after.layout.buckets) == 16
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5])
+@pytest.mark.parametrize("share", [0.05, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_trains_like_one_process(pool: Any, share: float) -> None:
     plan = budgeted(captured("gpt"), share)
     options = {"accumulation": 2, "clip": 0.5, "machine": machine()}

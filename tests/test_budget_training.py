@@ -50,7 +50,9 @@ def test_the_measured_peak_stays_under_the_budget(pool: Any, share: float) -> No
         assert abs(measured.predicted_bytes / measured.peak_bytes - 1) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["gpt", "gpt-dropout", "chain"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("gpt", marks=pytest.mark.slow), "gpt-dropout", "chain"]
+)
 def test_bits_stay_at_every_budget(case: str) -> None:
     program = captured(case)
     machine = dataclasses.replace(preset("cpu-gloo"), offload_min_bytes=64)
@@ -79,7 +81,7 @@ def test_compiled_regions_that_take_more_are_told(
     assert f"({taken} bytes)" in told[0] and taken > budget
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("hf-llama", marks=pytest.mark.slow)])
 def test_trains_like_one_process(pool: Any, name: str) -> None:
     """Accumulation and clipping in the mix; two live forwards are in test_reentrancy."""
     args, kwargs = CASES[name].batch(0)

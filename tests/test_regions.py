@@ -153,6 +153,7 @@ def trained(cache: Path, *threads: int) -> tuple[int, int]:
     return int(compiled), int(cached)
 
 
+@pytest.mark.slow
 def test_more_threads_than_compiled_for(tmp_path: Path) -> None:
     """A process with more threads takes artifacts of its own, and may raise their number later."""
     several = max(os.cpu_count() or 1, 2)  # one a core: Inductor would ask for it on each run

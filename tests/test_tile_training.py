@@ -33,7 +33,13 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("cell", range(len(CELLS)))
+SLOW = {1, 3, 4}  # cells that test-all runs
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(i, marks=pytest.mark.slow) if i in SLOW else i for i in range(len(CELLS))],
+)
 def test_same_training(pool: Pool, cell: int) -> None:
     world, plan, options = CELLS[cell]
     for report in pool.run(world, train_cell, "gpt", {"kernels": "aten", **plan}, options):

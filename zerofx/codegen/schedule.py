@@ -175,6 +175,7 @@ class Function:
         call = f"rt.unpack({buffer(full, self.names)}, {bucket.index}, {positions})"
         gives = wrap_tuple([self.names.bind(n) for n in run], len(call) + 7)
         self._row(f"{gives} = {call}")
+        self._drop(*run)  # a buffer kept from forward, which its views hold from here on
         return index
 
     def _communicate(self, node: fx.Node) -> None:
@@ -185,10 +186,11 @@ class Function:
         self._drop(node)
 
     def _drop(
-        self, node: fx.Node, but: Collection[fx.Node] = (), also: Collection[str] = ()
+        self, *nodes: fx.Node, but: Collection[fx.Node] = (), also: Collection[str] = ()
     ) -> None:
         """Write the `del` of what nothing reads after this statement, and of the names `also`."""
-        gone = [self.names.bind(n) for n in self.last.get(node, []) if n not in but]
+        last = [n for node in nodes for n in self.last.get(node, [])]
+        gone = [self.names.bind(n) for n in last if n not in but]
         gone += also
         if gone:
             self._row(f"del {wrap_tuple(gone).removesuffix(',')}")

@@ -36,7 +36,7 @@ class ParamInfo:
     unit: str = ""
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
-    layer: str = ""
+    layer: str = field(default="", compare=False)
     tile: Tile | None = None
 
     def __post_init__(self) -> None:
