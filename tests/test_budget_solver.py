@@ -246,6 +246,20 @@ def test_each_decision_has_its_reason() -> None:
         planned(program).memory().why("blocks.0")
 
 
+def test_updates_in_backward_are_counted_before_a_budget_is_spent() -> None:
+    """What they free is room: a budget that they fit is met, though the ordinary step is not."""
+    program, plan = gpt(), {"activations": "recompute", "prefetch": 0}
+    ordinary, freed = (
+        memory(planned(program, update=u, **plan)).peak_bytes for u in ("step", "in-backward")
+    )
+    assert freed < ordinary
+    budget = budget_for(freed)
+    after = planned(program, update="in-backward", memory_budget=budget, **plan)
+    assert memory(after).peak_bytes <= budget
+    with pytest.raises(BudgetError):
+        planned(program, memory_budget=budget, **plan)
+
+
 def test_prefetch_gives_way_before_a_budget_is_refused() -> None:
     """The machine's distance shrinks where nothing else is left; a plan's own does not."""
     program = gpt()

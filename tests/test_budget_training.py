@@ -41,7 +41,9 @@ def measured_program() -> Program:
     return zerofx.capture(MODELS["gpt"](None), (tokens, tokens))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "share", [0.0, 0.3, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.5, 0.7, 0.9))]
+)
 def test_the_measured_peak_stays_under_the_budget(pool: Any, share: float) -> None:
     budget = between(measured_program(), share)
     plan = {**ATEN, "activations": "auto", "memory_budget": budget}

@@ -89,6 +89,20 @@ def test_optimizer_bytes_are_the_callers() -> None:
     assert peak_bytes(program()) == adamw.peak_bytes
 
 
+def test_states_of_a_unit_with_two_buckets_are_all_counted() -> None:
+    """A frozen and a trained layer of one unit lie in two buckets of one label."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    for p in model[0][1].parameters():
+        p.requires_grad_(False)
+    captured = capture(model, (torch.zeros(4, 8),), units=("0", "1"))
+    plan = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
+    report = memory(zerofx.rewrite(captured, plan, 2))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert report.lasting()[Category.OPTIMIZER] >= trained * 8 // 2 > 0
+    labels = [b.label() for b in zerofx.rewrite(captured, plan, 2).layout.buckets]
+    assert len(labels) > len(set(labels))
+
+
 def test_curve_is_the_sum_of_what_is_held() -> None:
     report = memory(program())
     for time in (0, report.peak_time, report.life.end):

@@ -31,8 +31,8 @@ def test_the_order_in_reading_form() -> None:
         "release",
         "prefetch-gathers",
         "sink-waits",
-        "keep-gathered",
         "update-in-backward",
+        "keep-gathered",
         "assign-slots",
     ]
 

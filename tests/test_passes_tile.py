@@ -11,12 +11,14 @@ from oracle_cases import captured, make_state
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.capture import capture
 from zerofx.codegen.emit import render
-from zerofx.errors import PlanError
+from zerofx.errors import BudgetError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
 from zerofx.passes.tile import Tile
+from zerofx.passes.tiling import MOST, choose_tiles
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
 
@@ -174,6 +176,15 @@ def test_auto_takes_the_fewest_tiles_within_an_eighth_of_what_is_left() -> None:
     assert entry.summary.startswith("up.weight in 4 tiles of 16.0 KiB, down.weight in 4 tiles")
     roomy = pair("auto", memory_budget="1GiB")
     assert roomy.layout is not None and not roomy.layout.tiles
+
+
+def test_auto_stays_sane_where_no_number_of_tiles_helps() -> None:
+    """Below what stands, tiles cannot meet the budget: it is refused, not cut into dust."""
+    with pytest.raises(BudgetError, match="memory_budget"):
+        pair("auto", memory_budget="1KiB", model=Pair(64, 1024))
+    params = list(capture(Pair(64, 1024), (torch.zeros(8, 64),)).params.values())
+    counts = choose_tiles(params, Plan(tiling="auto", memory_budget="1KiB"), 2)
+    assert counts and max(counts.values()) <= MOST
 
 
 class Normed(Pair):

@@ -46,10 +46,10 @@ class Plan:
     stage: 0 replicates (bucketed all-reduce); 1 shards optimizer states, 2 + gradients,
         3 + parameters.
     precision: "fp32", "bf16", "fp16" or Precision(compute, reduce, master, loss_scale).
-    memory_budget: peak device bytes a rank ("40GiB"), AdamW's states included and a thousandth left
-        to the loop. What is left is spent on keeping parameters gathered from forward to backward;
-        a prefetch of "auto" gives way before a budget is refused. None is strict ZeRO, nothing
-        extra is kept.
+    memory_budget: peak device bytes a rank ("40GiB") of a training step with one backward, AdamW's
+        states included and a thousandth left to the loop. What is left is spent on keeping
+        parameters gathered from forward to backward; a prefetch of "auto" gives way before a budget
+        is refused. None is strict ZeRO, nothing extra is kept.
     host_budget: the same for the host memory that offload uses.
     activations: "keep", "recompute", "auto" (solved under the budget), a fraction of the kept
         bytes, or {name pattern: "keep" / "recompute" / "offload"}. What is offloaded waits in host

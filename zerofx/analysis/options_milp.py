@@ -15,7 +15,7 @@ import numpy as np
 
 from zerofx.analysis.options import Option, Trade
 
-SECONDS = 2.0  # a limit that takes longer keeps the best found so far
+NODES = 2000  # of the search tree; not seconds, by which ranks could come to differ
 _SMALL = 1e-6  # microseconds a recomputed node costs at least, so that none is without reason
 
 
@@ -119,7 +119,7 @@ class _Problem:
             integrality=np.ones(len(self.upper)),
             bounds=Bounds(0, self.upper),
             constraints=rules,
-            options={"time_limit": SECONDS, "mip_rel_gap": 1e-3},
+            options={"node_limit": NODES, "mip_rel_gap": 1e-3},
         )
         if found.x is None:
             return None

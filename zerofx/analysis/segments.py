@@ -105,7 +105,8 @@ def _structure(segment: Segment) -> Hashable:
             return argument
         if argument in place:
             return place[argument]
-        kind = info(argument).role if info(argument).role is Role.PARAM else None
+        role = info(argument).role
+        kind = role if role in (Role.PARAM, Role.INPUT, Role.BUFFER) else None
         return outside.setdefault(argument, ("outside", len(outside), kind, _form(argument)))
 
     rows = []

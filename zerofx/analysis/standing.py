@@ -86,13 +86,15 @@ def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Sto
         return []
     layout, params = program.layout, program.params
     if layout is None:
-        numel = {p.name: math.prod(p.shape) for p in params.values() if p.requires_grad}
-    else:  # rank 0 owns no padding
+        numel = [(p.name, math.prod(p.shape)) for p in params.values() if p.requires_grad]
+    else:  # rank 0 owns no padding; a unit's label may stand for several buckets
         trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
-        numel = {b.label(): sum(layout.piece(b, p, 0)[2] for p in ps) for b, ps in trained.items()}
+        numel = [
+            (b.label(), sum(layout.piece(b, p, 0)[2] for p in ps)) for b, ps in trained.items()
+        ]
     return [
         _always(Category.OPTIMIZER, n * optimizer_bytes, "states", name, life)
-        for name, n in numel.items()
+        for name, n in numel
         if n
     ]
 

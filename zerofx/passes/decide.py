@@ -8,6 +8,7 @@ of it is a function of program, plan and machine.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +85,11 @@ def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial
     Raises:
         BudgetError: nothing fits; it says the least that does, and what stands at that peak.
     """
+    link = link_of(plan, machine)
+    tradeoffs = functools.cache(lambda: Tradeoffs(captured, machine, link, plan.host_budget))
     least: Memory | None = None
     for distance in range(prefetch, -1, -1) if plan.prefetch == "auto" else (prefetch,):
-        attempt = _Attempt(captured, plan, machine, distance, trial)
+        attempt = _Attempt(captured, plan, distance, trial, tradeoffs)
         choices = attempt.run()
         if choices is not None:
             return choices
@@ -100,10 +103,15 @@ class _Attempt:
     """Tries to meet the budget at one prefetch distance; `least` is the smallest memory seen."""
 
     def __init__(
-        self, captured: Program, plan: Plan, machine: Machine, distance: int, trial: Trial
+        self,
+        captured: Program,
+        plan: Plan,
+        distance: int,
+        trial: Trial,
+        tradeoffs: Callable[[], Tradeoffs],
     ) -> None:
-        self.captured, self.plan, self.machine = captured, plan, machine
-        self.distance, self.trial = distance, trial
+        self.captured, self.plan = captured, plan
+        self.distance, self.trial, self.tradeoffs = distance, trial, tradeoffs
         budget = budget_bytes(plan)
         assert budget is not None
         self.budget = budget
@@ -119,8 +127,7 @@ class _Attempt:
 
     def _give_up(self, whole: Memory) -> Choices | None:
         """Give activations up until the program fits: each round corrects the one before."""
-        link = link_of(self.plan, self.machine)
-        tradeoffs = Tradeoffs(self.captured, self.machine, link, self.plan.host_budget)
+        tradeoffs = self.tradeoffs()
         target = self.budget
         for _ in range(ROUNDS):
             picked = tradeoffs.within(whole, target)
@@ -129,8 +136,11 @@ class _Attempt:
             if peak <= self.budget:
                 return self._take_back(tradeoffs, whole, choices, target)
             if tradeoffs.is_least(picked):
-                break
+                return self._tight(choices)
             target -= peak - self.budget
+        choices = self._choices(tradeoffs, tradeoffs.within(whole, 0))
+        if self._peak(choices) <= self.budget:
+            return self._spending(choices)
         return self._tight(choices)
 
     def _take_back(

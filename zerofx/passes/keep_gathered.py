@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.analysis.memory import peak_bytes
-from zerofx.errors import PlanError
+from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
@@ -28,7 +28,7 @@ class KeepGathered(Pass):
     order, slots included. Without a budget nothing is kept.
 
     Raises:
-        PlanError: the budget is below what the program needs with nothing kept.
+        BudgetError: the budget is below what the program needs with nothing kept.
     """
 
     name: ClassVar[str] = "keep-gathered"
@@ -56,12 +56,13 @@ class KeepGathered(Pass):
         if _peak_with(program, too_many) <= self.budget_bytes:
             return too_many
         if (least := _peak_with(program, 0)) > self.budget_bytes:
-            raise PlanError(
+            raise BudgetError(
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
                 f"a rank at stage {program.plan.stage} and world {program.world_size} with nothing "
                 f"kept, optimizer states of AdamW included, but the budget is "
                 f"{format_bytes(self.budget_bytes)}; raise it, shard more (stage, ranks), or set "
-                "activations='auto'"
+                "activations='auto'",
+                least,
             )
         while too_many - fits > 1:
             middle = (fits + too_many) // 2

@@ -94,12 +94,12 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # after release: moving a launch needs to know when its buffer is free again
     lambda s: PrefetchGathers(distance=_distance(s)),
     lambda s: SinkWaits(),
-    # after all that moves: what fits is measured on the final order
+    # after all that moves reads of shards, which an update overwrites
+    lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
+    # after all that moves and frees: what fits is measured on the final order
     lambda s: KeepGathered(
         budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan)
     ),
-    # after all that moves reads of shards, which an update overwrites
-    lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # last: places follow the final order
     lambda s: AssignSlots(),
 ]

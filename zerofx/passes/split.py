@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
@@ -18,6 +20,8 @@ from zerofx.analysis.activations import (
     must_keep,
 )
 from zerofx.compat.graphs import LazyGraphModule
+from zerofx.errors import PlanError
+from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
@@ -40,6 +44,8 @@ class Split(Pass):
     def run(self, program: Program) -> Report:
         if JOINT not in program.graphs:
             return Report(False, "inference: nothing to split")
+        if isinstance(self.activations, Mapping):
+            _check_patterns(program, self.activations)
         halves, joint = halve(program), program.graphs[JOINT]
         kept = kept_values(joint.graph, halves.parts, self.activations)
         builder = _Backward(joint, halves.parts, kept)
@@ -55,6 +61,19 @@ class Split(Pass):
         program.graphs.update({FORWARD: forward, BACKWARD: backward})
         num = sum(1 for n in backward.graph.nodes if info(n).recomputed)
         return Report(True, f"{len(builder.saved)} values saved, {num} nodes recomputed")
+
+
+def _check_patterns(program: Program, patterns: Mapping[str, str]) -> None:
+    """Refuse patterns that no unit of the model matches."""
+    units = sorted({info(n).unit for n in program.graph(JOINT).nodes})  # "" is the root's own
+    for pattern in patterns:
+        if not any(fnmatchcase(unit, pattern) for unit in units):
+            units = [unit for unit in units if unit]
+            raise PlanError(
+                f"Plan.activations names {pattern!r}, which no unit of {program.model_name} "
+                f"matches{nearest(pattern, units)}; its {len(units)} units are "
+                f"{', '.join(units[:6])}{', ...' if len(units) > 6 else ''}"
+            )
 
 
 def _forward(

@@ -16,6 +16,7 @@ from zerofx.sizes import format_bytes
 
 # What tiling="auto" lets a tile take of the budget that shards, gradients and states leave: two
 # gathers and two reductions are under way at once, and activations need room too.
+MOST = 64  # tiles of one weight that "auto" asks for: each has collectives of its own
 AUTO_SHARE = 1 / 8
 STATE_BYTES = 8  # an element's states of AdamW in fp32, which predictions assume too
 
@@ -146,14 +147,15 @@ def working_bytes(param: ParamInfo) -> int:
 def _chosen(params: Sequence[ParamInfo], plan: Plan, shard_size: int) -> dict[str, int]:
     """Return, for each layer's weight above the share, the fewest tiles that are within it.
 
-    Where none are, as many as there can be. Weights that layers share stay whole.
+    Where none are, as many as there can be, up to `MOST`: a budget that what stands exceeds is met
+    by no number of tiles. Weights that layers share stay whole.
     """
     limit = tile_budget(params, plan, shard_size)
     found = {}
     for p in params:
         if not p.layer or p.aliases or working_bytes(p) <= limit:
             continue
-        possible = list(_possible(p, shard_size))
+        possible = [k for k in _possible(p, shard_size) if k <= MOST]
         fitting = (k for k in possible if working_bytes(p) <= limit * k)
         if possible:
             found[p.name] = next(fitting, possible[-1])
