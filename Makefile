@@ -44,7 +44,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-all: lint
 	$(PY) -m pytest -n 2 --dist worksteal -o faulthandler_timeout=1800 $(PYTEST_FLAGS)

@@ -187,7 +187,7 @@ def test_every_budget_down_to_the_least_is_met() -> None:
         planned(program, activations="auto", memory_budget=least - 1)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_activations_may_leave_for_the_host(device: str) -> None:
     """Where the plan has a host tier the solver uses it, where it is quicker, within its budget."""
     link_gbs = 900e9 if device == "cuda" else 22e9  # so quick that a small model's copies hide

@@ -53,6 +53,7 @@ def captured(name: str) -> Program:
     return zerofx.capture(CASES[name].make(), args, kwargs)
 
 
+@pytest.mark.slow
 def test_the_plan_has_everything_in_it() -> None:
     after = zerofx.rewrite(captured("measured"), budgeted(captured("measured"), 0.3), 2, machine())
     choices = {d.choice for d in after.decisions}
@@ -72,6 +73,7 @@ def test_trains_like_one_process(pool: Any, share: float) -> None:
         assert report.loss <= 1e-6 and report.model <= 1e-6, report
 
 
+@pytest.mark.slow
 def test_two_live_forwards(pool: Any) -> None:
     for together, apart in pool.run(2, live, budgeted(captured("gpt"), 0.3)):
         assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

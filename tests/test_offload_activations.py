@@ -61,13 +61,20 @@ def test_one_rank(stage: int) -> None:
     assert not differing("gpt", [ALL, MIXED, TIER], {"stage": stage})
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_two_ranks(pool: Pool, stage: int) -> None:
     for found in pool.run(2, differing, "gpt", [ALL, MIXED, TIER], {"stage": stage}):
         assert not found
 
 
-@pytest.mark.parametrize("case", ["convnet", "gpt-dropout", "adapters", "branches", "lstm"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "convnet",
+        "lstm",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt-dropout", "adapters", "branches")),
+    ],
+)
 def test_other_models(case: str) -> None:
     assert not differing(case, [ALL], {"stage": 3})
 
@@ -155,7 +162,7 @@ def check(kept: Measured, left: Measured) -> None:
     assert left.sent == left.predicted_sent == kept.sent
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_peak_is_lower_by_what_left(stage: int) -> None:
     kept = measure("gpt", {"stage": stage, **LARGE})
     check(kept, measure("gpt", {"stage": stage, **LARGE, **TIER}))

@@ -101,7 +101,7 @@ def run_sequences(stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_sequences(pool: Pool, stage: int) -> None:
     assert not run_sequences(stage)
     for found in pool.run(2, run_sequences, stage):

@@ -45,7 +45,10 @@ def run_leg(
     return loaded, everything(model, optimizer)
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("gpt", "adamw"), ("convnet", "sgd")])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [pytest.param("gpt", "adamw", marks=pytest.mark.slow), ("convnet", "sgd")],
+)
 def test_relay_over_worlds_and_stages(
     pool: Pool, tmp_path: Path, name: str, optimizer: str
 ) -> None:

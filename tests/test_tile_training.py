@@ -33,7 +33,7 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-SLOW = {1, 3, 4}  # cells that test-all runs
+SLOW = {1, 2, 3, 4}  # cells that test-all runs
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,7 @@ RELAY: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_saves_and_loads_across_tilings_and_worlds(pool: Pool, tmp_path: Path) -> None:
     handed_on, source = None, None
     for number, (world, plan) in enumerate(RELAY):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,13 @@ from zerofx.analysis.activations import (
     must_keep,
 )
 from zerofx.compat.graphs import LazyGraphModule
-from zerofx.errors import PlanError
 from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.passes.base import Fact, Pass, Report
 
+log = logging.getLogger("zerofx")
 UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
 
 
@@ -64,16 +65,14 @@ class Split(Pass):
 
 
 def _check_patterns(program: Program, patterns: Mapping[str, str]) -> None:
-    """Refuse patterns that no unit of the model matches."""
+    """Warn of patterns that no unit matches: a typo, or a plan that is shared with other models."""
     units = sorted({info(n).unit for n in program.graph(JOINT).nodes})  # "" is the root's own
     for pattern in patterns:
         if not any(fnmatchcase(unit, pattern) for unit in units):
-            units = [unit for unit in units if unit]
-            raise PlanError(
-                f"Plan.activations names {pattern!r}, which no unit of {program.model_name} "
-                f"matches{nearest(pattern, units)}; its {len(units)} units are "
-                f"{', '.join(units[:6])}{', ...' if len(units) > 6 else ''}"
-            )
+            log.warning(
+                "Plan.activations names %r, which no unit of %s matches%s",
+                pattern, program.model_name, nearest(pattern, [u for u in units if u]),
+            )  # fmt: skip
 
 
 def _forward(
