@@ -13,37 +13,28 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.demo.measure import Peak, PeakMemory
+from zerofx.ir.program import Loop
 from zerofx.machine import Machine
 
-STEPS = 3
+MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
 Forward = Callable[[nn.Module, int], Tensor]  # (model, number of the batch) -> the loss
 
 
-@dataclass(frozen=True)
-class Loop:
-    """How a training loop goes through one step.
-
-    accumulation: micro-batches a step. no_sync: all of them but the last one under no_sync.
-    """
-
-    accumulation: int = 1
-    no_sync: bool = False
-
-    def step(
-        self, model: Any, optimizer: torch.optim.Optimizer, forward: Forward, number: int
-    ) -> None:
-        """Train one step."""
-        for micro in range(self.accumulation):
-            is_last = micro == self.accumulation - 1
-            with model.no_sync() if self.no_sync and not is_last else nullcontext():
-                forward(model, number * self.accumulation + micro).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, forward: Forward, number: int, loop: Loop
+) -> None:
+    """Train one step, of as many micro-batches as the loop has."""
+    for micro in range(loop.accumulation):
+        is_last = micro == loop.accumulation - 1
+        with model.no_sync() if loop.no_sync and not is_last else nullcontext():
+            forward(model, number * loop.accumulation + micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in its steady state, and the peak of the last step on the way there."""
+    """A model in its steady state, and the peak of one whole step there."""
 
     model: zerofx.CompiledModule
     peak: Peak
@@ -58,7 +49,7 @@ def train(
     loop: Loop | None = None,
     before_step: Callable[[zerofx.CompiledModule], object] | None = None,
 ) -> Trained:
-    """Train for some steps with AdamW on this rank, and measure the last one.
+    """Train for some steps with AdamW on this rank, and measure one in the steady state.
 
     before_step: called before each step, so that counters can be read.
     """
@@ -77,9 +68,9 @@ def train(
             optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        for number in range(STEPS):
+        for number in range(MEASURED + 2):
             if before_step is not None:
                 before_step(model)
-            with memory.step():
-                (loop or Loop()).step(model, optimizer, forward, number)
-    return Trained(model, memory.steps[-1])
+            with memory.step() if number == MEASURED else nullcontext():
+                step(model, optimizer, forward, number, loop or Loop())
+    return Trained(model, memory.steps[0])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zerofx
-from benchmarks.measured import Loop, train
+from benchmarks.measured import train
 from zerofx.analysis.memory import peak_bytes
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.errors import BudgetError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Loop, Program
 from zerofx.passes.decide import budget_for
 
 BATCH, SEQ, WIDTH, LAYERS, VOCAB = 2, 64, 192, 4, 2048
 SIDE, LABELS = 64, 1024
-SHARE = 0.4  # of the way from the least budget to what keeping everything takes
+SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ MODELS = {
         _hf("ViT", "ForImageClassification", image_size=SIDE, patch_size=8, num_labels=LABELS,
             **_SIZES),
         _pixels,
-        {"classifier": 4, "vit.*.intermediate": 2},
+        {"classifier": 4, "vit.layers.*.mlp": 4},
     ),
     "resnet": Model(
         _hf("ResNet", "ForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256],
@@ -138,10 +138,9 @@ class Cell:
     def __str__(self) -> str:
         return "-".join(str(v) for v in asdict(self).values())
 
-    def pairs(self) -> frozenset[tuple[tuple[str, Any], ...]]:
+    def pairs(self) -> list[tuple[tuple[str, Any], ...]]:
         """Return every pair of a choice with another."""
-        chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name in CHOICES]
-        return frozenset(itertools.combinations(chosen, 2))
+        return list(itertools.combinations([(name, getattr(self, name)) for name in CHOICES], 2))
 
 
 def all_cells() -> Iterator[Cell]:
@@ -163,7 +162,7 @@ def cover(count: int) -> list[Cell]:
     times = dict.fromkeys((p for cell in left for p in cell.pairs()), 0)
     found: list[Cell] = []
     while len(found) < count:
-        best = max(left, key=lambda cell: sum(0.1 ** times[p] for p in cell.pairs()))
+        best = max(left, key=lambda cell: sum(Fraction(1, 10 ** times[p]) for p in cell.pairs()))
         left.remove(best)
         found.append(best)
         for pair in best.pairs():
@@ -179,33 +178,32 @@ _ACTIVATIONS = {"half": 0.5, "offload": {"*": "offload"}}
 
 
 def plan_of(cell: Cell) -> dict[str, Any]:
-    """Return a cell's plan; its budget, where it needs one, lies between the least and the most."""
+    """Return a cell's plan; its budget, where it needs one, lies below what keeping all takes."""
     plan: dict[str, Any] = {
         "stage": cell.stage,
         "kernels": cell.kernels,
         "activations": _ACTIVATIONS.get(cell.activations, cell.activations),
-        "tiling": MODELS[cell.model].tiling if cell.tiling == "pattern" else "off",
+        "tiling": MODELS[cell.model].tiling if cell.tiling == "pattern" else cell.tiling,
         "bucket_bytes": "256KiB",
     }
-    if cell.activations != "auto" and cell.tiling != "auto":
-        return plan
-    most, least = _bounds(cell, plan)
-    share = SHARE if cell.activations == "auto" else 1.0
-    budget = int(least + share * (most - least))
-    return plan | {"tiling": cell.tiling if cell.tiling == "auto" else plan["tiling"],
-                   "memory_budget": budget}  # fmt: skip
+    if cell.activations == "auto":
+        plan["memory_budget"] = _between(cell, SHARE)
+    elif cell.tiling == "auto":  # nothing else is to be decided by it
+        plan["memory_budget"] = _between(cell, 1.0)
+    return plan
 
 
-def _bounds(cell: Cell, plan: dict[str, Any]) -> tuple[int, int]:
-    """Return the budget under which nothing is given up, and the least that is accepted."""
-    program = captured(cell.model)
-    whole = {k: "keep" if v == "auto" else v for k, v in plan.items()}
-    most = budget_for(peak_bytes(zerofx.rewrite(program, whole, cell.world)))
-    try:
-        zerofx.rewrite(program, {**plan, "memory_budget": 1}, cell.world)
-    except BudgetError as error:
-        return most, error.least_bytes
-    raise AssertionError("one byte is not enough for any model")
+def _between(cell: Cell, share: float) -> int:
+    """Return a budget so far from what recomputing takes to what keeping takes, both untiled."""
+    least, most = (
+        peak_bytes(
+            zerofx.rewrite(
+                captured(cell.model), {"stage": cell.stage, "activations": a}, cell.world
+            )
+        )
+        for a in ("recompute", "keep")
+    )
+    return budget_for(int(least + share * (most - least)))
 
 
 @functools.cache
@@ -223,7 +221,7 @@ def run(cell: Cell) -> dict[str, Any]:
     return {
         "low_bytes": trained.peak.low_bytes,
         "high_bytes": trained.peak.high_bytes,
-        "predicted_bytes": program.memory(keeps_results=False).peak_bytes,
+        "predicted_bytes": program.memory(keeps_results=False, **asdict(loop)).peak_bytes,
         "num_tiles": sum(b.tile is not None for b in program.layout.buckets),
         "budget_bytes": program.plan.memory_budget,
     }

@@ -45,9 +45,7 @@ def error_of(predicted_bytes: int, low_bytes: int, high_bytes: int) -> float:
 
 def line(cell: Cell, answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Return the table's line of one cell: of its ranks, the one that is furthest off."""
-    errors = [
-        error_of(a["predicted_bytes"], a["low_bytes"], a["high_bytes"]) for a in answers
-    ]
+    errors = [error_of(a["predicted_bytes"], a["low_bytes"], a["high_bytes"]) for a in answers]
     worst = max(range(len(answers)), key=lambda rank: abs(errors[rank]))
     mine = answers[worst]
     return {

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zerofx
-from benchmarks.measured import Loop, train
+from benchmarks.measured import train
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir import ops
+from zerofx.ir.program import Loop
 from zerofx.machine import Machine
 
 BATCH, SEQ = 4, 64
@@ -114,12 +115,13 @@ def measure(
     machine: Machine | None = None,
     loop: Loop | None = None,
 ) -> Measured:
-    """Train a model for some steps on this rank with AdamW, and measure the last one."""
+    """Train a model for some steps on this rank with AdamW, and measure one in the steady state."""
+    how = loop or Loop()
     seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
     trained = train(
         lambda: MODELS[name](None),
         lambda model, number: MODELS[name](model)(number),
-        plan, on, machine, loop,
+        plan, on, machine, how,
         before_step=lambda model: seen.append((_counters(model), _moved(model))),
     )  # fmt: skip
     model = trained.model
@@ -130,8 +132,8 @@ def measure(
     predicted = expected.kinds
     return Measured(
         peak_bytes=trained.peak.high_bytes,
-        predicted_bytes=program.memory().peak_bytes,
-        predicted_loss_only_bytes=program.memory(keeps_results=False).peak_bytes,
+        predicted_bytes=program.memory(**asdict(how)).peak_bytes,
+        predicted_loss_only_bytes=program.memory(keeps_results=False, **asdict(how)).peak_bytes,
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),

@@ -32,14 +32,18 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 
 def lifetimes(
-    program: Program, compiled: Compiled | None = None, keeps_results: bool = True
+    program: Program,
+    compiled: Compiled | None = None,
+    keeps_results: bool = True,
+    packs_apart: bool = False,
 ) -> Lifetimes:
     """Return the live range of every storage that the program's graphs make or are given.
 
     Regions are taken to run op by op, as ATen, but for those in `compiled`. The user holds the loss
-    to the end, and the other results too if `keeps_results`.
+    to the end, and the other results too if `keeps_results`. Gradients that are else packed into
+    p.grad's own memory are not if `packs_apart`: there others stand, to which they are added.
     """
-    walk = _Walk(program, compiled or {}, keeps_results)
+    walk = _Walk(program, compiled or {}, keeps_results, packs_apart)
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     walk.settle()
@@ -49,9 +53,11 @@ def lifetimes(
 class _Walk:
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
-    def __init__(self, program: Program, compiled: Compiled, keeps_results: bool) -> None:
+    def __init__(
+        self, program: Program, compiled: Compiled, keeps_results: bool, packs_apart: bool
+    ) -> None:
         self.program, self.compiled = program, compiled
-        self.keeps_results = keeps_results
+        self.keeps_results, self.packs_apart = keeps_results, packs_apart
         self.storages: list[Storage] = []
         self.nodes: list[tuple[str, fx.Node]] = []
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
@@ -169,18 +175,29 @@ class _Walk:
             return self._copy(node, time)
         if target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
             return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
-        if is_in_place(node, self.program.layout):
+        if is_in_place(node, self.program.layout) and not self.packs_apart:
             return ()  # the gradient's own memory
         if target is ops.all_gather or target is ops.grad_buffer:
             category = Category.GATHERED if target is ops.all_gather else Category.GRADIENTS
             slot = slot_of(node)
             name = where.unit if (where := info(node)).unit else node.name
             return self._own(node, category, value(node), time, slot, name=name)
-        if target is ops.refresh or target is ops.resident or target in ops.REDUCES:
-            return ()  # a resident copy, or the gradient's shard: held all the time
+        if target is ops.refresh or target is ops.resident:
+            return ()  # held all the time
+        if target in ops.REDUCES and not self._reduces_apart(node):
+            return ()  # the gradient's shard, or what is lent for it
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
+
+    def _reduces_apart(self, node: fx.Node) -> bool:
+        """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
+        layout = self.program.layout
+        return (
+            self.packs_apart
+            and layout is not None
+            and layout.reduces_in_place(layout.buckets[info(node).index])
+        )
 
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""

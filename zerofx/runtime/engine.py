@@ -60,6 +60,10 @@ class Engine:
         if self.slots.reserve(sizes):
             self.views.clear()
 
+    def keep_memory(self) -> None:
+        """Keep what calls work in at its place from here on, and lend nothing to several."""
+        self.keeps_memory, self.gradients.lends = True, False
+
     def rest(self) -> None:
         """End a backward: settle its gradients, then free what only a backward needs."""
         try:
@@ -71,6 +75,7 @@ class Engine:
         if not self.keeps_memory:
             self.slots.rest(self._forward_slots, self.layout.rest_bytes)
             self.world.rest(self.layout.rest_bytes)
+            self.gradients.rest(self.layout.rest_bytes)
 
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""
