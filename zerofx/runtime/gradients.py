@@ -16,6 +16,8 @@ from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
+    from zerofx.runtime.away_shards import AwayShards
+    from zerofx.runtime.host_tier import Copy
     from zerofx.runtime.shards import ShardStore
 
 
@@ -33,6 +35,7 @@ class Gradients:
         self.discards = False
         self.scaler = scaler
         self.publish = store.publish_grads  # of a bucket, for these names
+        self.away: AwayShards  # set by the engine
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
@@ -98,7 +101,10 @@ class Gradients:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
         is_target = not accumulate and target.dtype is buffer.dtype
-        out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
+        if self._layout.buckets[bucket].is_away:  # until its copy has left
+            out = torch.empty(target.numel(), dtype=buffer.dtype, device=buffer.device)
+        else:
+            out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
         work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
         return Flight(out, work, bucket)
 
@@ -109,12 +115,27 @@ class Gradients:
                 scratch = self._scratch[bucket] = torch.empty_like(target, dtype=dtype)
         return scratch
 
+    def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
+        """Launch the copy of a reduced slice to where its shard lives."""
+        if reduced is None:
+            return Flight(None, None, bucket)
+        target, accumulate, _ = self._targets[bucket]
+        if self.scaler is not None:
+            is_wide = reduced.dtype is target.dtype
+            wide = reduced if is_wide else torch.empty_like(reduced, dtype=target.dtype)
+            reduced = self.scaler.unscale(reduced, wide)
+        is_target = not accumulate and target.dtype is reduced.dtype
+        return self.away.offload_grad(reduced, bucket, target if is_target else None)
+
     def store(self, reduced: Tensor | None, bucket: int) -> None:
         """Assign or accumulate a reduced slice into the gradients that the user sees."""
         if reduced is None:
             return
         target, accumulate, summed = self._targets.pop(bucket)
-        if self.scaler is not None:
+        if self._layout.buckets[bucket].is_away:
+            if reduced is not target:
+                self.away.settle(bucket)
+        elif self.scaler is not None:
             wide = reduced
             if reduced.dtype is not target.dtype:
                 wide = torch.empty_like(target) if accumulate else target
@@ -132,6 +153,7 @@ class Gradients:
         """Let the optimizers update a bucket's shard now, and free its gradients."""
         names = self._stored.pop(bucket, None)
         if names is not None:  # None: this backward runs for inputs alone
+            self.away.settle(bucket)
             self._store.update_bucket(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:

@@ -15,6 +15,7 @@ from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Tile
 from zerofx.runtime.world import World
 
@@ -152,6 +153,8 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             numel=b["numel"],
             persistent=b["persistent"],
             trainable=b["trainable"],
+            home=Tier(b["home"]),
+            source=Tier(b["source"]),
         )
         for i, b in enumerate(facts["buckets"])
     )
