@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.flight import Flight, label
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
@@ -47,6 +49,7 @@ class Gradients:
         self._scratch: dict[int, Tensor] = {}
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
+        self._host_updates = HostUpdates()
         self._labels = [label("reduction", b) for b in self._layout.buckets]
 
     # -- what a schedule calls --------------------------------------------------------------
@@ -150,11 +153,23 @@ class Gradients:
         self._stored[bucket] = names
 
     def update(self, shard: Tensor, bucket: int) -> None:
-        """Let the optimizers update a bucket's shard now, and free its gradients."""
+        """Let the optimizers update a bucket's shard, and free its gradients.
+
+        Where it lives on the host they do so beside the compute, until the end of backward.
+        """
         names = self._stored.pop(bucket, None)
-        if names is not None:  # None: this backward runs for inputs alone
-            self.away.settle(bucket)
-            self._store.update_bucket(bucket, names)
+        if names is None:  # this backward runs for inputs alone
+            return
+        if self._layout.buckets[bucket].is_away and self._store.may_update_beside(names):
+            self._host_updates.launch(partial(self._update_away, bucket, names))
+            return
+        self._host_updates.join()
+        self._update_away(bucket, names)
+
+    def _update_away(self, bucket: int, names: frozenset[str]) -> None:
+        """Update a bucket whose gradient may still be on its way to the host."""
+        self.away.settle(bucket)
+        self._store.update_bucket(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:
         """Return the parameters whose gradients this backward has packed into the bucket."""
@@ -178,6 +193,7 @@ class Gradients:
         if self.no_sync or self.discards:
             return
         if self._store.updates is not None:
+            self._host_updates.join()
             self._store.updates.end()
         self._reduce_left()
         if self.scaler is not None:
@@ -214,6 +230,7 @@ class Gradients:
     def abandon(self) -> None:
         """Forget what was packed, launched, or stored for an update that did not come."""
         if self._store.updates is not None:
+            self._host_updates.drain()
             self._store.updates.abandon()
             for bucket in self._stored:
                 self._store.drop_grads(bucket)

@@ -188,6 +188,10 @@ class ShardStore:
         self.updates.run(self.ledger, bucket, trained)
         self.drop_grads(bucket)
 
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether the updates of these parameters need nothing of the main thread."""
+        return self.updates is not None and not self.updates.communicates(names)
+
     def drop_grads(self, bucket: int) -> None:
         """Free a bucket's gradients; its p.grad are None."""
         self._grad_shard(bucket).drop()

@@ -75,6 +75,10 @@ class LooseStore:
         """Forget gradients on their way."""
         self._targets.clear()
 
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether an update may run on another thread: here all run where they are called."""
+        return False
+
     def update_bucket(self, bucket: int, names: Collection[str]) -> None:
         """Take a plain gradient step: there is no optimizer."""
         self.shards[bucket].sub_(self._targets.pop(bucket), alpha=1e-3)
