@@ -76,7 +76,7 @@ def need_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 def unique_name(label: str) -> str:
     """Return a file name that no other process or store uses, and that says whose it is."""
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in label)
+    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in label[:64])
     host = socket.gethostname().split(".")[0]
     return f"zerofx-{safe}-{host}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
 

@@ -39,6 +39,7 @@ class Handle:
         self.alignment = ALIGNMENTS[0]
         opened = [fd for fd in (self.buffered, self.direct) if fd is not None]
         self._close = weakref.finalize(self, _close_all, opened, self.pid)
+        self._close.atexit = False  # threads may still use it then; the system closes it
         _OPEN.add(self)
 
     def _open_direct(self, flags: int) -> int | None:

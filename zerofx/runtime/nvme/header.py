@@ -42,6 +42,17 @@ class Extent:
         return -(-self.nbytes // BLOCK_BYTES)
 
 
+def check_sizes(sizes: Mapping[str, int], label: str) -> None:
+    """Refuse extents that are no sizes by name."""
+    for name, nbytes in sizes.items():
+        is_size = isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0
+        if not isinstance(name, str) or not is_size:
+            raise NvmeError(
+                f"{label}: extent {name!r} of {nbytes!r} bytes; give names as strings and sizes as "
+                "whole numbers of bytes"
+            )
+
+
 @dataclass(frozen=True)
 class Layout:
     """What is where in a file, and who made it."""

@@ -14,13 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import Bytes
+from zerofx.runtime.nvme.aligned import PAGE, Bytes, bytes_of
 from zerofx.runtime.nvme.checksum import checksum
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import Damaged, path_error, sized
 from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import BLOCK_BYTES, PAGE, Extent, Layout, State, read_layout
+from zerofx.runtime.nvme.header import BLOCK_BYTES, Extent, Layout, State, check_sizes, read_layout
 from zerofx.runtime.nvme.request import Request
 
 
@@ -63,6 +63,7 @@ class NvmeStore:
         Raises:
             NvmeError: the folder cannot be used (see `prepare`), or has too little space.
         """
+        check_sizes(extents, label)
         made = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -131,10 +132,11 @@ class NvmeStore:
             near = get_close_matches(name, self._layout.extents, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
-        if tensor.nbytes != extent.nbytes:
+        view, _ = bytes_of(tensor, f"{self.path}, {name}")
+        if view.size != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give one of its "
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(view.size)}; give one of its "
                 "size"
             )
         return extent
@@ -223,7 +225,7 @@ class _Blocks:
 
     def after_write(self, offset: int, view: Bytes) -> None:
         for number, _, block in self._of(offset, view):
-            self._sums[number] = checksum(block, BLOCK_BYTES) if self._takes else 1
+            self._sums[number] = checksum(block) if self._takes else 1
 
     def after_read(self, offset: int, view: Bytes) -> None:
         for number, at, block in self._of(offset, view):
@@ -233,7 +235,7 @@ class _Blocks:
                     f"the block at offset {at} holds nothing that was written: it was never "
                     "written, or its last write failed; write it first"
                 )
-            if self._takes and (found := checksum(block, BLOCK_BYTES)) != expected:
+            if self._takes and (found := checksum(block)) != expected:
                 raise Damaged(
                     f"the block at offset {at} ({block.size} bytes) has the checksum {found:016x} "
                     f"but {expected:016x} was written: the device or the file is damaged; load the "

@@ -20,7 +20,8 @@ class Work:
         self.piece_bytes = piece_bytes
         self.lock = threading.RLock()  # a finalizer may run inside any of our own calls
         self.has_work = threading.Condition(self.lock)
-        self.queue: deque[Piece] = deque()
+        self.queues: tuple[deque[Piece], deque[Piece]] = (deque(), deque())  # reads, writes
+        self._next_is_write = False
         self.is_closing = False
         self.num_under_way = 0
         self.movers: list[Mover] = []
@@ -30,7 +31,7 @@ class Work:
         """Move pieces until the engine closes and nothing is left."""
         while True:
             with self.lock:
-                while not self.queue:
+                while not any(self.queues):
                     if self.is_closing and not self.num_under_way:
                         return
                     self.has_work.wait()
@@ -42,16 +43,22 @@ class Work:
             del group, piece, faults, fault  # hold no tensor while waiting
 
     def _take(self) -> list[Piece]:
-        """Take the next piece, and small ones that continue it in the file."""
-        group = [self.queue.popleft()]
+        """Take the next piece, and small ones that continue it in the file.
+
+        Reads and writes take turns: a read that is needed soon does not wait for all the writes
+        before it, nor they for all the reads.
+        """
+        queue = self.queues[self._next_is_write] or self.queues[not self._next_is_write]
+        self._next_is_write = queue is self.queues[False]
+        group = [queue.popleft()]
         first = group[0].request
         begin, end = group[0].offset, group[0].end
-        while self.queue and len(group) < MAX_MERGED:
-            piece, request = self.queue[0], self.queue[0].request
-            is_next = request.handle is first.handle and request.is_write == first.is_write
-            if not is_next or piece.offset != end or piece.end - begin > self.piece_bytes:
+        while queue and len(group) < MAX_MERGED:
+            piece = queue[0]
+            is_next = piece.request.handle is first.handle and piece.offset == end
+            if not is_next or piece.end - begin > self.piece_bytes:
                 break
-            group.append(self.queue.popleft())
+            group.append(queue.popleft())
             end = piece.end
         return group
 
@@ -103,7 +110,7 @@ class Work:
 
     def enqueue(self, request: Request) -> None:
         """Hand a request's pieces to the threads."""
-        self.queue.extend(request.pieces)
+        self.queues[request.is_write].extend(request.pieces)
         self.has_work.notify(len(request.pieces))
 
 
