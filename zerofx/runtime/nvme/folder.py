@@ -108,7 +108,11 @@ def _remove_if_dead(path: Path) -> bool:
     except PermissionError:  # another user's
         return False
     try:
-        if not is_ours(fd) or not lock(fd):
+        try:
+            if not is_ours(fd) or not lock(fd):
+                return False
+        except OSError as error:  # no locks here, or unreadable: then nothing tells that it is dead
+            log.warning("%s: left as it is: %s", path, error)
             return False
         size = os.fstat(fd).st_size
         try:
