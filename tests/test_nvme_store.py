@@ -172,9 +172,11 @@ def test_without_checksums_a_flipped_byte_goes_unseen(tmp_path: Path, engine: An
 
 
 def test_what_was_never_written_cannot_be_read(tmp_path: Path, engine: Any) -> None:
-    with nvme.NvmeStore.create(tmp_path, {"w": 8}, label="x", engine=engine) as store:
-        with pytest.raises(NvmeError, match="8 bytes of w .* it was never written"):
-            store.read("w", torch.empty(1, dtype=torch.int64)).wait()
+    with (
+        nvme.NvmeStore.create(tmp_path, {"w": 8}, label="x", engine=engine) as store,
+        pytest.raises(NvmeError, match=r"8 bytes of w .* it was never written"),
+    ):
+        store.read("w", torch.empty(1, dtype=torch.int64)).wait()
 
 
 def test_an_extent_whose_write_failed_cannot_be_read(

@@ -55,17 +55,22 @@ def bytes_of(tensor: Any, doing: str) -> tuple[Bytes, int]:
     """
     if not isinstance(tensor, Tensor):
         raise NvmeError(f"{doing}: {type(tensor).__name__} is not a tensor; give a torch.Tensor")
-    form = f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        kind = tensor.device if tensor.device.type != "cpu" else tensor.layout
+    is_dense = tensor.layout == torch.strided
+    if tensor.device.type != "cpu" or not is_dense:
+        kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
-            f"{doing}: {form} is {kind}; only dense tensors in host memory move to and from disk: "
-            "copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
+            f"{doing}: {_form(tensor)} is {kind}; only dense tensors in host memory move to and "
+            "from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
-            f"{doing}: {form} with strides {tensor.stride()} is not contiguous; give "
+            f"{doing}: {_form(tensor)} with strides {tensor.stride()} is not contiguous; give "
             "tensor.contiguous(), or a buffer of its own to read into"
         )
-    flat = tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat.view(-1).view(torch.uint8)
     return flat.numpy(), flat.data_ptr()
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")

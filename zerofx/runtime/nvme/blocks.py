@@ -73,5 +73,3 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
             "flush: it was interrupted, or the file is damaged; write it anew"
         )
     return np.frombuffer(sums, dtype=np.uint64)
-
-

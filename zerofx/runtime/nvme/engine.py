@@ -110,7 +110,7 @@ class IOEngine:
         with self._work.lock:
             under_way = handle.under_way.all()
         for request in under_way:
-            request.ended.wait()
+            request.join()
 
     def flush(self, handle: Handle) -> None:
         """Wait for all requests of a file, and until the device has their bytes.

@@ -74,7 +74,9 @@ class Request:
         self.num_left = 0  # pieces that have not ended
         self.pieces: list[Piece] = []
         self._tensor = tensor
-        self.ended = threading.Event()
+        self.is_done = False  # ended, well or not
+        self._under_way = threading.Lock()  # an Event would cost ten times as much
+        self._under_way.acquire()
 
     def split(self, view: Bytes, address: int, piece_bytes: int) -> None:
         """Cut into pieces that begin at pages, but for the first."""
@@ -85,10 +87,12 @@ class Request:
             self.pieces.append(Piece(self, begin + start, view[start:stop], address + start))
         self.num_left = len(self.pieces)
 
-    @property
-    def is_done(self) -> bool:
-        """Say whether it has ended, well or not."""
-        return self.ended.is_set()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, well or not; False if it has not after `timeout_s`."""
+        if not self._under_way.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        self._under_way.release()  # for who else waits
+        return True
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Return the tensor once all of it has moved.
@@ -97,7 +101,7 @@ class Request:
             NvmeError: it could not be moved; names file, offset, bytes and label.
             TimeoutError: it was still under way after `timeout_s`.
         """
-        if not self.ended.wait(timeout_s):
+        if not self.join(timeout_s):
             doing = "write" if self.is_write else "read"
             raise TimeoutError(f"{doing} of {self.where}: still under way after {timeout_s} s")
         if self.fault is not None:
@@ -109,4 +113,5 @@ class Request:
     def end(self) -> None:
         """Wake who waits; called once, by the engine."""
         self.pieces = []
-        self.ended.set()
+        self.is_done = True
+        self._under_way.release()

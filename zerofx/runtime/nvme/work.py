@@ -22,6 +22,7 @@ class Work:
         self.has_work = threading.Condition(self.lock)
         self.queues: tuple[deque[Piece], deque[Piece]] = (deque(), deque())  # reads, writes
         self._next_is_write = False
+        self._num_idle = 0
         self.is_closing = False
         self.num_under_way = 0
         self.movers: list[Mover] = []
@@ -34,7 +35,9 @@ class Work:
                 while not any(self.queues):
                     if self.is_closing and not self.num_under_way:
                         return
+                    self._num_idle += 1
                     self.has_work.wait()
+                    self._num_idle -= 1
                 group = self._take()
             faults = _moved(mover, group)
             with self.lock:
@@ -111,7 +114,8 @@ class Work:
     def enqueue(self, request: Request) -> None:
         """Hand a request's pieces to the threads."""
         self.queues[request.is_write].extend(request.pieces)
-        self.has_work.notify(len(request.pieces))
+        if self._num_idle:
+            self.has_work.notify(min(len(request.pieces), self._num_idle))
 
 
 def _moved(mover: Mover, group: list[Piece]) -> list[Fault | None]:
