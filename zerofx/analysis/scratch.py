@@ -120,7 +120,7 @@ class _Walk:
         """Tell whether a reduction ends in neither p.grad nor the buffer that it was packed in."""
         bucket = self.layout.buckets[info(launch).index]
         is_added = micro.before is Before.REDUCED and not self.layout.reduces_in_place(bucket)
-        return is_added or bucket.reduce_dtype is not bucket.dtype
+        return not bucket.is_away and (is_added or bucket.reduce_dtype is not bucket.dtype)
 
     def _launch(self, launch: fx.Node, time: int) -> list[_Buffer]:
         shards, replicas = self.layout.shard_size, self.layout.replicate_size

@@ -145,6 +145,14 @@ class Loop:
     no_sync: bool = False
 
 
+@dataclass(frozen=True)
+class Pool:
+    """The slots that the programs of one model share: their bytes, and which stay between steps."""
+
+    sizes: tuple[int, ...] = ()
+    stay: frozenset[int] = frozenset()
+
+
 @dataclass
 class Program:
     """The compiler's unit of work: captured, rewritten pass by pass, then emitted.
@@ -159,6 +167,7 @@ class Program:
     decisions: what the budget decided, each with its reason.
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     loop: what memory is counted for, and the budget was solved for.
+    pool: the slots that other programs of the model need too.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -181,6 +190,7 @@ class Program:
     decisions: tuple[Decision, ...] = ()
     compute_dtype: torch.dtype | None = None
     loop: Loop = field(default_factory=Loop)
+    pool: Pool = field(default_factory=Pool)
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph
