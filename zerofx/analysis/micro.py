@@ -45,8 +45,8 @@ def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tu
     """Return the micro-batches of a step in which it may hold most.
 
     accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
-        reduction off at stage 1. (At stage 0 the sum lies in p.grad; at stages 2 and 3 whole
-        gradients are never held, and every backward reduces.)
+        reduction off at stage 1. (At stage 0 the sum lies in p.grad; at stages 2 and 3, and with
+        an offloaded optimizer, whole gradients are never held, and every backward reduces.)
 
     Raises:
         PlanError: fewer than one backward; or several, but each updates the parameters.
@@ -61,8 +61,9 @@ def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tu
             "parameters inside every backward; use update='step' to accumulate"
         )
     layout = program.layout
-    puts_off = no_sync and layout is not None and layout.shard_size > 1 and program.plan.stage <= 1
-    if not puts_off:
+    is_sharded = layout is not None and layout.shard_size > 1
+    is_away = layout is not None and any(b.is_away for b in layout.buckets)
+    if not (no_sync and is_sharded and program.plan.stage <= 1) or is_away:
         return (Micro(Before.REDUCED),)
     first = Micro(Before.SUMS if accumulation > 2 else Before.NOTHING, reduces=False)
     return first, Micro(Before.SUMS)

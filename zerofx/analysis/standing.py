@@ -104,10 +104,10 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
         if bucket.is_away:
             found.append(_always(Category.HOST, size, "p.grad", bucket.label(), life))
             continue
-        if not micro.reduces and layout.shard_size > 1:  # a sum of no_sync stands for it
-            continue
         whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
         rests = whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated
+        if rests and not micro.reduces and layout.shard_size > 1:  # a sum stands for it
+            continue
         if rests and not stands:
             birth = packed.get(bucket.index, time)
             death = updated.get(bucket.index, life.end)

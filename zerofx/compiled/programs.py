@@ -18,10 +18,17 @@ from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
 from zerofx.compiled.bound import Bound
+from zerofx.compiled.budget import (
+    can_accumulate,
+    fits,
+    loop_so_far,
+    warn_of_regions,
+    warn_of_slots,
+)
 from zerofx.compiled.contract import contract, forward_slots
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype
@@ -34,7 +41,6 @@ from zerofx.runtime.region_keys import cache_dir
 from zerofx.runtime.regions import import_file
 from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
-from zerofx.sizes import format_bytes
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
@@ -75,6 +81,37 @@ class ProgramTable:
         if recorder is None and setting.plan.cuda_graph:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
+        self._watches = can_accumulate(setting.plan)
+
+    def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """Return what runs a call, compiled now if it is the first of its signature.
+
+        Under a budget a program is compiled anew once the loop turns out to accumulate gradients,
+        if it would take too much beside them.
+        """
+        bound = self.bound.get(key)
+        if self._watches and (bound is None or bound.program.is_training):
+            loop = loop_so_far(self._engine, self._setting.loop)
+            self._setting = replace(self._setting, loop=loop)
+            if bound is not None and bound.program.loop != loop:
+                bound = self._settle(key, bound, loop)
+        if bound is None:
+            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
+                bound = self.compile(key, args, kwargs)
+        return bound
+
+    def _settle(self, key: Key, bound: Bound, loop: Loop) -> Bound | None:
+        """Return a program for a loop that it was not compiled for; None if that must be done."""
+        program = bound.program
+        if fits(program, loop) or program.signature in self._adopted:
+            program.loop = loop
+            return bound
+        log.info("%s accumulates gradients: compiled anew under its budget", program.model_name)
+        del self.bound[key], self.known[key]
+        self._engine.forget_slots()
+        for other in self.bound.values():
+            self._reserve(other.program)
+        return None
 
     def compile(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Capture this call, run the passes, write the directory, and bind it."""
@@ -95,14 +132,15 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
-        program = run(program, self._setting)
+        pool = Pool(self._engine.slots.sizes, self._engine.forward_slots)
+        program = run(program, replace(self._setting, pool=pool))
         if program.signature in self._adopted:
             program = self._instead_of(program)
         directory = program.directory or _write(program)
         log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
         self.known[key] = program, directory
         bound = self._bind(key)
-        _check_budget(program)
+        warn_of_regions(program)
         return bound
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:
@@ -140,7 +178,7 @@ class ProgramTable:
     def _bind(self, key: Key) -> Bound:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
         program, directory = self.known[key]
-        self._engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        self._reserve(program)
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program), module.forward
@@ -153,6 +191,16 @@ class ProgramTable:
         self.bound[key] = Bound(program, executable)
         return self.bound[key]
 
+    def _reserve(self, program: Program) -> None:
+        """Make room for a program's slots, which the others' memory then counts too."""
+        engine = self._engine
+        engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        program.pool = pool = Pool(engine.slots.sizes, engine.forward_slots)
+        others = [b.program for b in self.bound.values() if b.program.pool != pool]
+        for other in others:
+            other.pool = pool
+        warn_of_slots(others)
+
     def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
         owners: list[tuple[str, dict[str, Any], str]] = []
         for name in program.buffers:
@@ -164,23 +212,6 @@ class ProgramTable:
 def _buckets(program: Program, graph: str, op: Any) -> list[int]:
     """Return the buckets for which a graph calls an op that takes one as its second argument."""
     return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
-
-
-def _check_budget(program: Program) -> None:
-    """Warn where the regions, now that they are compiled, take more than the budget was solved for.
-
-    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
-    """
-    budget = program.plan.memory_budget
-    if budget is None or not program.is_training or program.plan.kernels != "inductor":
-        return
-    peak = program.memory().peak_bytes
-    if peak > budget:
-        log.warning(
-            "memory_budget: compiled by Inductor, %s takes %s (%d bytes) a rank of a budget of %s; "
-            "lower the budget by the difference, or use kernels='aten', which keeps it to the byte",
-            program.model_name, format_bytes(peak), peak, format_bytes(budget),
-        )  # fmt: skip
 
 
 def _write(program: Program) -> Path:

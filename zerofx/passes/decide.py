@@ -192,6 +192,8 @@ def _infeasible(program: Program, plan: Plan, least: Memory) -> BudgetError:
     how = {"auto": "with activations recomputed and nothing prefetched"}.get(
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
+    if program.loop.accumulation > 1:
+        how += ", gradients of earlier micro-batches standing"
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
         f"memory_budget: {program.model_name} needs {format_bytes(needed)} "

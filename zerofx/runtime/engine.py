@@ -66,6 +66,17 @@ class Engine:
         if self.slots.reserve(sizes):
             self.views.clear()
 
+    @property
+    def forward_slots(self) -> frozenset[int]:
+        """The slots that stay between calls."""
+        return frozenset(self._forward_slots)
+
+    def forget_slots(self) -> None:
+        """Give back the room of all programs' slots, until they are reserved anew."""
+        self._forward_slots.clear()
+        self.slots.clear()
+        self.views.clear()
+
     def keep_memory(self) -> None:
         """Keep what calls work in at its place from here on, and lend nothing to several."""
         self.keeps_memory, self.gradients.lends = True, False

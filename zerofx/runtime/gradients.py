@@ -231,6 +231,11 @@ class Gradients:
             for param in self._store.params.values():
                 param.grad = None
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether something that was summed under no_sync waits for its reduction."""
+        return self._sums.is_waiting
+
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""
         self._sums.drop()
