@@ -56,8 +56,11 @@ def train(
     gc.collect()
     torch.manual_seed(0)
     on = torch.device(device)
+    how = loop or Loop()
     first = zerofx.compile(build(), plan, device=on, machine=machine)
     forward(first, 0)
+    if how.accumulation > 1:  # which may change the program
+        step(first, torch.optim.SGD(first.parameters(), lr=0.0), forward, 0, how)
     programs = first._programs.known
     del first
     with PeakMemory(on) as memory:  # sees the model from its first allocation on
@@ -72,5 +75,5 @@ def train(
             if before_step is not None:
                 before_step(model)
             with memory.step() if number == MEASURED else nullcontext():
-                step(model, optimizer, forward, number, loop or Loop())
+                step(model, optimizer, forward, number, how)
     return Trained(model, memory.steps[0])

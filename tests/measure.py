@@ -54,6 +54,13 @@ def _gpt(model: nn.Module | None) -> nn.Module | Call:
     return lambda step: model(*_tokens(step, model))
 
 
+def _broad(model: nn.Module | None) -> nn.Module | Call:
+    """A GPT whose blocks have gradients of more than is kept between steps, on two ranks too."""
+    if model is None:
+        return GPT(GPTConfig(layers=3, width=256, heads=4, seq=SEQ))
+    return lambda step: model(*_tokens(step, model))
+
+
 def _tokens(step: int, model: nn.Module) -> tuple[Tensor, Tensor]:
     text = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
     text = text.to(next(model.parameters()).device)
@@ -103,7 +110,28 @@ def _hf(model: nn.Module | None) -> nn.Module | Call:
     return call
 
 
+class Wide(nn.Module):
+    """Layers of 4 MiB each, so that their buckets are freed between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _wide(model: nn.Module | None) -> nn.Module | Call:
+    if model is None:
+        return Wide()
+    return lambda step: model(torch.randn(64, 1024))
+
+
 MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
+    "wide": _wide,
+    "broad": _broad,
     "gpt": _gpt, "convs": _convs, "hf-gpt2": _hf,
 }  # fmt: skip
 

@@ -17,10 +17,12 @@ ONCE, TWICE = Loop(), Loop(2)
 PUT_OFF = Loop(2, no_sync=True)
 
 
-def peaks(pool: Pool, world: int, plan: dict[str, Any], loop: Loop) -> list[int]:
+def peaks(
+    pool: Pool, world: int, plan: dict[str, Any], loop: Loop, model: str = "wide"
+) -> list[int]:
     """Return each rank's measured peak; the predicted one is near it."""
     found = []
-    for measured in pool.run(world, measure, "gpt", {**ATEN, **plan}, "cpu", None, loop):
+    for measured in pool.run(world, measure, model, {**ATEN, **plan}, "cpu", None, loop):
         off = measured.predicted_bytes / measured.peak_bytes - 1
         assert abs(off) < TOLERANCE, (measured.predicted_bytes, measured.peak_bytes)
         found.append(measured.peak_bytes)
@@ -30,7 +32,7 @@ def peaks(pool: Pool, world: int, plan: dict[str, Any], loop: Loop) -> list[int]
 @pytest.mark.parametrize("stage", [0, 1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradients_of_earlier_micro_batches_stand(pool: Pool, stage: int) -> None:
     once, twice = (max(peaks(pool, 2, {"stage": stage}, loop)) for loop in (ONCE, TWICE))
-    assert twice > 1.02 * once
+    assert twice > 1.05 * once
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3))])
@@ -54,7 +56,7 @@ def test_sums_of_no_sync_stand(pool: Pool, stage: int) -> None:
     ids=str,
 )
 def test_three_micro_batches(pool: Pool, plan: dict[str, Any], loop: Loop) -> None:
-    peaks(pool, 2, plan, loop)
+    peaks(pool, 2, plan, loop, "gpt")
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import zip_longest
 
-from zerofx.ir.program import Loop, Program
+from zerofx.compiled.contract import forward_slots
+from zerofx.ir.program import Loop, Pool, Program
 from zerofx.plan import Plan
 from zerofx.runtime.engine import Engine
 from zerofx.sizes import format_bytes
@@ -37,6 +39,17 @@ def fits(program: Program, loop: Loop) -> bool:
     """Tell whether a training program stays under its budget in such a loop."""
     budget = program.plan.memory_budget
     return budget is None or program.memory(**asdict(loop)).peak_bytes <= budget
+
+
+def pool_of(programs: Iterable[Program]) -> Pool:
+    """Return the slots that programs of one model need."""
+    sizes: list[int] = []
+    stay: set[int] = set()
+    for program in programs:
+        needed = program.slots.get("bytes", [])
+        sizes = list(map(max, zip_longest(sizes, needed, fillvalue=0)))
+        stay |= forward_slots(program)
+    return Pool(tuple(sizes), frozenset(stay))
 
 
 def warn_of_regions(program: Program) -> None:

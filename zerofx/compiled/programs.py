@@ -22,6 +22,7 @@ from zerofx.compiled.budget import (
     can_accumulate,
     fits,
     loop_so_far,
+    pool_of,
     warn_of_regions,
     warn_of_slots,
 )
@@ -90,37 +91,64 @@ class ProgramTable:
         if it would take too much beside them.
         """
         bound = self.bound.get(key)
-        if self._watches and (bound is None or bound.program.is_training):
-            loop = loop_so_far(self._engine, self._setting.loop)
-            self._setting = replace(self._setting, loop=loop)
-            if bound is not None and bound.program.loop != loop:
-                bound = self._settle(key, bound, loop)
-        if bound is None:
+        if bound is not None and not (self._watches and bound.program.is_training):
+            return bound
+        setting = self._setting
+        if self._watches:
+            setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
+        if bound is None or not self._holds(bound.program, setting.loop):
             with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
-                bound = self.compile(key, args, kwargs)
+                bound = self.compile(key, args, kwargs, setting)
+        self._setting = setting
         return bound
 
-    def _settle(self, key: Key, bound: Bound, loop: Loop) -> Bound | None:
-        """Return a program for a loop that it was not compiled for; None if that must be done."""
-        program = bound.program
-        if fits(program, loop) or program.signature in self._adopted:
-            program.loop = loop
-            return bound
-        log.info("%s accumulates gradients: compiled anew under its budget", program.model_name)
-        del self.bound[key], self.known[key]
-        self._engine.forget_slots()
-        for other in self.bound.values():
-            self._reserve(other.program)
-        return None
+    def _holds(self, program: Program, loop: Loop) -> bool:
+        """Tell whether a program stays under its budget in a loop; if so, note the loop.
 
-    def compile(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """Capture this call, run the passes, write the directory, and bind it."""
-        if key in self.known:
+        What was adopted is taken as it is.
+        """
+        if program.loop.accumulation < loop.accumulation:
+            if program.signature not in self._adopted and not fits(program, loop):
+                return False
+            program.loop = loop
+        return True
+
+    def compile(
+        self,
+        key: Key,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting | None = None,
+    ) -> Bound:
+        """Compile a call, write the directory, and bind it, in place of what it had before.
+
+        Raises:
+            BudgetError: nothing meets the budget; what the call had before stays.
+        """
+        is_new = key not in self.bound
+        if is_new and key in self.known:
             return self._bind(key)
-        self._check_limit(key)
+        if is_new:
+            self._check_limit(key)
+        others = [b.program for k, b in self.bound.items() if k != key]
+        made = self._compile(args, kwargs, replace(setting or self._setting, pool=pool_of(others)))
+        if not is_new:
+            del self.bound[key]
+            self._engine.forget_slots()
+            for program in others:
+                self._reserve(program)
+        directory = made.directory or _write(made)
+        log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
+        self.known[key] = made, directory
+        bound = self._bind(key)
+        warn_of_regions(made)
+        return bound
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
+        """Capture a call and run the passes."""
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
-        plan, device = self._setting.plan, self._engine.world.device
+        plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         program = capture(
             self._model,
@@ -132,16 +160,8 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
-        pool = Pool(self._engine.slots.sizes, self._engine.forward_slots)
-        program = run(program, replace(self._setting, pool=pool))
-        if program.signature in self._adopted:
-            program = self._instead_of(program)
-        directory = program.directory or _write(program)
-        log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
-        self.known[key] = program, directory
-        bound = self._bind(key)
-        warn_of_regions(program)
-        return bound
+        program = run(program, setting)
+        return self._instead_of(program) if program.signature in self._adopted else program
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:
         """Verify a program, and let it take over the calls of its signature."""
