@@ -28,7 +28,7 @@ SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
 class Model:
     """One model: how it is made, the arguments of a call, and which weights are tiled by name."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int], nn.Module]  # of so many layers
     batch: Callable[[int], dict[str, Tensor]]
     tiling: dict[str, int]
 
@@ -58,30 +58,35 @@ def _pixels(number: int) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": _drawn(number, LABELS, 2 * BATCH)}
 
 
-def _hf(kind: str, head: str, **fields: Any) -> Callable[[], nn.Module]:
-    """Return how to make a model of transformers from a small configuration."""
+def _hf(kind: str, head: str, depth: str, **fields: Any) -> Callable[[int], nn.Module]:
+    """Return how to make a model of transformers from a small configuration.
 
-    def build() -> nn.Module:
+    depth: the field that takes the number of layers; of a ResNet, half of it in each of 3 stages.
+    """
+
+    def build(layers: int) -> nn.Module:
         import transformers
 
-        return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**fields))
+        value = [max(layers // 2, 1)] * 3 if depth == "depths" else layers
+        config = getattr(transformers, f"{kind}Config")(**fields, **{depth: value})
+        return getattr(transformers, kind + head)(config)
 
     return build
 
 
 _SIZES = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "depth": "num_hidden_layers", "hidden_size": WIDTH, "num_attention_heads": 4,
     "intermediate_size": 4 * WIDTH,
 }  # fmt: skip
 _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
     "gpt": Model(
-        lambda: GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=4, seq=SEQ)),
+        lambda layers: GPT(GPTConfig(layers=layers, width=WIDTH, heads=4, seq=SEQ)),
         _text,
         {"blocks.*.mlp": 4},
     ),
     "gpt2": Model(
-        _hf("GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=SEQ,
+        _hf("GPT2", "LMHeadModel", "n_layer", n_embd=WIDTH, n_head=4, n_positions=SEQ,
             vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, use_cache=False, attn_pdrop=0.0,
             embd_pdrop=0.0, resid_pdrop=0.0),
         _ids,
@@ -106,8 +111,8 @@ MODELS = {
         {"classifier": 4, "vit.layers.*.mlp": 4},
     ),
     "resnet": Model(
-        _hf("ResNet", "ForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256],
-            depths=[2, 2, 2], layer_type="basic", num_labels=LABELS),
+        _hf("ResNet", "ForImageClassification", "depths", embedding_size=32,
+            hidden_sizes=[64, 128, 256], layer_type="basic", num_labels=LABELS),
         _pixels,
         {"classifier": 4},
     ),
@@ -132,11 +137,12 @@ class Cell:
     activations: str
     tiling: str
     kernels: str
+    layers: int = LAYERS
     accumulation: int = 1
     no_sync: bool = False
 
     def __str__(self) -> str:
-        return "-".join(str(v) for v in asdict(self).values())
+        return "-".join(str(getattr(self, name)) for name in CHOICES)
 
     def pairs(self) -> list[tuple[tuple[str, Any], ...]]:
         """Return every pair of a choice with another."""
@@ -198,7 +204,9 @@ def _between(cell: Cell, share: float) -> int:
     least, most = (
         peak_bytes(
             zerofx.rewrite(
-                captured(cell.model), {"stage": cell.stage, "activations": a}, cell.world
+                captured(cell.model, cell.layers),
+                {"stage": cell.stage, "activations": a},
+                cell.world,
             )
         )
         for a in ("recompute", "keep")
@@ -207,16 +215,16 @@ def _between(cell: Cell, share: float) -> int:
 
 
 @functools.cache
-def captured(model: str) -> Program:
+def captured(model: str, layers: int) -> Program:
     """Return the captured training call of a model."""
-    return zerofx.capture(MODELS[model].build(), (), MODELS[model].batch(0))
+    return zerofx.capture(MODELS[model].build(layers), (), MODELS[model].batch(0))
 
 
 def run(cell: Cell) -> dict[str, Any]:
     """Train a cell on this rank; return what was predicted and what was measured, in bytes."""
     model = MODELS[cell.model]
     loop = Loop(cell.accumulation, cell.no_sync)
-    trained = train(model.build, model.forward, plan_of(cell), loop=loop)
+    trained = train(lambda: model.build(cell.layers), model.forward, plan_of(cell), loop=loop)
     (program,) = trained.model.programs
     return {
         "low_bytes": trained.peak.low_bytes,
