@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import execute
+from oracle import State, execute
 from oracle_cases import captured, make_state
 from torch import Tensor, nn
 
@@ -84,6 +84,11 @@ def test_the_same_results_and_gradients(case: str) -> None:
     tiling = {"transformer.h.*.mlp": 4, "transformer.wpe": 2} if case == "hf-gpt2" else TILED
     after = tiled(before, tiling)
     state = make_state(case, 2)
+    assert_same(before, after, state)
+
+
+def assert_same(before: Program, after: Program, state: State) -> None:
+    """Hold results and gradients against those of the program without tiles."""
     expected, got = execute([before] * 2, state), execute([after] * 2, state)
     for a, b in zip(expected, got, strict=True):
         for key, value in a.results.items():
@@ -218,11 +223,6 @@ def test_refusals_name_the_parameter_and_the_way_out(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         pair(tiling, model=model)
-
-
-def test_auto_puts_a_weight_together_for_other_readers() -> None:
-    program = pair("auto", memory_budget=280_000, model=Normed())
-    assert program.layout is not None and program.layout.tiles["up.weight"] > 1
 
 
 def test_contradictions() -> None:
