@@ -10,7 +10,7 @@ from test_passes_tile import Normed, Pair, assert_same, pair
 from torch import Tensor, fx, nn
 
 from zerofx.capture import capture
-from zerofx.ir.graphs import alias_source
+from zerofx.ir.graphs import alias_source, is_alias
 from zerofx.ir.program import Program
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import choose_tiles
