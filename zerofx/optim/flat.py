@@ -148,7 +148,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         finally:
             self._casts = None
             for ledger in ledgers:
-                ledger.writes += 1
+                ledger.note_update()
         casts.end()
 
     def _update_all(self, work: Sequence[Work]) -> None:

@@ -234,9 +234,9 @@ class Gradients:
         if self._store.updates is not None:
             self._host_updates.drain()
             self._store.updates.abandon()
-            self._store.homes.abandon()
             for bucket in self._stored:
                 self._store.drop_grads(bucket)
+        self._store.homes.abandon()
         self._store.abandon_grads()
         self._packed.clear()
         self._targets.clear()

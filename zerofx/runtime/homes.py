@@ -21,11 +21,12 @@ ADAMW_STATES = 2  # that the check of free space counts with, of the shard's siz
 class Homes:
     """Hands out memory of each tier, for one model on one rank.
 
+    writes: a number that grows when parameters were or may have been written past the optimizer.
     host: the host's memory for values on their way. nvme: the files, where anything lives there.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, writes: Callable[[], int] = int) -> None:
+        self._device, self._writes = device, writes
         self.host = HostTier(device)
         self.nvme: NvmeHome | None = None
         self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
@@ -47,7 +48,7 @@ class Homes:
             if b.home is Tier.NVME
         }
         trained = {i: size for i, size in sizes.items() if layout.buckets[i].trainable}
-        self.nvme = NvmeHome(folder, rank, self.host)
+        self.nvme = NvmeHome(folder, rank, self.host, self._writes)
         self.nvme.need_space(
             sum(sizes.values()) + (ADAMW_STATES + keeps) * sum(trained.values()), len(sizes)
         )

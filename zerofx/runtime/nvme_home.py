@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -49,8 +49,15 @@ class NvmeHome:
     buffers on the host (`read`, `write`).
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, host: HostTier) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        host: HostTier,
+        writes: Callable[[], int],
+    ) -> None:
         self._folder, self._rank, self._host = folder, rank, host
+        self._writes_of_others, self._seen = writes, -1
         self._stores: dict[str, NvmeStore] = {}
         self._places: dict[tuple[str, int], Mapped] = {}
         self._writes: list[Request] = []
@@ -101,6 +108,7 @@ class NvmeHome:
     def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
         mapped = self._places[kind, bucket]
+        self._settle_parameters()
         if not mapped.is_settled:
             mapped.settle()
         out = self._host.borrow_flat(mapped.memory.numel() // dtype.itemsize, dtype)
@@ -109,6 +117,17 @@ class NvmeHome:
         request = self._stores[kind].read(f"bucket {bucket}", out)
         self._host.count(NVME_READ, out.nbytes)
         return Arrival(out, request)
+
+    def _settle_parameters(self) -> None:
+        """Take in what was written through the places of parameters, not all of which torch counts.
+
+        Those that nobody has written lately keep their checksums only if nobody wrote at all.
+        """
+        if (writes := self._writes_of_others()) != self._seen:
+            self._seen = writes
+            for (kind, _), mapped in self._places.items():
+                if kind == PARAMETERS:
+                    mapped.settle()
 
     def prefetch(self, bucket: int, dtype: torch.dtype) -> None:
         """Launch the reads that a bucket's update will take: its parameters and its states."""
