@@ -13,12 +13,14 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
+IN_STAGES = 3  # buckets on NVMe that are in host memory for their updates at one time
+
 
 def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
     """Return what a rank holds during a step in the steady state, each from when to when."""
     found = [*_unread_shards(program, life), *_resident(life), *_gradients(program, life)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
-    found += _casts(program, life)
+    found += [*_casts(program, life), *_staging(program, life, optimizer_bytes)]
     return found + receive_buffers(program, life)
 
 
@@ -108,6 +110,27 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
                 _always(Category.COMMUNICATION, reduced_bytes, "reduced slice", unit, life)
             )
     return found
+
+
+def _staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return the host memory through which buckets on NVMe pass for their updates.
+
+    One is updated, one read and one written at a time; where they are updated inside backward, as
+    many gradients wait for that.
+    """
+    layout = program.layout
+    if layout is None or not program.is_training:
+        return []
+    sizes = {
+        layout.shard_numel(b): b.dtype.itemsize
+        for b in layout.buckets
+        if b.home is Tier.NVME and b.trainable
+    }
+    if not sizes:
+        return []
+    numel = max(sizes)
+    nbytes = numel * (sizes[numel] + optimizer_bytes)
+    return [_always(Category.HOST, IN_STAGES * nbytes, "update staging", "", life)]
 
 
 def _away_gradient(

@@ -16,6 +16,7 @@ from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
+from zerofx.runtime.tiers import Tier
 
 if TYPE_CHECKING:
     from zerofx.runtime.away_shards import AwayShards
@@ -162,8 +163,10 @@ class Gradients:
         names = self._stored.pop(bucket, None)
         if names is None:  # this backward runs for inputs alone
             return
-        if self._layout.buckets[bucket].is_away and self._store.may_update_beside(names):
-            self._host_updates.launch(partial(self._update_away, bucket, names))
+        home = self._layout.buckets[bucket].home
+        if home is not Tier.DEVICE and self._store.may_update_beside(names):
+            at_most = 2 if home is Tier.NVME else None
+            self._host_updates.launch(partial(self._update_away, bucket, names), at_most)
             return
         self._host_updates.join()
         self._update_away(bucket, names)

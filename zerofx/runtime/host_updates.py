@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -23,8 +23,14 @@ class HostUpdates:
         self._thread: ThreadPoolExecutor | None = None
         self._launched: list[Future[None]] = []
 
-    def launch(self, update: Callable[[], None]) -> None:
-        """Run an update behind those launched before. What it raises, `join` raises."""
+    def launch(self, update: Callable[[], None], at_most: int | None = None) -> None:
+        """Run an update behind those launched before. What it raises, `join` raises.
+
+        at_most: how many may be unfinished with it, since each holds memory; waits for the others.
+        """
+        unfinished = [future for future in self._launched if not future.done()]
+        if at_most is not None and len(unfinished) >= at_most:
+            wait(unfinished[: len(unfinished) - at_most + 1])
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-update")
             weakref.finalize(self, self._thread.shutdown, wait=False)
