@@ -32,7 +32,7 @@ class StepsInBackward:
     _options: list[dict[str, Any]] | None = None  # as the last backward found them
     _laid: dict[int, Any]
     _layout: Callable[[int], Any]
-    _work: Callable[[Any, Callable[[Owner], bool]], Any]
+    _works: Callable[[Any, Callable[[Owner], bool]], Any]
     _update_all: Callable[[Any], None]
 
     def update_in_backward(self) -> None:
@@ -71,8 +71,8 @@ class StepsInBackward:
             return owner[0] is ledger and owner[1] is not None and owner[1].index == bucket
 
         with torch.inference_mode(False):
-            groups = range(len(self.param_groups))
-            self._update_all([self._work(self._laid[number], is_due) for number in groups])
+            groups = [self._laid[number] for number in range(len(self.param_groups))]
+            self._update_all(self._works(groups, is_due))
 
     def _note_step(self) -> None:
         """Tell the models that the loop has come to `step()`.
