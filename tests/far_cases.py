@@ -11,6 +11,7 @@ from models import CASES
 from optim_cases import mixed_batch, mixed_groups, mixed_model, ours
 from torch import Tensor, nn
 from training import loss_of
+from update_cases import Pair
 
 import zerofx
 
@@ -35,18 +36,33 @@ def far(folder: Any, case: str = "gpt", optimizer: str = "adamw", **plan: Any) -
     return made(case, optimizer, {**place, **plan})
 
 
+_KNOWN: dict[str, dict[Any, Any]] = {}  # what was compiled, by case and plan
+
+
 def made(case: str, optimizer: str, plan: dict[str, Any]) -> tuple[Any, Any]:
-    model = mixed_model() if case == "mixed" else CASES[case].make()
+    """Return a compiled case, with what its like has compiled before, and its optimizer."""
+    own = {"mixed": mixed_model, "half": _half_frozen}
+    model = own[case]() if case in own else CASES[case].make()
     model = zerofx.compile(model, {**FINE, "stage": 3, **plan})
+    model._programs.known = _KNOWN.setdefault(f"{case} {plan}", model._programs.known)
     model._engine.slots.poison = model._engine.host.poison = True
     groups = mixed_groups(model) if case == "mixed" else model.parameters()
     return model, ours(optimizer, groups)
+
+
+def _half_frozen() -> nn.Module:
+    torch.manual_seed(0)
+    model = Pair()
+    model.judge.requires_grad_(False)
+    return model
 
 
 def batch_loss(model: Any, case: str, step: int) -> Tensor:
     """Call the model on what this rank has of a step."""
     if case == "mixed":
         return model(*mixed_batch(step, rank_here()))
+    if case == "half":
+        return model(torch.full((2, 4), 0.1 * step + rank_here()))
     args, kwargs = CASES[case].batch(10 * step + rank_here())
     return loss_of(model(*args, **kwargs))
 
