@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 import zlib
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from difflib import get_close_matches
 
 import numpy as np
@@ -18,9 +16,9 @@ from zerofx.runtime.nvme.aligned import bytes_of
 from zerofx.runtime.nvme.blocks import Blocks, read_sums
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import path_error, sized
-from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name
+from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name, whoami
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, read_layout
+from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
 from zerofx.runtime.nvme.request import Request
 
 
@@ -64,19 +62,15 @@ class NvmeStore:
             NvmeError: the folder cannot be used (see `prepare`), or has too little space.
         """
         check_sizes(extents, label)
-        made = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
-        }
-        layout = Layout(dict(extents), label, checksums, made)
+        layout = Layout(dict(extents), label, checksums, whoami())
         home = prepare(folder)
         need_space(home, layout.nbytes, label)
         path = os.fspath(home / unique_name(label))
         handle = Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, pads=True)
         try:
             # locked before it can be recognised as a store: no cleaner takes it for a dead one's
-            assert lock(handle.buffered), f"{path} is new, and yet locked"
+            is_locked = lock(handle.buffered)
+            assert is_locked, f"{path} is new, and yet locked"
             os.pwrite(handle.buffered, layout.encode() + State().encode(), 0)
             os.posix_fallocate(handle.buffered, 0, layout.nbytes)
         except OSError as error:
@@ -98,6 +92,7 @@ class NvmeStore:
         handle = Handle(os.path.abspath(path), os.O_RDONLY, pads=True)
         try:
             layout = read_layout(handle.buffered, handle.path)
+            need_whole(handle.buffered, handle.path, layout)
             if not lock(handle.buffered, shared=True):
                 raise NvmeError(
                     f"{handle.path}: in use by {layout.maker}; wait for it to end, or let it "
@@ -146,8 +141,7 @@ class NvmeStore:
 
     def wait(self) -> None:
         """Wait until nothing is under way; raise the first fault that nobody has waited for."""
-        self._engine.drain(self._handle)
-        self._engine.raise_unseen(self._handle)
+        self._engine.wait(self._handle)
 
     def flush(self) -> None:
         """Wait, make the device hold everything, and write the checksums beside it."""
@@ -179,7 +173,7 @@ class NvmeStore:
                 self._flush(is_kept=True)
                 self._forget.detach()
             else:
-                self.wait()
+                self._engine.finish(self._handle)
         finally:
             self._handle.close()
             self._forget()
@@ -188,7 +182,7 @@ class NvmeStore:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # that exception is the one to see
+        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
             self._engine.drain(self._handle)
             self._handle.failed.clear()
         self.close()
