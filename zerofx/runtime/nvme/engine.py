@@ -68,28 +68,28 @@ class IOEngine:
         label: str,
         check: Check | None,
     ) -> Request:
-        doing = f"{'write' if is_write else 'read'} of {handle.path}"
-        self._need_here(handle, doing)
-        view, address = bytes_of(tensor, f"{doing}, {label}" if label else doing)
+        self._need_here(handle)
+        view, address = bytes_of(tensor, handle.path, label)
         if offset < 0:
-            raise NvmeError(f"{doing}: offset {offset} is negative; give 0 or more")
+            raise NvmeError(f"{handle.path}: offset {offset} is negative; give 0 or more")
         where = Stretch(handle.path, offset, view.size, label)
         request = Request(handle, is_write, tensor, where, check)
         request.split(view, address, self.piece_bytes)
         end = offset + view.size
         with self._work.lock:
-            handle.need_open(doing)
+            handle.need_open()
             if self._work.is_closing:
-                raise NvmeError(f"{doing}: the engine is closed; make another")
+                raise NvmeError(f"{handle.path}: the engine is closed; make another")
             self._start()
             self._work.submit(request, offset, up(end) if handle.pads else end)
         return request
 
-    def _need_here(self, handle: Handle, doing: str) -> None:
-        if os.getpid() != self._pid or os.getpid() != handle.pid:
+    def _need_here(self, handle: Handle) -> None:
+        here = os.getpid()
+        if here != self._pid or here != handle.pid:
             raise NvmeError(
-                f"{doing}: opened in process {handle.pid} by an engine of {self._pid}, used in "
-                f"{os.getpid()}: threads and locks do not follow a fork; open it again there"
+                f"{handle.path}: opened in process {handle.pid}, with an engine of {self._pid}, "
+                f"used in {here}: threads and locks do not follow a fork; open it again there"
             )
 
     def _start(self) -> None:
@@ -106,7 +106,7 @@ class IOEngine:
     # -- waiting ----------------------------------------------------------------------------
     def drain(self, handle: Handle) -> None:
         """Wait until nothing is under way on a file, well or not."""
-        self._need_here(handle, f"wait for {handle.path}")
+        self._need_here(handle)
         with self._work.lock:
             under_way = handle.under_way.all()
         for request in under_way:
@@ -120,7 +120,7 @@ class IOEngine:
         """
         self.drain(handle)
         self.raise_unseen(handle)
-        handle.need_open(f"flush of {handle.path}")
+        handle.need_open()
         try:
             os.fdatasync(handle.buffered)
         except OSError as error:

@@ -94,7 +94,7 @@ class File:
 
         It also lets writes run side by side that would otherwise make the file longer one by one.
         """
-        self._handle.need_open(f"reserve of {self.path}")
+        self._handle.need_open()
         try:
             os.posix_fallocate(self._handle.buffered, 0, nbytes)
         except OSError as error:
@@ -103,7 +103,7 @@ class File:
     @property
     def nbytes(self) -> int:
         """Bytes of the file now."""
-        self._handle.need_open(f"size of {self.path}")
+        self._handle.need_open()
         return os.fstat(self._handle.buffered).st_size
 
     @property

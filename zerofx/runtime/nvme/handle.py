@@ -73,10 +73,10 @@ class Handle:
         """Say whether it has been closed, or was inherited by a fork."""
         return not self._close.alive
 
-    def need_open(self, doing: str) -> None:
+    def need_open(self) -> None:
         """Raise where it is closed, or about to be."""
         if self.is_closing or self.is_closed:
-            raise NvmeError(f"{doing}: the file is closed; open it again")
+            raise NvmeError(f"{self.path}: the file is closed; open it again")
 
     def close(self) -> None:
         """Close the file; nothing may be under way."""

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import bytes_of
 from zerofx.runtime.nvme.blocks import Blocks, read_sums
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import path_error, sized
@@ -130,11 +129,10 @@ class NvmeStore:
             near = get_close_matches(name, self._layout.extents, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
-        view, _ = bytes_of(tensor, f"{self.path}, {name}")
-        if view.size != extent.nbytes:
+        if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(view.size)}; give one of its "
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give one of its "
                 "size"
             )
         return extent
