@@ -19,8 +19,7 @@ from nvme_cases import Disk, disk, random_bytes  # noqa: F401  (a fixture)
 from zerofx import nvme
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.checksum import checksum
-from zerofx.runtime.nvme.header import BLOCK_BYTES
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES, checksums
 
 SIZES = {"a": 10, "empty": 0, "b": 2 * BLOCK_BYTES, "c": 5 * BLOCK_BYTES + 123}
 
@@ -125,24 +124,36 @@ def plain_checksum(data: bytes) -> int:
 
 @settings(max_examples=30)
 @given(
-    nbytes=st.one_of(st.integers(0, 100), st.integers(PAGE - 9, 4 * PAGE)),
+    nbytes=st.one_of(
+        st.integers(0, 100),
+        st.integers(PAGE - 9, 4 * PAGE),
+        st.integers(BLOCK_BYTES - 9, BLOCK_BYTES + PAGE + 9),
+        st.just(2 * BLOCK_BYTES),
+    ),
     skew=st.integers(0, 9),
     seed=st.integers(0, 9),
 )
 def test_the_checksum_is_its_formula(nbytes: int, skew: int, seed: int) -> None:
     memory = np.random.default_rng(seed).integers(0, 256, nbytes + skew, dtype=np.uint8)
-    block = memory[skew:]
-    assert checksum(block) == plain_checksum(block.tobytes())
+    view = memory[skew:]
+    blocks = [view[at : at + BLOCK_BYTES].tobytes() for at in range(0, nbytes, BLOCK_BYTES)]
+    before = checksums(view)
+    assert before.tolist() == [plain_checksum(block) for block in blocks]
     if nbytes:
-        before = checksum(block)
-        block[seed * nbytes // 10] ^= 1 << seed % 8
-        assert checksum(block) != before
+        at = seed * nbytes // 10
+        view[at] ^= 1 << seed % 8
+        changed = before != checksums(view)
+        assert np.flatnonzero(changed).tolist() == [at // BLOCK_BYTES]
+
+
+def test_zeros_have_a_checksum() -> None:
+    assert checksums(np.zeros(10, dtype=np.uint8)).tolist() == [1]
 
 
 def test_pages_in_the_wrong_place_are_seen() -> None:
     pages = np.random.default_rng(0).integers(0, 256, (4, PAGE), dtype=np.uint8)
     swapped = pages[[0, 2, 1, 3]]
-    assert checksum(pages.reshape(-1)) != checksum(swapped.reshape(-1))
+    assert checksums(pages.reshape(-1)) != checksums(swapped.reshape(-1))
 
 
 @pytest.mark.parametrize("name", ["a", "c"])

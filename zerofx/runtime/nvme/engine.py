@@ -14,9 +14,9 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import bytes_of, up
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES
 from zerofx.runtime.nvme.faults import Stretch, path_error
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import BLOCK_BYTES
 from zerofx.runtime.nvme.request import Check, Request
 from zerofx.runtime.nvme.transfer import Counts, Mover
 from zerofx.runtime.nvme.work import Work

@@ -19,13 +19,13 @@ from typing import Any
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE, up
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES
 from zerofx.runtime.nvme.faults import path_error, sized
 
 MAGIC, FORMAT = b"ZFXNVME\n", 1
 _PREFIX = struct.Struct("<8sIIQ")  # magic, format version, crc32 of the layout, its bytes
 _STATE = struct.Struct("<8sIIII")  # magic, is kept, flushes, crc32 of the checksums, crc32 of these
 _STATE_MAGIC = b"ZFXSTATE"
-BLOCK_BYTES = 256 << 10  # what has a checksum of its own
 _MAX_LAYOUT_BYTES = 1 << 30  # more is no length that we wrote
 
 
