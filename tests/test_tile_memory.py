@@ -7,26 +7,15 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from torch import Tensor, nn
 
 import zerofx
+from benchmarks.tiling import MLP
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.demo.measure import PeakMemory
 from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.plan import Plan
-
-
-class MLP(nn.Module):
-    """Two linears, between which the hidden width is."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
 def rewritten(

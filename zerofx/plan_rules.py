@@ -90,11 +90,10 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    later = {k: t for k, t in plan.offload.tiers.items() if t != "none"}
-    if later.get("activations") == "cpu":
-        del later["activations"]
-    if later:
-        yield "offload", plan.offload.to_plain(), "none"
+    if plan.offload.activations == "nvme" or plan.offload.delayed:
+        yield "offload", plan.offload.to_plain(), "cpu"
+    if plan.tiling != "off" and "nvme" in (plan.offload.parameters, plan.offload.optimizer):
+        yield "tiling", plan.tiling, "off"
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
+from zerofx.runtime.tiers import Tier
 
 
 class Category(str, Enum):
@@ -35,6 +36,10 @@ class Category(str, Enum):
     OUTPUTS = "outputs"
     BUFFERS = "buffers"
     HOST = "host"  # in host memory: no part of what the device holds
+    NVME = "nvme"  # in files
+
+
+CATEGORY_OF = {Tier.HOST: Category.HOST, Tier.NVME: Category.NVME}  # of what lives away
 
 
 @dataclass(eq=False)
@@ -79,8 +84,8 @@ Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
 
 
 def slot_of(node: fx.Node) -> int:
-    """Return the slot of a gather or gradient buffer, -1 where it has memory of its own."""
-    place = 3 if node.target is ops.all_gather else 4
+    """Return the slot of a gather, reload or gradient buffer, -1 where it has memory of its own."""
+    place = 4 if node.target is ops.grad_buffer else 3
     return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
 
 

@@ -12,10 +12,15 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.meta import nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.meta import info, nbytes, value
+from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
-from zerofx.runtime.host_tier import D2H, H2D, dense_bytes
+from zerofx.runtime.homes import ADAMW_STATES
+from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
+
+LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Sent:
 class Traffic:
     """What one rank sends in one forward and its backward, by kind of collective.
 
-    moved: what it copies between device and host, by direction.
+    moved: what it copies between device, host and NVMe, by lane; the step of AdamW included.
     """
 
     kinds: dict[str, Sent]
@@ -52,15 +57,48 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
     Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
     and NCCL's large-message algorithms.
     """
-    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys((D2H, H2D), Sent())
-    for gm in program.graphs.values():
+    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys(LANES, Sent())
+    for name, gm in program.graphs.items():
         for node in gm.graph.nodes:
             for kind, sent_bytes, itemsize in _collectives(program, node, rank):
                 kinds[kind] = _more(kinds[kind], sent_bytes, itemsize)
-            if node.target in ops.COPIES:
-                lane, copied = D2H if node.target is ops.offload else H2D, value(node)
-                moved[lane] = _more(moved[lane], dense_bytes(copied), copied.element_size())
+            for lane, nbytes_moved, itemsize in _copies(program, name, node):
+                moved[lane] = _more(moved[lane], nbytes_moved, itemsize)
+    for bucket in _stepped_on_nvme(program):
+        size, itemsize = bucket.numel * bucket.dtype.itemsize, bucket.dtype.itemsize
+        for lane in (NVME_READ, NVME_WRITE):
+            for _ in range(1 + ADAMW_STATES):
+                assert program.layout is not None
+                moved[lane] = _more(moved[lane], size // program.layout.shard_size, itemsize)
     return Traffic(kinds, moved)
+
+
+def _stepped_on_nvme(program: Program) -> list[Bucket]:
+    """Return the buckets whose step reads and writes parameters and states on NVMe."""
+    if program.layout is None or BACKWARD not in program.graphs:
+        return []
+    stored = [n for n in program.graph(BACKWARD).nodes if n.target is ops.store_grad]
+    buckets = [program.layout.buckets[info(n).index] for n in stored]
+    return [b for b in buckets if b.home is Tier.NVME]
+
+
+def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int, int]]:
+    """Return (lane, bytes, bytes an element) of what a node copies between device and host."""
+    if node.target not in ops.COPIES | ops.MOVES | {ops.refresh}:
+        return []
+    copied = value(node)
+    if node.target is ops.read_shard:
+        return [(NVME_READ, nbytes(copied), copied.element_size())]
+    leaves = node.target in (ops.offload, ops.offload_grad)
+    nbytes_moved = dense_bytes(copied)
+    if node.target is ops.refresh:  # of a shard that lives off the device: this rank's slice
+        layout = program.layout
+        if layout is None or not layout.buckets[info(node).index].is_away:
+            return []
+        nbytes_moved //= layout.shard_size
+    if node.target is ops.refresh_shard and graph == BACKWARD:
+        return []  # forward's is current
+    return [(D2H if leaves else H2D, nbytes_moved, copied.element_size())]
 
 
 def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:

@@ -23,9 +23,11 @@ from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.decide import Choices, budget_bytes, decide
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
+from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
@@ -94,6 +96,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # after release: moving a launch needs to know when its buffer is free again
     lambda s: PrefetchGathers(distance=_distance(s)),
     lambda s: SinkWaits(),
+    # after the collectives have their places: copies are launched ahead of those
+    lambda s: OffloadShards(distance=_distance(s)),
     # after all that moves reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # after all that moves and frees: what fits is measured on the final order
@@ -210,6 +214,7 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
 
     Raises:
         PlanError: no pass has that name.
+        BudgetError: memory_budget or host_budget is too small; the least that would do is said.
     """
     passes = build(setting)
     names = ["capture", *(p.name for p in passes)]
@@ -236,6 +241,8 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
             program.decisions = choices.decisions
         report = _apply(program, passes[i])
         note(passes[i].spec(), report.summary)
+    if until is None:
+        check_host_budget(program)
     return program
 
 

@@ -7,6 +7,7 @@ What all tiles share is prepared outside of them, so that the tiles are alike an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -78,7 +79,7 @@ class Builder:
 
 
 @dataclass
-class TiledOp:
+class TiledOp(ABC):
     """A node that reads the weight or makes its gradient.
 
     chain: what leads from the weight to the argument that the node reads (casts, transposes).
@@ -104,12 +105,12 @@ class TiledOp:
         mine = {self.tiles[0], *self.chain[-1:]}
         return [unflipped(a)[0] for a in self.node.all_input_nodes if a not in mine]
 
-    def begin(self, builder: Builder) -> None:
+    def begin(self, builder: Builder) -> None:  # noqa: B027  # most share nothing
         """Add what all tiles share."""
 
+    @abstractmethod
     def tile(self, builder: Builder, i: int) -> None:
         """Add the nodes of tile i."""
-        raise NotImplementedError
 
     def end(self, builder: Builder) -> fx.Node | None:
         """Add what follows the last tile; return what stands for the node, if it was a read."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.compat.tensors import local_tensor, storage_uses
+from zerofx.runtime.homes import regrow, shrink
 from zerofx.runtime.param_tensor import ShardedTensor
 
 MakeViews = Callable[[Tensor], list[Tensor]]
@@ -25,6 +26,8 @@ class GradShard:
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
 
+    allocate: returns memory for the flat shard. sleep, wake: free it between steps, its address
+        kept, and make it usable again; None where it is not to be freed.
     buckets: several are the tiles of one parameter, whose gradients come one by one in each
     backward: the first decides for all whether they are added, the last one is published.
     """
@@ -32,17 +35,20 @@ class GradShard:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        flat: Tensor,
+        allocate: Callable[[], Tensor],
         make: MakeViews,
         buckets: Sequence[int] = (),
+        sleep: Callable[[Tensor], None] | None = shrink,
+        wake: Callable[[Tensor], None] = regrow,
     ) -> None:
         self.params = params
+        self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
         self._buckets = buckets
         self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
         self._decided: tuple[Tensor, bool]
         self._make = make
         self._asleep = False
-        self._adopt(flat)
+        self._adopt(allocate())
 
     def _adopt(self, flat: Tensor) -> None:
         with torch.no_grad():
@@ -76,16 +82,17 @@ class GradShard:
 
     def rest(self, least_bytes: int) -> None:
         """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        is_small = self.flat.nbytes < least_bytes
-        if self._asleep or is_small or any(p.grad is not None for p in self.params):
+        stays = self._sleep is None or self.flat.nbytes < least_bytes
+        if self._asleep or stays or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
-            self.flat.untyped_storage().resize_(0)
+            assert self._sleep is not None
+            self._sleep(self.flat)
             self._asleep = True
 
     def _wake(self) -> None:
         if self._asleep:
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self._wake_up(self.flat)
             self._asleep = False
 
     def drop(self) -> None:
@@ -121,10 +128,10 @@ class GradShard:
         if not any(g is not None for g in grads):
             del grads
             if self._is_held():
-                self._adopt(torch.empty_like(self.flat))
+                self._adopt(self._allocate())
             return self.flat, False
         if self._is_held():
-            self._adopt(torch.zeros_like(self.flat))
+            self._adopt(self._allocate())
         with torch.no_grad():
             for view, grad in zip(self.views, grads, strict=True):
                 if grad is None:

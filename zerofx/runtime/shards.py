@@ -23,6 +23,7 @@ from zerofx.runtime.sharded_parameter import (
     replicated_parameter,
     sharded_parameter,
 )
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
@@ -38,15 +39,20 @@ class ShardStore:
     one, for an optimizer that was built before.
     """
 
-    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: Layout, world: World, in_backward: bool = False, folder: str | None = None
+    ) -> None:
+        self.layout, self.folder = layout, folder
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
+        self.homes = self.ledger.homes
+        if any(b.home is Tier.NVME for b in layout.buckets):
+            assert folder is not None, "a plan with the tier nvme has a path"
+            self.homes.open(folder, world.rank, layout, keeps=not in_backward)
         with torch.inference_mode(False):
             self._flats = [
-                torch.zeros(layout.block_numel(block), dtype=block[0].dtype, device=world.device)
-                for block in layout.blocks
+                self.homes.shard(block[0], layout.block_numel(block)) for block in layout.blocks
             ]
             self.shards = [
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
@@ -65,11 +71,13 @@ class ShardStore:
         world: World,
         seed: int | None = None,
         in_backward: bool = False,
+        folder: str | None = None,
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
         `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
+        `folder`: of what lives on NVMe.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
@@ -78,7 +86,7 @@ class ShardStore:
         tree = ParameterTree(model)
         tree.check()
         _check_layout(tree, layout)
-        store = cls(layout, world, in_backward)
+        store = cls(layout, world, in_backward, folder)
         fill_shards(store, model, tree, seed)
         store._watch(tree)
         return store
@@ -87,7 +95,7 @@ class ShardStore:
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
         """Return a store of its own memory with `other`'s values, over a copy of its model."""
         tree = ParameterTree(model)
-        store = cls(other.layout, other.world, other.updates is not None)
+        store = cls(other.layout, other.world, other.updates is not None, other.folder)
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
@@ -99,6 +107,11 @@ class ShardStore:
     @property
     def is_sharded(self) -> bool:
         return self.layout.shard_size > 1
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any shard lives off the device."""
+        return any(b.is_away for b in self.layout.buckets)
 
     @property
     def updates(self) -> Updates | None:
@@ -180,6 +193,17 @@ class ShardStore:
         self.updates.run(self.ledger, bucket, trained)
         self.drop_grads(bucket)
 
+    def prepare_update(self, bucket: int) -> None:
+        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        b = self.layout.buckets[bucket]
+        if b.home is Tier.NVME:
+            assert self.homes.nvme is not None
+            self.homes.nvme.prefetch(bucket, b.dtype)
+
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether the updates of these parameters need nothing of the main thread."""
+        return self.updates is not None and not self.updates.communicates(names)
+
     def drop_grads(self, bucket: int) -> None:
         """Free a bucket's gradients; its p.grad are None."""
         self._grad_shard(bucket).drop()
@@ -212,11 +236,15 @@ class ShardStore:
         shard = self._grads.get(block)
         if shard is None:
             names = self.layout.owners[block]
-            buckets = [b.index for b in self.layout.blocks[block]]
-            with torch.inference_mode(False):
-                flat = torch.empty_like(self._flats[block])
-            params = [self.params[n] for n in names]
-            shard = GradShard(params, flat, lambda flat: self._grad_views(names, flat), buckets)
+            members = self.layout.blocks[block]
+            buckets, first = [b.index for b in members], members[0]
+            shard = GradShard(
+                [self.params[n] for n in names],
+                lambda: self.homes.gradient(first, self.layout.block_numel(members)),
+                lambda flat: self._grad_views(names, flat),
+                buckets,
+                *self.homes.rests(first),
+            )
             self._grads[block] = shard
         return shard
 

@@ -15,6 +15,7 @@ from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Tile
 from zerofx.runtime.world import World
 
@@ -55,6 +56,7 @@ class LooseStore:
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout, self.world = layout, world
         self.ledger = Ledger(layout, world)
+        self.homes = self.ledger.homes
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
         self.grads: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
@@ -73,6 +75,13 @@ class LooseStore:
     def abandon_grads(self) -> None:
         """Forget gradients on their way."""
         self._targets.clear()
+
+    def prepare_update(self, bucket: int) -> None:
+        """Begin what an update needs: nothing, there is no optimizer."""
+
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether an update may run on another thread: here all run where they are called."""
+        return False
 
     def update_bucket(self, bucket: int, names: Collection[str]) -> None:
         """Take a plain gradient step: there is no optimizer."""
@@ -152,6 +161,8 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             numel=b["numel"],
             persistent=b["persistent"],
             trainable=b["trainable"],
+            home=Tier(b["home"]),
+            source=Tier(b["source"]),
         )
         for i, b in enumerate(facts["buckets"])
     )

@@ -21,10 +21,10 @@ from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
-COPIES = (Lane.D2H, Lane.H2D)  # shown where something is copied
+COPIES = (Lane.D2H, Lane.H2D, Lane.NVME)  # shown where something is copied
 WIDTH = 24  # of the bar
 COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6,
-          Lane.D2H: 20, Lane.H2D: 20}  # fmt: skip
+          Lane.D2H: 20, Lane.H2D: 20, Lane.NVME: 20}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _cell(step: Step) -> str:
 
 
 def _moved(step: Step) -> str:
-    return f"{'v' if step.lane in COPIES else 'b'}{step.bucket}"
+    return f"{'v' if step.is_value else 'b'}{step.bucket}"
 
 
 def _under_way(flying: Sequence[Step]) -> str:
@@ -136,7 +136,7 @@ def _fly(flying: list[Step], step: Step) -> None:
     if step.kind == "launch":
         flying.append(step)
     elif step.kind == "wait":
-        flying[:] = [s for s in flying if s.bucket != step.bucket]
+        flying[:] = [s for s in flying if _moved(s) != _moved(step)]
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
