@@ -52,11 +52,7 @@ class CompiledModule(nn.Module):
         self._engine.store.check_bindings()
         self._model.training = self.training
         key = signature_key(self._programs.state, args, kwargs), self._hooks.handles()
-        bound = self._programs.bound.get(key)
-        if bound is None:
-            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
-                bound = self._programs.compile(key, args, kwargs)
-        return bound(args, kwargs)
+        return self._programs.find(key, args, kwargs)(args, kwargs)
 
     def adopt(
         self, program: Program | str | os.PathLike[str], *, allow_changed_math: bool = False

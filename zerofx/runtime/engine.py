@@ -69,6 +69,21 @@ class Engine:
         if self.slots.reserve(sizes):
             self.views.clear()
 
+    @property
+    def forward_slots(self) -> frozenset[int]:
+        """The slots that stay between calls."""
+        return frozenset(self._forward_slots)
+
+    def forget_slots(self) -> None:
+        """Give back the room of all programs' slots, until they are reserved anew."""
+        self._forward_slots.clear()
+        self.slots.clear()
+        self.views.clear()
+
+    def keep_memory(self) -> None:
+        """Keep what calls work in at its place from here on, and lend nothing to several."""
+        self.keeps_memory, self.gradients.lends = True, False
+
     def rest(self) -> None:
         """End a backward: settle its gradients, then free what only a backward needs."""
         try:
@@ -82,6 +97,7 @@ class Engine:
         if not self.keeps_memory:
             self.slots.rest(self._forward_slots, self.layout.rest_bytes)
             self.world.rest(self.layout.rest_bytes)
+            self.gradients.rest(self.layout.rest_bytes)
 
     def abandon(self) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.bucket_views import BucketViews
+from zerofx.runtime.collectives import Scratch
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.loss_scale import LossScaler
@@ -28,7 +29,7 @@ class Gradients:
     """Takes each bucket's gradients from packing to `p.grad`.
 
     no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
-    parameter gets a gradient.
+    parameter gets a gradient. lends: memory is used again by later reductions.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Gradients:
     ) -> None:
         self.no_sync = False
         self.discards = False
+        self.lends = True
         self.scaler = scaler
         self.publish = store.publish_grads  # of a bucket, for these names
         self.away: AwayShards  # set by the engine
@@ -47,7 +49,8 @@ class Gradients:
         self._names: dict[tuple, frozenset[str]] = {}
         # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
         self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
-        self._scratch: dict[int, Tensor] = {}
+        self._slices = Scratch()  # where reductions end that cannot end in p.grad
+        self._lent: dict[int, Tensor] = {}  # bucket in flight -> its slice
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
         self._host_updates = HostUpdates()
@@ -110,16 +113,19 @@ class Gradients:
         if self._layout.buckets[bucket].is_away:  # until its copy has left
             out = torch.empty(target.numel(), dtype=buffer.dtype, device=buffer.device)
         else:
-            out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
+            out = target if is_target else self._apart(bucket, target, buffer)
         work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
         return Flight(out, work, bucket)
 
-    def _scratch_like(self, bucket: int, target: Tensor, dtype: torch.dtype) -> Tensor:
-        scratch = self._scratch.get(bucket)
-        if scratch is None:
-            with torch.inference_mode(False):
-                scratch = self._scratch[bucket] = torch.empty_like(target, dtype=dtype)
-        return scratch
+    def _apart(self, bucket: int, target: Tensor, buffer: Tensor) -> Tensor:
+        """Return where a reduction ends that is then added to `target`, or cast into it."""
+        in_place = self._layout.reduces_in_place(self._layout.buckets[bucket])
+        if in_place and not self._slots.owns(buffer):
+            return buffer
+        if not self.lends:
+            return torch.empty_like(target, dtype=buffer.dtype)
+        self._lent[bucket] = self._slices.take(target.numel(), buffer)
+        return self._lent[bucket]
 
     def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
         """Launch the copy of a reduced slice to where its shard lives."""
@@ -150,6 +156,8 @@ class Gradients:
             target.add_(reduced)
         elif reduced is not target:
             target.copy_(reduced)
+        if bucket in self._lent:
+            self._slices.give_back([self._lent.pop(bucket)])
         names = self._packed_names(bucket)
         names = names | summed if summed else names
         self.publish(bucket, names)
@@ -228,6 +236,11 @@ class Gradients:
             for param in self._store.params.values():
                 param.grad = None
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether something that was summed under no_sync waits for its reduction."""
+        return self._sums.is_waiting
+
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""
         self._sums.drop()
@@ -244,3 +257,9 @@ class Gradients:
         self._packed.clear()
         self._targets.clear()
         self._stored.clear()
+        self._lent.clear()
+        self._slices = Scratch()
+
+    def rest(self, least_bytes: int) -> None:
+        """Free what is lent to reductions and is not smaller than `least_bytes`."""
+        self._slices.rest(least_bytes)

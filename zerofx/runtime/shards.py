@@ -221,6 +221,11 @@ class ShardStore:
                     "gradients of one backward alone; set it to None, or use Plan(update='step')"
                 )
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
+        return any(shard.params[0].grad is not None for shard in self._grads.values())
+
     def rest(self) -> None:
         """Free large gradient shards that no p.grad shows."""
         if self.updates is not None:

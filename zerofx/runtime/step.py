@@ -176,7 +176,7 @@ class Executable:
         saved = call.saved
         if keeps_graph():
             return list(saved)
-        call.saved = None
+        call.saved, call.watched = None, []  # aliases would hold outputs to the end of backward
         return saved
 
     def _tangents(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
