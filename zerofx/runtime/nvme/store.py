@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 import zlib
@@ -12,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.runtime.nvme.aligned import bytes_of
 from zerofx.runtime.nvme.blocks import Blocks, read_sums
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import path_error, sized
@@ -37,6 +39,7 @@ class NvmeStore:
         self.path, self.label, self.can_write = handle.path, layout.label, can_write
         self._handle, self._layout, self._sums, self._engine = handle, layout, sums, engine
         self._num_flushes = 0
+        self._mapping: mmap.mmap | None = None
         self._forget = weakref.finalize(self, _unlink, handle.path, os.getpid())
         if not can_write:
             self._forget.detach()
@@ -123,15 +126,28 @@ class NvmeStore:
             self._handle, tensor, extent.offset, name, Blocks(self._sums, extent, self._layout)
         )
 
-    def place(self, name: str) -> tuple[int, int, int]:
-        """Return (descriptor, offset, bytes) of an extent, for a mapping of it."""
+    def place(self, name: str) -> tuple[mmap.mmap, int, int]:
+        """Return (mapping of the whole file, offset, bytes) of an extent.
+
+        The mapping has a descriptor of its own: it would keep the file's lock where it outlives the
+        store, or is inherited by a fork.
+        """
+        if self._mapping is None:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    self._mapping = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise path_error("cannot map", self.path, error) from error
         extent = self._layout.extents[name]
-        return self._handle.buffered, extent.offset, extent.nbytes
+        return self._mapping, extent.offset, extent.nbytes
 
     def trust(self, name: str, content: Tensor) -> None:
         """Take the checksums of an extent from what was written past this store."""
         extent = self._find(name, content)
-        view, _ = bytes_of(content, f"{self.path}, {name}")
+        view, _ = bytes_of(content, self.path, name)
         Blocks(self._sums, extent, self._layout).after_write(extent.offset, view)
 
     def _find(self, name: str, tensor: Tensor) -> Extent:
