@@ -252,6 +252,7 @@ def main() -> None:
             file.reserve(nbytes)
         for size in options.sizes.split(","):
             lines += measure(parse_bytes(size), systems, options, Path(home))
+    del options.folder  # its name is no condition of the figures
     finish("nvme_io", COLUMNS, lines, options)
 
 
