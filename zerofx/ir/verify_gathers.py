@@ -33,10 +33,7 @@ class Order(ShardOrder):
 
     def gather(self, node: fx.Node) -> None:
         bucket = self.bucket(node)
-        if node.target is ops.all_gather:
-            self.sent_shard(node, bucket)
-        else:
-            self.own_shard(node, bucket)
+        near = self.sent_shard(node, bucket)
         self.numel(node, bucket.numel, f"bucket {bucket.index}")
         self.dtype(node, bucket.compute_dtype, f"bucket {bucket.index} gathered")
         if node.target is ops.all_gather:
@@ -52,10 +49,14 @@ class Order(ShardOrder):
                 f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
                 "refresh it; use rt.refresh and wait for it",
             )
-        if node.target is ops.refresh and self.name == FORWARD:
-            self.crossing.refreshed.add(bucket.index)
+        if node.target is ops.refresh:
+            self.one_refresh(node, bucket)
+            if self.name == FORWARD:
+                self.crossing.refreshed.add(bucket.index)
         landed = node.target is ops.resident
         buffer = Buffer(kind, node, bucket.index, slot, landed=landed)
+        if near is not None:
+            near.sent.append(buffer)
         self.add(node, buffer)
         self.claim(node, buffer)
 
@@ -121,6 +122,7 @@ class Order(ShardOrder):
                 f"{node.name} gives back slot {slot_of(node)}, but {self.label(buffer)} lies in "
                 f"slot {buffer.slot}",
             )
+        self.may_go(node, buffer)
         buffer.released = buffer.released or node
 
     def sync(self, node: fx.Node) -> None:
