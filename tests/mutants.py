@@ -90,6 +90,8 @@ BASES = [
     Base("gpt", Choice(1, units=FINE, offload=OPTIMIZER, precision="bf16")),
     Base("gpt", Choice(2, 1, offload=HALF, update="in-backward")),
     Base("adapters", Choice(3, prefetch=2, offload=PARAMETERS)),
+    Base("gpt", Choice(3, 1, budget=1 << 20, offload=BOTH)),
+    Base("gpt", Choice(3, tiling=TILED, offload=BOTH)),
     Base("gpt", Choice(3, prefetch=3, activations=AWAY, units=FINE, offload=BOTH)),
 ]
 

@@ -8,7 +8,8 @@ from torch import Tensor, fx
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info, value
 
-SLOTTED = {ops.all_gather: 3, ops.reload_shard: 3, ops.grad_buffer: 4, ops.release: 1}  # where the slot stands
+# where the slot stands
+SLOTTED = {ops.all_gather: 3, ops.reload_shard: 3, ops.grad_buffer: 4, ops.release: 1}
 
 
 def retarget_compute(edit: Editor) -> str | None:

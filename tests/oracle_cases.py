@@ -18,7 +18,6 @@ from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import Setting, build, run_pass
 from zerofx.plan import Plan
 
-
 # Finer units than blocks: more buckets than slots, so that places change hands.
 FINE = ("blocks.*.attn", "blocks.*.mlp")
 OPTIMIZER = (("optimizer", "cpu"),)

@@ -172,6 +172,7 @@ class Communication:
 
     def _release(self, full: Tensor, slot: int) -> Blocking:
         yield from ()
+        self.away.check_release(full)
         self.memory.release(full, slot)
 
     def _grad_buffer(

@@ -102,6 +102,11 @@ class Shards:
             raise OracleError(f"all-gather of bucket {bucket}, whose shard was not reloaded")
         return shard
 
+    def check_release(self, full: Any) -> None:
+        """Refuse to destroy a copy that stays: without an update, the next call finds it there."""
+        if any(copy is full for copy in self._staying.values()):
+            raise OracleError("a release of a copy that stays on the device")
+
     # -- back -------------------------------------------------------------------------------
     def offload(self, reduced: Tensor, bucket: int) -> Move:
         """Copy a reduced slice off the device; once that has ended, its memory is another's."""

@@ -178,12 +178,26 @@ def test_it_sees(harm: Callable[[Program], None], seen: set[Delivery]) -> None:
         assert bool(found) == (delivery in seen), delivery
 
 
-def test_a_copy_that_stays_is_refreshed_after_updates_alone() -> None:
-    """Forward's copy serves backward: released in between, nothing brings it back."""
-    right = final("gpt", REFRESHED)
-    assert not has_garbage(run(right))
-    p = right.clone()
-    gather, arrived, _, held = sent(p, FORWARD, -1)
+def test_a_copy_that_stays_is_not_released() -> None:
+    """Without an update, no later call brings it back."""
+    p = final("gpt", REFRESHED).clone()
+    _, arrived, _, held = sent(p, FORWARD, -1)
     with p.graph(FORWARD).inserting_after(arrived):
         p.graph(FORWARD).call_function(ops.release, (held,))
-    assert has_garbage(run(p)) and gather.target is ops.all_gather
+    with pytest.raises(OracleError, match="a release of a copy that stays on the device"):
+        run(p)
+
+
+def test_a_second_refresh_brings_nothing() -> None:
+    """It takes the first one to have arrived, whose wait may come later."""
+    right = final("gpt", REFRESHED)
+    p = right.clone()
+    gather, _, launch, held = sent(p, FORWARD, 0)
+    with p.graph(FORWARD).inserting_after(launch):
+        again = p.graph(FORWARD).node_copy(launch)
+    with p.graph(FORWARD).inserting_before(gather):
+        copy = p.graph(FORWARD).call_function(ops.wait, (again,))
+    gather.replace_input_with(held, copy)
+    assert not differences(run(right), run(p))
+    gather.append(held)
+    assert has_garbage(run(p, Delivery.AT_WAIT))

@@ -53,6 +53,7 @@ class Buffer:
     is_away: of a shard and of a reduction's result, that the bucket lives off the device.
     offloaded: of such a result, the launch of the copy that takes it there.
     sent: of a reloaded shard, the gathered buffers that are made of it.
+    behind: of a copy that stays, an earlier refresh that was under way: this one brings nothing.
     """
 
     kind: Kind
@@ -72,6 +73,7 @@ class Buffer:
     is_away: bool = False
     offloaded: fx.Node | None = None
     sent: list[Buffer] = field(default_factory=list)
+    behind: Buffer | None = None
 
     @property
     def in_flight(self) -> bool:

@@ -49,12 +49,11 @@ class Order(ShardOrder):
                 f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
                 "refresh it; use rt.refresh and wait for it",
             )
-        if node.target is ops.refresh:
-            self.one_refresh(node, bucket)
-            if self.name == FORWARD:
-                self.crossing.refreshed.add(bucket.index)
+        if node.target is ops.refresh and self.name == FORWARD:
+            self.crossing.refreshed.add(bucket.index)
         landed = node.target is ops.resident
         buffer = Buffer(kind, node, bucket.index, slot, landed=landed)
+        buffer.behind = self.under_way(node, bucket)
         if near is not None:
             near.sent.append(buffer)
         self.add(node, buffer)
@@ -84,6 +83,7 @@ class Order(ShardOrder):
         (buffer,) = self.roots[launch]
         if buffer.released is not None or buffer.taken is not None:
             self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
+        self.check_landed(node, buffer)
         buffer.landed = True
         if buffer.source is not None:
             buffer.source.landed = True

@@ -15,7 +15,6 @@ from zerofx.ir.verify_fault import name_of
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
-
 _REFRESHES = (ops.refresh, ops.refresh_shard)
 
 
@@ -42,11 +41,10 @@ class ShardOrder(CopyOrder):
             copied = "refresh" if whole else "refresh_shard"
             wanted = copied if bucket.source is Tier.DEVICE else "reload_shard"
             self.fail(node, f"{label} is gathered from the {bucket.source.value}: use rt.{wanted}")
-        if stays:
-            self.one_refresh(node, bucket)
         slot = -1 if stays else slot_of(node)
         kind = Kind.GATHERED if whole else Kind.NEAR
         buffer = Buffer(kind, node, bucket.index, slot, landed=False)
+        buffer.behind = self.under_way(node, bucket)
         self.add(node, buffer)
         self.claim(node, buffer)
 
@@ -75,16 +73,25 @@ class ShardOrder(CopyOrder):
             )
         return buffers[0]
 
-    def one_refresh(self, node: fx.Node, bucket: Bucket) -> None:
-        """Check that no refresh of the bucket is under way: this one would not wait for it."""
-        for buffer in self.buffers:
-            first = buffer.made
-            if buffer.bucket == bucket.index and first.target in _REFRESHES and not buffer.landed:
-                self.fail(
-                    node,
-                    f"{node.name} refreshes bucket {bucket.index} ({bucket.label()}) again while "
-                    f"{first.name} is under way; wait for that one, and use what it delivers",
-                )
+    def under_way(self, node: fx.Node, bucket: Bucket) -> Buffer | None:
+        """Return the copy that another refresh of the bucket is about to bring: this one will not.
+
+        A refresh moves nothing where the copy is current, and takes one under way for that.
+        """
+        if node.target not in _REFRESHES:
+            return None
+        mine = [b for b in self.buffers if b.bucket == bucket.index and not b.landed]
+        return next((b for b in mine if b.made.target in _REFRESHES), None)
+
+    def check_landed(self, node: fx.Node, buffer: Buffer) -> None:
+        """Check that a wait delivers something: all of it has come with this launch or before."""
+        first = buffer.behind
+        if first is not None and not first.landed:
+            self.fail(
+                node,
+                f"{node.name} waits for {buffer.made.name}, which moves nothing: "
+                f"{first.made.name}, launched before it, does; wait for that one first",
+            )
 
     def may_go(self, node: fx.Node, buffer: Buffer) -> None:
         """Check that a release destroys nothing that stays, or is still sent to other ranks."""
@@ -109,5 +116,6 @@ class ShardOrder(CopyOrder):
             self.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
         if buffer.released is not None or buffer.taken is not None:
             self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
+        self.check_landed(node, buffer)
         buffer.landed = True
         self.roots.set(node, buffer)
