@@ -114,6 +114,11 @@ class Choice:
         parts += [self.precision] if self.precision != "fp32" else []
         return "-".join(parts)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The format that a program is captured in for this."""
+        return {"fp32": None, "bf16": torch.bfloat16}[self.precision]
+
     def plan(self) -> Plan:
         return Plan(
             stage=self.stage,
@@ -152,5 +157,4 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
 @cache
 def final(case: str, choice: Choice) -> Program:
     """Return the program behind the whole pipeline. Do not change it: tests share it."""
-    dtype = {"fp32": None, "bf16": torch.bfloat16}[choice.precision]
-    return stages(captured(case, choice.units, dtype), choice)[-1][1]
+    return stages(captured(case, choice.units, choice.dtype), choice)[-1][1]
