@@ -73,7 +73,9 @@ def compile(
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)
-    engine = Engine(store, make_scaler(checked, world), poison=checked.debug)
+    engine = Engine(
+        store, make_scaler(checked, world), checked.debug, delayed=checked.offload.delayed
+    )
     return CompiledModule(model, setting, engine)
 
 

@@ -72,8 +72,16 @@ def _casts(program: Program, life: Lifetimes) -> list[Storage]:
             b.label(), life,
         )
         for b in (layout.buckets if layout else ())
-        if b.index in read and b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
+        if _has_copy(program, b, b.index in read)
     ]  # fmt: skip
+
+
+def _has_copy(program: Program, bucket: Bucket, is_reloaded: bool) -> bool:
+    """Tell whether a copy of a shard stays on the host, for gathers to read."""
+    if bucket.is_away and bucket.trainable and program.plan.offload.delayed:
+        return True
+    is_apart = bucket.is_cast or bucket.home is Tier.NVME
+    return is_reloaded and bucket.source is Tier.HOST and is_apart
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
