@@ -28,19 +28,35 @@ KEEP_HEAP = {
 }
 
 
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as torch has it, in one fused call."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def flat_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as zerofx has it, with the same hyperparameters."""
+    import zerofx  # here, so that the peers' processes stay free of it
+
+    return zerofx.optim.AdamW(model.parameters(), lr=LR)
+
+
 @dataclass(frozen=True)
 class System:
     """How to make a system: `wrap` takes the plain model; `env` is that of its processes.
 
+    optimizer: takes the wrapped model; has `step` and `zero_grad`.
     baseline: the system that it is measured against, and whose losses it must reproduce within
     `loss_tolerance`, relative.
+    package: a peer's; it lives in an environment of its own.
     """
 
     wrap: Callable[[GPT], nn.Module]
     env: dict[str, str] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], Any] = fused_adamw
     communicates: bool = True
     baseline: str = BASELINE
     loss_tolerance: float = 1e-4
+    package: str | None = None
 
 
 def ddp(model: GPT) -> nn.Module:
@@ -48,17 +64,28 @@ def ddp(model: GPT) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp2(model: GPT, dtype: torch.dtype | None = None, device: str = "cpu") -> nn.Module:
-    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights."""
+def fsdp2(
+    model: GPT, dtype: torch.dtype | None = None, device: str = "cpu", offloads: bool = False
+) -> nn.Module:
+    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights.
+
+    offloads: with its CPUOffloadPolicy; on a CPU, where shards lie on the host anyhow, a no-op.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     reduce = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if offloads else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 
@@ -125,7 +152,7 @@ class Trainer:
             dist.init_process_group("gloo")
         torch.manual_seed(SEED)
         self.model = SYSTEMS[system].wrap(GPT(config))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        self.optimizer = SYSTEMS[system].optimizer(self.model)
 
     def step(self, x: Tensor, y: Tensor) -> float:
         """Train one step and return the loss."""
