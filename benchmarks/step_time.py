@@ -125,15 +125,17 @@ def measure(name: str, size: Size, names: list[str], rounds: int, ranks: int) ->
     return data
 
 
-def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
-    """Return the largest relative difference of any rank's loss at any step.
+def loss_error(
+    mine: list[list[float]], baseline: list[list[float]], communicates: bool = True
+) -> float:
+    """Return the largest relative difference of any rank's loss at any step; both [rank][step].
 
     Without communication the ranks train apart, so only their first loss can agree.
     """
     last = None if communicates else 1
     return max(
         abs(a - b) / abs(b)
-        for my_rank, its_rank in zip(mine.losses, baseline.losses, strict=True)
+        for my_rank, its_rank in zip(mine, baseline, strict=True)
         for a, b in zip(my_rank[:last], its_rank[:last], strict=True)
     )
 
@@ -141,7 +143,7 @@ def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
 def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, Any]:
     """Return one system's line; refuse one that did not train what its baseline trained."""
     kind = SYSTEMS[system]
-    error = loss_error(mine, baseline, kind.communicates)
+    error = loss_error(mine.losses, baseline.losses, kind.communicates)
     if not error <= kind.loss_tolerance:
         raise SystemExit(
             f"{system} at {name}: losses differ from {kind.baseline}'s by {error:.1e} relative, "

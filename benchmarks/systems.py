@@ -9,12 +9,14 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import peers
 from zerofx.demo.gpt import GPT, GPTConfig
 
 BASELINE = "fsdp2"
@@ -105,6 +107,10 @@ def _in_bf16(wrap: Callable[[GPT], nn.Module]) -> System:
     return System(wrap, baseline="fsdp2-bf16", loss_tolerance=2e-2)
 
 
+def _offloaded(tiers: dict[str, str], **plan: Any) -> System:
+    return System(compiled(3, offload=tiers, **plan), optimizer=flat_adamw)
+
+
 SYSTEMS: dict[str, System] = {
     "fsdp2": System(fsdp2),
     "fsdp2-heap": System(fsdp2, KEEP_HEAP),
@@ -112,6 +118,21 @@ SYSTEMS: dict[str, System] = {
     "ddp-heap": System(ddp, KEEP_HEAP),
     "nocomm": System(lambda model: model, communicates=False),
     "fsdp2-bf16": _in_bf16(lambda model: fsdp2(model, torch.bfloat16)),
+    "fsdp2-offload": System(partial(fsdp2, offloads=True)),
+    "deepspeed-offload": System(
+        partial(peers.deepspeed, lr=LR), optimizer=peers.engine, package="deepspeed"
+    ),
+    "torchao-offload": System(
+        lambda model: model,
+        optimizer=partial(peers.torchao, lr=LR),
+        communicates=False,
+        package="torchao",
+    ),
+    "zerofx-3-host-states": _offloaded({"optimizer": "cpu"}),
+    "zerofx-3-host": _offloaded({"optimizer": "cpu", "parameters": "cpu"}),
+    "zerofx-3-host-in-backward": _offloaded(
+        {"optimizer": "cpu", "parameters": "cpu"}, update="in-backward"
+    ),
     **{
         f"zerofx-{stage}-bf16": _in_bf16(compiled(stage, precision="bf16"))
         for stage in (3, 2, 1, 0)
@@ -126,14 +147,18 @@ SYSTEMS: dict[str, System] = {
 
 def add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
     """Add the options that choose systems and their ranks."""
-    known = f"all, or of {', '.join(SYSTEMS)}; what one is measured against always runs"
+    known = (
+        f"all that need no environment of their own, or of {', '.join(SYSTEMS)}; "
+        "what one is measured against always runs"
+    )
     parser.add_argument("--systems", default=",".join(systems), help=known)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
     """Return the names of the chosen systems, their baselines first."""
-    wanted = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
+    here = [name for name, system in SYSTEMS.items() if system.package is None]
+    wanted = here if options.systems == "all" else options.systems.split(",")
     unknown = set(wanted) - set(SYSTEMS)
     if unknown:
         raise SystemExit(
