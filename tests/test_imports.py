@@ -30,7 +30,8 @@ BELOW: dict[str, set[str]] = {
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
     "machine": {"errors", "sizes", "fields"},
-    "runtime": {"errors", "compat", "collector"},
+    "runtime": {"errors", "sizes", "compat", "collector"},
+    "nvme": {"runtime"},
     "ir": {"runtime"} | LEAVES,
     "analysis": {"ir", "machine"},
     "views": {"analysis"},
@@ -44,7 +45,7 @@ BELOW: dict[str, set[str]] = {
     "targets": {"errors"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},
-    "zerofx": {"api", "reports", "optim"},
+    "zerofx": {"api", "reports", "optim", "nvme"},
     "demo": {"zerofx"},
     "doctor": {"api", "zerofx"},
     "cli": {"api", "views", "demo", "doctor", "targets", "zerofx"},
@@ -239,4 +240,4 @@ def test_the_rules_are_seen(tmp_path: Path) -> None:
     assert room_of("zerofx") == "zerofx"
     assert room_of("zerofx.passes.base") == "passes"
     assert "api" not in allowed("passes") and "ir" in allowed("views")
-    assert allowed("runtime") == {"errors", "compat", "collector"}
+    assert allowed("runtime") == {"errors", "sizes", "compat", "collector"}

@@ -31,6 +31,7 @@ def test_the_order_in_reading_form() -> None:
         "release",
         "prefetch-gathers",
         "sink-waits",
+        "offload-shards",
         "update-in-backward",
         "keep-gathered",
         "assign-slots",

@@ -14,6 +14,7 @@ from zerofx.collector import paused_collector
 
 if TYPE_CHECKING:
     from zerofx import capture as capture
+    from zerofx import nvme as nvme
     from zerofx import optim as optim
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
@@ -45,7 +46,7 @@ _HOME = {
     "export": "zerofx.snapshot",
 }
 
-__all__ = sorted([*_HOME, "capture", "optim"])
+__all__ = sorted([*_HOME, "capture", "nvme", "optim"])
 
 
 @paused_collector()  # half a second of imports, of which it would take a third
@@ -53,8 +54,8 @@ def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
         importlib.import_module("zerofx.reports")  # gives the captured Program its methods
         return importlib.import_module("zerofx.capture")
-    if name == "optim":
-        return importlib.import_module("zerofx.optim")
+    if name in ("nvme", "optim"):
+        return importlib.import_module(f"zerofx.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'zerofx' has no attribute {name!r}")

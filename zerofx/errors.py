@@ -57,3 +57,7 @@ class TargetError(ZerofxError):
 
 class DoctorError(ZerofxError):
     """The installation lacks something that the command needs."""
+
+
+class NvmeError(ZerofxError):
+    """A transfer to or from disk failed, or a path or file cannot serve as the NVMe tier."""

@@ -90,11 +90,8 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    later = {k: t for k, t in plan.offload.tiers.items() if t != "none"}
-    if later.get("activations") == "cpu":
-        del later["activations"]
-    if later:
-        yield "offload", plan.offload.to_plain(), "none"
+    if "nvme" in plan.offload.tiers.values() or plan.offload.delayed:
+        yield "offload", plan.offload.to_plain(), "cpu"
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

@@ -157,6 +157,8 @@ class _Walk:
         key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
         if key not in self.given:
             category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
+            if where.role is Role.SHARD and self._is_away(node):
+                category = Category.HOST
             birth = self.start if is_early else 0
             is_forever = where.role is not Role.TANGENT
             self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
@@ -167,20 +169,37 @@ class _Walk:
         target = node.target
         if target in ops.COPIES:
             return self._copy(node, time)
-        if target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
+        if target is ops.wait and node.all_input_nodes[0].target in _HOLD_SOURCE:
             return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
+        if target is ops.offload_grad:
+            return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
         if is_in_place(node, self.program.layout):
             return ()  # the gradient's own memory
-        if target is ops.all_gather or target is ops.grad_buffer:
-            category = Category.GATHERED if target is ops.all_gather else Category.GRADIENTS
+        if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
+            is_grad = target is ops.grad_buffer
+            category = Category.GRADIENTS if is_grad else Category.GATHERED
             slot = slot_of(node)
             name = where.unit if (where := info(node)).unit else node.name
             return self._own(node, category, value(node), time, slot, name=name)
-        if target is ops.refresh or target is ops.resident or target in ops.REDUCES:
-            return ()  # a resident copy, or the gradient's shard: held all the time
+        if target in ops.REDUCES and self._is_away(node):  # until it has left
+            return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
+        if target in (ops.refresh, ops.refresh_shard, ops.resident, *ops.REDUCES):
+            return ()  # a copy that stays, or the gradient's shard: held all the time
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
+
+    def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
+        assert self.program.layout is not None
+        bucket = self.program.layout.buckets[info(node).index]
+        if bucket.reduce_dtype is bucket.dtype:
+            return (self._nothing(node, time),)
+        return self._own(node, Category.HOST, value(node), time)
+
+    def _is_away(self, node: fx.Node) -> bool:
+        layout = self.program.layout
+        return layout is not None and layout.buckets[info(node).index].is_away
 
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""
@@ -220,6 +239,7 @@ class _Walk:
                 storage.name = spec.name
 
 
+_HOLD_SOURCE = ops.COPIES | {ops.offload_grad}
 _MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {
     Role.PARAM: Category.PARAMETERS,

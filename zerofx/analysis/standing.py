@@ -10,12 +10,14 @@ from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.runtime.layout import Bucket
 
 
 def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
     """Return what a rank holds during a step in the steady state, each from when to when."""
     found = [*_unread_shards(program, life), *_resident(life), *_gradients(program, life)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
+    found += _casts(program, life)
     return found + receive_buffers(program, life)
 
 
@@ -31,7 +33,11 @@ def _unread_shards(program: Program, life: Lifetimes) -> list[Storage]:
         return []
     return [
         _always(
-            Category.PARAMETERS, layout.shard_numel(b) * b.dtype.itemsize, "shard", b.label(), life
+            _where(b, Category.PARAMETERS),
+            layout.shard_numel(b) * b.dtype.itemsize,
+            "shard",
+            b.label(),
+            life,
         )
         for b in layout.buckets
         if b.index not in read
@@ -40,11 +46,31 @@ def _unread_shards(program: Program, life: Lifetimes) -> list[Storage]:
 
 def _resident(life: Lifetimes) -> list[Storage]:
     """Return the gathered copies that stay from step to step."""
-    refreshed = {info(n).index: n for _, n in life.nodes if n.target is ops.refresh}
+    stay = (ops.refresh, ops.refresh_shard)
+    refreshed = {info(n).index: n for _, n in life.nodes if n.target in stay}
     return [
         _always(Category.GATHERED, span_bytes(value(n)), "resident copy", info(n).unit, life)
         for n in refreshed.values()
     ]
+
+
+def _casts(program: Program, life: Lifetimes) -> list[Storage]:
+    """Return the copies in the compute format that stay on the host, beside their shards."""
+    layout = program.layout
+    read = {info(n).index for _, n in life.nodes if n.target is ops.reload_shard}
+    return [
+        _always(
+            Category.HOST, layout.shard_numel(b) * b.compute_dtype.itemsize, "cast copy",
+            b.label(), life,
+        )
+        for b in (layout.buckets if layout else ())
+        if b.index in read and b.is_cast
+    ]  # fmt: skip
+
+
+def _where(bucket: Bucket, category: Category) -> Category:
+    """Return the category of what lives with a bucket: apart where that is off the device."""
+    return Category.HOST if bucket.is_away else category
 
 
 def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
@@ -65,6 +91,9 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
         bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
+        if bucket.is_away:
+            found.append(_always(Category.HOST, size, "p.grad", bucket.label(), life))
+            continue
         whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
         if whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated:
             birth = packed.get(bucket.index, time)
@@ -85,16 +114,18 @@ def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Sto
     if not optimizer_bytes or not program.is_training:
         return []
     layout, params = program.layout, program.params
+    kind = Category.OPTIMIZER
     if layout is None:
-        numel = [(p.name, math.prod(p.shape)) for p in params.values() if p.requires_grad]
+        numel = [(p.name, math.prod(p.shape), kind) for p in params.values() if p.requires_grad]
     else:  # rank 0 owns no padding; a unit's label may stand for several buckets
         trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
         numel = [
-            (b.label(), sum(layout.piece(b, p, 0)[2] for p in ps)) for b, ps in trained.items()
+            (b.label(), sum(layout.piece(b, p, 0)[2] for p in ps), _where(b, kind))
+            for b, ps in trained.items()
         ]
     return [
-        _always(Category.OPTIMIZER, n * optimizer_bytes, "states", name, life)
-        for name, n in numel
+        _always(category, n * optimizer_bytes, "states", name, life)
+        for name, n, category in numel
         if n
     ]
 
@@ -103,7 +134,7 @@ def _slots(program: Program, life: Lifetimes) -> list[Storage]:
     """Return the slots: those that forward uses, and small ones, all the time."""
     first: dict[int, tuple[int, str]] = {}
     for time, (graph, node) in enumerate(life.nodes):
-        if node.target is ops.all_gather or node.target is ops.grad_buffer:
+        if node.target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
             first.setdefault(slot_of(node), (time, graph))
     found = []
     least = program.layout.rest_bytes if program.layout else 0

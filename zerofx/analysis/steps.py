@@ -36,6 +36,7 @@ class Step:
     verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H" or "H2D".
     bucket: whose parameters it moves; of a copy to or from the host, the number of its value.
     heaviest: the costliest op of a region, empty where there is none to name.
+    is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
     resident_bytes: the most that the rank holds during the step.
     """
 
@@ -49,6 +50,7 @@ class Step:
     heaviest: str = ""
     num_nodes: int = 0
     region: int = -1
+    is_value: bool = False
     resident_bytes: int = 0
 
     @property
@@ -71,11 +73,13 @@ class Schedule:
 
 _VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
-    ops.offload: "D2H", ops.reload: "H2D",
+    ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
+    **dict.fromkeys(ops.RELOADS, "H2D"),
 }  # fmt: skip
 _LANES: dict[Any, Lane] = {
     **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
-    ops.offload: Lane.D2H, ops.reload: Lane.H2D,
+    ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
+    **dict.fromkeys(ops.RELOADS, Lane.H2D),
 }  # fmt: skip
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
@@ -128,7 +132,7 @@ def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
         kind = "launch" if node is launch else "wait"
         return Step(
             index, graph, lane, kind, where.unit, where.index, _VERBS[launch.target],
-            resident_bytes=resident,
+            is_value=launch.target in ops.COPIES, resident_bytes=resident,
         )  # fmt: skip
     if target is ops.release:
         return Step(

@@ -79,8 +79,8 @@ Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
 
 
 def slot_of(node: fx.Node) -> int:
-    """Return the slot of a gather or gradient buffer, -1 where it has memory of its own."""
-    place = 3 if node.target is ops.all_gather else 4
+    """Return the slot of a gather, reload or gradient buffer, -1 where it has memory of its own."""
+    place = 4 if node.target is ops.grad_buffer else 3
     return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.meta import nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.meta import info, nbytes, value
+from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
 from zerofx.runtime.host_tier import D2H, H2D, dense_bytes
 
@@ -53,14 +53,30 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
     and NCCL's large-message algorithms.
     """
     kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys((D2H, H2D), Sent())
-    for gm in program.graphs.values():
+    for name, gm in program.graphs.items():
         for node in gm.graph.nodes:
             for kind, sent_bytes, itemsize in _collectives(program, node, rank):
                 kinds[kind] = _more(kinds[kind], sent_bytes, itemsize)
-            if node.target in ops.COPIES:
-                lane, copied = D2H if node.target is ops.offload else H2D, value(node)
-                moved[lane] = _more(moved[lane], dense_bytes(copied), copied.element_size())
+            for lane, nbytes_moved, itemsize in _copies(program, name, node):
+                moved[lane] = _more(moved[lane], nbytes_moved, itemsize)
     return Traffic(kinds, moved)
+
+
+def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int, int]]:
+    """Return (lane, bytes, bytes an element) of what a node copies between device and host."""
+    if node.target not in ops.COPIES | ops.MOVES | {ops.refresh}:
+        return []
+    copied = value(node)
+    leaves = node.target in (ops.offload, ops.offload_grad)
+    nbytes_moved = dense_bytes(copied)
+    if node.target is ops.refresh:  # of a shard that lives off the device: this rank's slice
+        layout = program.layout
+        if layout is None or not layout.buckets[info(node).index].is_away:
+            return []
+        nbytes_moved //= layout.shard_size
+    if node.target is ops.refresh_shard and graph == BACKWARD:
+        return []  # forward's is current
+    return [(D2H if leaves else H2D, nbytes_moved, copied.element_size())]
 
 
 def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:

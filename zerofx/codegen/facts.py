@@ -12,7 +12,7 @@ from zerofx.ir.verify_values import SHORT
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.tiles import Tile
 
-FORMAT = 3
+FORMAT = 4
 
 
 def program_facts(program: Program) -> dict[str, Any]:
@@ -110,6 +110,8 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
                 "numel": b.numel,
                 "persistent": b.persistent,
                 "trainable": b.trainable,
+                "home": b.home.value,
+                "source": b.source.value,
                 "params": [[p.name, list(p.shape), p.offset, _tile(p.tile)] for p in b.params],
             }
             for b in layout.buckets

@@ -61,6 +61,26 @@ class Calls:
             target, node, bucket, b.numel, *slot, named=cast, **_of(b)
         )
 
+    # -- shards that live off the device ----------------------------------------------------------
+    def reload_shard(self, shard: Tensor, bucket: int, slot: int = -1) -> Launch:
+        return Launch(self._reload(ops.reload_shard, shard, bucket, *_slot(slot)))
+
+    def refresh_shard(self, shard: Tensor, bucket: int) -> Launch:
+        return Launch(self._reload(ops.refresh_shard, shard, bucket))
+
+    def _reload(self, target: Any, shard: Tensor, bucket: int, *slot: int) -> fx.Node:
+        b = self._bucket(bucket)
+        node = self._recorder.node(shard, f"the shard of bucket {bucket}")
+        cast = {"dtype": b.compute_dtype} if b.is_cast else None
+        numel = self._layout.shard_numel(b)
+        return self._recorder.communicate(target, node, bucket, numel, *slot, named=cast, **_of(b))
+
+    def offload_grad(self, reduced: Tensor, bucket: int) -> Launch:
+        b = self._bucket(bucket)
+        node = self._recorder.node(reduced, "the reduced slice")
+        return Launch(self._recorder.communicate(ops.offload_grad, node, bucket, **_of(b)))
+
+    # -- waiting, taking apart, giving back -------------------------------------------------------
     def wait(self, flight: Launch) -> Tensor:
         if not isinstance(flight, Launch):
             raise self._recorder.refuse("rt.wait takes what a launch returned")

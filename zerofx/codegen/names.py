@@ -9,12 +9,13 @@ from torch import fx
 from zerofx.codegen.text import identifier
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
-from zerofx.ir.names import copy_stem
+from zerofx.ir.names import copy_stem, is_moved, move_stem
 
 _STEMS = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.reduce_scatter: "reduce", ops.all_reduce: "reduce",
-    ops.offload: "offload", ops.reload: "reload",
+    ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
+    ops.refresh_shard: "refresh", ops.offload_grad: "offload",
 }  # fmt: skip
 
 
@@ -49,6 +50,8 @@ class Names:
             return f"reduced_{where.index}"
         if node.target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
             return copy_stem(node, where)
+        if node.target is ops.wait and is_moved(node):
+            return move_stem(node)
         if node.target in _STEMS:
             return f"{_STEMS[node.target]}_{where.index}"  # type: ignore[index]
         if node.target is ops.param_view:

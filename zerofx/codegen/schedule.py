@@ -57,7 +57,7 @@ class Function:
         dying: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             visible = node not in self.inside or node in self._outputs(node)
-            is_launch = node.target in ops.LAUNCHES | ops.COPIES  # its wait lets go of all
+            is_launch = node.target in ops.TRANSFERS  # its wait lets go of all
             if not visible or not node.users or is_launch or is_glue(node):
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
@@ -78,11 +78,17 @@ class Function:
         source = node
         while source.op == "call_function" and source.target in _PASSED_ON:
             source = source.all_input_nodes[0]
-        if source.target is ops.all_gather:
+        if source.target in (ops.all_gather, ops.reload_shard):
             return slot_of(source) >= 0
+        if source.target in ops.REDUCES:
+            return not self._is_away(source)  # else it lies in p.grad
         if source.op == "placeholder":
             return info(source).role is Role.SHARD
-        return source.target in ops.LAUNCHES | {ops.resident, ops.grad_buffer}
+        return source.target in {*ops.GATHERS, ops.refresh_shard, ops.resident, ops.grad_buffer}
+
+    def _is_away(self, node: fx.Node) -> bool:
+        assert self.program.layout is not None
+        return self.program.layout.buckets[info(node).index].is_away
 
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:

@@ -30,8 +30,10 @@ def buffer(node: fx.Node, names: Names) -> str:
 
 
 def slot_of(node: fx.Node) -> int:
-    """Return the slot of an all_gather, grad_buffer or release; -1 where it has none."""
-    position = {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}[node.target]  # type: ignore[index]
+    """Return the slot of a gather, reload, grad_buffer or release; -1 where it has none."""
+    position = {ops.all_gather: 3, ops.reload_shard: 3, ops.grad_buffer: 4, ops.release: 1}[
+        node.target  # type: ignore[index]
+    ]
     args: Any = node.args
     return int(args[position]) if len(args) > position else -1
 
@@ -40,12 +42,15 @@ def _size(node: fx.Node) -> str:
     return format_bytes(nbytes(value(node)))
 
 
-def _gather(node: fx.Node, names: Names, program: Program) -> Statement:
-    where = info(node)
-    shard = buffer(node.all_input_nodes[0], names)
-    call = f"rt.all_gather({shard}, bucket={where.index}, slot={slot_of(node)})"
-    note = f"{where.unit}  {describe(value(node))}  +{_size(node)}"
-    return f"{names.bind(node)} = {call}", note
+def _into_slot(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
+    def write(node: fx.Node, names: Names, program: Program) -> Statement:
+        where = info(node)
+        shard = buffer(node.all_input_nodes[0], names)
+        call = f"rt.{verb}({shard}, bucket={where.index}, slot={slot_of(node)})"
+        note = f"{where.unit}  {describe(value(node))}  +{_size(node)}"
+        return f"{names.bind(node)} = {call}", note
+
+    return write
 
 
 def _full(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
@@ -59,7 +64,8 @@ def _full(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
 
 def _wait(node: fx.Node, names: Names, program: Program) -> Statement:
     launch = node.all_input_nodes[0]
-    note = f"{info(node).unit}  -{_size(launch)}".strip() if launch.target is ops.offload else ""
+    is_gone = launch.target in (ops.offload, ops.offload_grad)
+    note = f"{info(node).unit}  -{_size(launch)}".strip() if is_gone else ""
     return f"{names.bind(node)} = rt.wait({names.bind(launch)})", note
 
 
@@ -73,6 +79,12 @@ def _reload(node: fx.Node, names: Names, program: Program) -> Statement:
     call = f"rt.reload({names.bind(node.all_input_nodes[0])})"
     note = f"{info(node).unit}  {describe(value(node))}  +{_size(node)}"
     return f"{names.bind(node)} = {call}", note.strip()
+
+
+def _offload_grad(node: fx.Node, names: Names, program: Program) -> Statement:
+    reduced = names.bind(node.all_input_nodes[0])
+    call = f"rt.offload_grad({reduced}, bucket={info(node).index})"
+    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}"
 
 
 def _release(node: fx.Node, names: Names, program: Program) -> Statement:
@@ -128,7 +140,10 @@ def _sync(node: fx.Node, names: Names, program: Program) -> Statement:
 
 
 _WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
-    ops.all_gather: _gather,
+    ops.all_gather: _into_slot("all_gather"),
+    ops.reload_shard: _into_slot("reload_shard"),
+    ops.refresh_shard: _full("refresh_shard"),
+    ops.offload_grad: _offload_grad,
     ops.refresh: _full("refresh"),
     ops.resident: _full("resident"),
     ops.wait: _wait,

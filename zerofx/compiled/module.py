@@ -95,9 +95,9 @@ class CompiledModule(nn.Module):
 
         At stage 0, `p.grad` is the local sum meanwhile, as under DistributedDataParallel. At
         stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
-        drops the sum, and anything else raises. At stages 2 and 3 whole gradients are never held:
-        there each backward reduces into the shards, which is the same sum, and this changes
-        nothing.
+        drops the sum, and anything else raises. At stages 2 and 3, and where the optimizer is
+        offloaded, whole gradients are never held: there each backward reduces into the shards,
+        which is the same sum, and this changes nothing.
 
         Raises:
             GradientError: the plan updates parameters inside every backward.
@@ -109,7 +109,8 @@ class CompiledModule(nn.Module):
                 "accumulate"
             )
         gradients, before = self._engine.gradients, self._engine.gradients.no_sync
-        gradients.no_sync = self._setting.plan.stage <= 1 and self._engine.world.size > 1
+        is_put_off = self._setting.plan.stage <= 1 and not self._engine.store.is_away
+        gradients.no_sync = is_put_off and self._engine.world.size > 1
         try:
             yield
         finally:

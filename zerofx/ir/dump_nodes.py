@@ -209,7 +209,9 @@ def _delta(node: fx.Node) -> str:
     """Return what a node adds to or takes from the bytes held; nothing for views."""
     if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload:
         return f"-{format_bytes(nbytes(value(node)))}"
-    if node.target is ops.offload:
+    if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload_grad:
+        return f"-{format_bytes(nbytes(value(node)))}"
+    if node.target in (ops.offload, ops.offload_grad):
         return ""
     if node.target in (ops.release, ops.update):
         return f"-{format_bytes(nbytes(value(node.all_input_nodes[0])))}"

@@ -55,7 +55,7 @@ def unit_lines(program: Program, graph: str) -> list[str]:
     for group in _groups(program, graph):
         if group.region is not None:
             by_unit.setdefault(group.label, []).append(group)
-        elif group.nodes[0].target in ops.LAUNCHES | ops.COPIES:
+        elif group.nodes[0].target in ops.TRANSFERS:
             sent.setdefault(group.label, []).append(callee(group.nodes[0].target)[4:])
     rows = []
     for unit in dict.fromkeys([*by_unit, *sent]):

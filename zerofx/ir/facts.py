@@ -19,5 +19,6 @@ class Fact(Enum):
     RELEASED = auto()
     PREFETCHED = auto()
     WAITS_SUNK = auto()
+    SHARDS_OFFLOADED = auto()
     UPDATES_PLACED = auto()
     SLOTS_ASSIGNED = auto()

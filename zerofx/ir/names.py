@@ -14,7 +14,8 @@ STEMS: dict[Any, str] = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
     ops.all_reduce: "reduce", ops.store_grad: "stored", ops.update: "update",
-    ops.offload: "offload", ops.reload: "reload",
+    ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
+    ops.refresh_shard: "refresh", ops.offload_grad: "offload",
 }  # fmt: skip
 
 
@@ -43,6 +44,8 @@ def _stem(node: fx.Node) -> str:
         return f"reduced_{where.index}"
     if node.target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
         return copy_stem(node, where)
+    if node.target is ops.wait and is_moved(node):
+        return move_stem(node)
     if node.target in STEMS:
         return f"{STEMS[node.target]}_{where.index}"
     if node.target is ops.param_view:
@@ -55,3 +58,17 @@ def copy_stem(wait: fx.Node, where: Info) -> str:
     if wait.all_input_nodes[0].target is ops.offload:
         return f"host_{where.index}"
     return identifier(f"{where.unit}_{where.name}" if where.unit else where.name)
+
+
+def is_moved(wait: fx.Node) -> bool:
+    """Say whether a wait delivers a shard that was reloaded, or a gradient that was offloaded."""
+    return wait.all_input_nodes[0].target in ops.MOVES
+
+
+def move_stem(wait: fx.Node) -> str:
+    """Name it: a gradient away from the device, a shard there, or a bucket where that is whole."""
+    index = info(wait).index
+    if wait.all_input_nodes[0].target is ops.offload_grad:
+        return f"away_{index}"
+    is_sent = any(u.target is ops.all_gather for u in wait.users)
+    return f"shard_{index}" if is_sent else f"full_{index}"

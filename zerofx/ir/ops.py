@@ -15,6 +15,9 @@ left out where nothing changes. The real bodies take the formats from the layout
 `wait`. Behind an offload's wait the value's own memory is given back. The fake host value lies on
 the CPU.
 
+`reload_shard` copies a shard that lives off the device to it, `refresh_shard` brings a copy there
+that stays up to date, `offload_grad` copies a reduced slice to where its shard lives: launches too.
+
 `update` runs the optimizer over a shard, in place: what backward does where the plan says so.
 """
 
@@ -192,6 +195,36 @@ reload = _define(
     _fake_reload,
 )
 
+
+# -- shards that live off the device ------------------------------------------------------------
+def _real_reload_shard(
+    shard: Tensor, bucket: int, numel: int, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
+    return current_calls().reload_shard(shard, bucket, slot)
+
+
+def _real_refresh_shard(shard: Tensor, bucket: int, numel: int, *, dtype: _Format = None) -> Tensor:
+    return current_calls().refresh_shard(shard, bucket)
+
+
+reload_shard = _define(
+    "reload_shard(Tensor shard, int bucket, int numel, int slot=-1, *, ScalarType? dtype=None)"
+    " -> Tensor",
+    _real_reload_shard,
+    _fake_full,
+)
+refresh_shard = _define(
+    "refresh_shard(Tensor shard, int bucket, int numel, *, ScalarType? dtype=None) -> Tensor",
+    _real_refresh_shard,
+    _fake_full,
+)
+offload_grad = _define(
+    "offload_grad(Tensor reduced, int bucket) -> Tensor",
+    lambda reduced, bucket: current_calls().offload_grad(reduced, bucket),
+    lambda reduced, bucket: _fake_offload(reduced),
+    effect=True,
+)
+
 # -- buffers ------------------------------------------------------------------------------------
 sync_buffers = _define(
     "sync_buffers(Tensor[] values) -> Tensor[]",
@@ -203,6 +236,9 @@ GATHERS = frozenset({all_gather, refresh})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 LAUNCHES = GATHERS | REDUCES  # what the ranks agree on
 COPIES = frozenset({offload, reload})  # launches too, but each rank's own
-ALL = LAUNCHES | COPIES | {
+RELOADS = frozenset({reload_shard, refresh_shard})  # what brings a shard to the device
+MOVES = RELOADS | {offload_grad}  # launches of a rank's own that are about a bucket
+TRANSFERS = LAUNCHES | COPIES | MOVES  # all that `wait` takes
+ALL = TRANSFERS | {
     resident, wait, param_view, release, grad_buffer, pack, store_grad, update, sync_buffers,
 }  # fmt: skip

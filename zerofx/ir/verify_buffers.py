@@ -30,10 +30,11 @@ class Kind(Enum):
     LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
     HOSTED = "hosted"  # its copy on the host
     RELOADED = "reloaded"  # and back on the device
+    NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
 
 
 FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)  # what holds a whole bucket's parameters
-PARAMETERS = (*FULL, Kind.SHARD, Kind.PARAM)  # what holds parameters at all
+PARAMETERS = (*FULL, Kind.SHARD, Kind.NEAR, Kind.PARAM)  # what holds parameters at all
 
 
 @dataclass(eq=False)
@@ -49,6 +50,8 @@ class Buffer:
     stored: the store_grad of a reduction's result.
     reloaded: of a value on the host, its reload.
     updated: of a shard, the update that has overwritten it.
+    is_away: of a shard and of a reduction's result, that the bucket lives off the device.
+    offloaded: of such a result, the launch of the copy that takes it there.
     """
 
     kind: Kind
@@ -65,6 +68,8 @@ class Buffer:
     stored: fx.Node | None = None
     reloaded: fx.Node | None = None
     updated: fx.Node | None = None
+    is_away: bool = False
+    offloaded: fx.Node | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -81,8 +86,21 @@ class Buffer:
             return target is ops.pack or target in ops.REDUCES
         if self.kind is Kind.HOSTED:  # forward returns it, backward reloads it
             return self.landed and target in (ops.reload, "output")
-        return self.landed and (self.kind is not Kind.REDUCED or target is ops.store_grad)
+        if self.kind is Kind.REDUCED:
+            return self.landed and target is self._next_of_reduced()
+        if self.kind is Kind.SHARD and self.is_away:
+            return target in _FROM_AFAR
+        return self.landed and (self.kind is not Kind.NEAR or target in _SENDS)
 
+    def _next_of_reduced(self) -> Any:
+        """Return the one op that may take a reduced slice as far as it has come."""
+        is_home = not self.is_away or self.offloaded is not None
+        return ops.store_grad if is_home else ops.offload_grad
+
+
+# what may be given a shard off the device, and a copy of it there
+_FROM_AFAR = {*ops.RELOADS, ops.refresh, ops.resident, ops.grad_buffer, ops.update}
+_SENDS = frozenset({ops.all_gather, ops.release})
 
 Roots = tuple[Buffer, ...]
 
@@ -162,9 +180,9 @@ def argument(node: fx.Node, position: int, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else default
 
 
-_SLOT = {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}
+_SLOT = {ops.all_gather: 3, ops.reload_shard: 3, ops.grad_buffer: 4, ops.release: 1}
 
 
 def slot_of(node: fx.Node) -> Any:
-    """Return the slot that an all_gather, grad_buffer or release names, -1 for none."""
+    """Return the slot that a gather, reload, grad_buffer or release names, -1 for none."""
     return argument(node, _SLOT[node.target], -1)  # type: ignore[index]

@@ -8,15 +8,16 @@ from typing import Any
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD
 from zerofx.ir.verify_buffers import FULL, Buffer, Kind, args, slot_of
-from zerofx.ir.verify_copies import CopyOrder
 from zerofx.ir.verify_fault import name_of
+from zerofx.ir.verify_shards import ShardOrder
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
 
 
-class Order(CopyOrder):
+class Order(ShardOrder):
     """The walk over a graph, with what gathers, waits, views and releases do."""
 
     def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
@@ -32,7 +33,10 @@ class Order(CopyOrder):
 
     def gather(self, node: fx.Node) -> None:
         bucket = self.bucket(node)
-        self.own_shard(node, bucket)
+        if node.target is ops.all_gather:
+            self.sent_shard(node, bucket)
+        else:
+            self.own_shard(node, bucket)
         self.numel(node, bucket.numel, f"bucket {bucket.index}")
         self.dtype(node, bucket.compute_dtype, f"bucket {bucket.index} gathered")
         if node.target is ops.all_gather:
@@ -55,19 +59,11 @@ class Order(CopyOrder):
         self.add(node, buffer)
         self.claim(node, buffer)
 
-    def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
-        shard = args(node)[0]
-        where = info(shard)
-        if where.role is not Role.SHARD or where.index != bucket.index:
-            self.fail(
-                node,
-                f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
-                f"{name_of(shard)}, which is not its shard",
-            )
-
     def _may_stay(self, node: fx.Node, bucket: Bucket) -> None:
         stage = getattr(self.program.plan, "stage", None)
-        if stage == 3 and not bucket.persistent:
+        assert self.layout is not None
+        is_copy = self.layout.shard_size == 1 and bucket.is_away and bucket.source is Tier.DEVICE
+        if stage == 3 and not bucket.persistent and not is_copy:
             self.fail(
                 node,
                 f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
@@ -78,6 +74,9 @@ class Order(CopyOrder):
         launch = args(node)[0]
         if launch.target in ops.COPIES:
             self.wait_copy(node, launch)
+            return
+        if launch.target in ops.MOVES:
+            self.wait_move(node, launch)
             return
         if launch.target not in ops.LAUNCHES:
             self.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")
@@ -113,7 +112,7 @@ class Order(CopyOrder):
 
     def release(self, node: fx.Node) -> None:
         buffers = self.roots[args(node)[0]]
-        if len(buffers) != 1 or buffers[0].kind is not Kind.GATHERED:
+        if len(buffers) != 1 or buffers[0].kind not in (Kind.GATHERED, Kind.NEAR):
             self.fail(node, f"{node.name} releases {args(node)[0]}, which is no gathered bucket")
         buffer = buffers[0]
         if slot_of(node) != buffer.slot:

@@ -34,6 +34,7 @@ class GradientOrder(Order):
             ops.pack: self.pack,
             ops.reduce_scatter: self.reduce,
             ops.all_reduce: self.reduce,
+            ops.offload_grad: self.offload_grad,
             ops.store_grad: self.store,
         }
 
@@ -143,6 +144,7 @@ class GradientOrder(Order):
         self._complete(node, buffer, bucket)
         buffer.reduced, buffer.landed = node, False
         made = Buffer(Kind.REDUCED, node, bucket.index, landed=False, source=buffer)
+        made.is_away = self.is_away(bucket)
         self._reduced[bucket.index] = made
         self.add(node, made)
 
@@ -172,17 +174,35 @@ class GradientOrder(Order):
                 f"make {buffer.made.name} with zero=True",
             )
 
-    def store(self, node: fx.Node) -> None:
-        bucket, reduced = self.bucket(node), args(node)[0]
+    def offload_grad(self, node: fx.Node) -> None:
+        bucket = self.bucket(node)
+        buffer = self._reduced_slice(node, bucket, "offloads")
+        if not bucket.is_away or buffer.offloaded is not None:
+            self.fail(node, f"{node.name} offloads {self.label(buffer)}, which is where it belongs")
+        buffer.offloaded, buffer.landed = node, False
+        self.roots.set(node, buffer)
+
+    def _reduced_slice(self, node: fx.Node, bucket: Bucket, verb: str) -> Buffer:
+        reduced = args(node)[0]
         buffers = self.roots[reduced]
         if len(buffers) != 1 or buffers[0].kind is not Kind.REDUCED:
-            self.fail(node, f"{node.name} stores {reduced}, which no reduction delivered")
-        buffer = buffers[0]
-        if buffer.bucket != bucket.index:
+            self.fail(node, f"{node.name} {verb} {reduced}, which no reduction delivered")
+        if buffers[0].bucket != bucket.index:
             self.fail(
                 node,
-                f"{node.name} stores the reduced gradients of bucket {buffer.bucket} as those of "
-                f"bucket {bucket.index} ({bucket.label()})",
+                f"{node.name} {verb} the reduced gradients of bucket {buffers[0].bucket} as those "
+                f"of bucket {bucket.index} ({bucket.label()})",
+            )
+        return buffers[0]
+
+    def store(self, node: fx.Node) -> None:
+        bucket = self.bucket(node)
+        buffer = self._reduced_slice(node, bucket, "stores")
+        if buffer.is_away and args(node)[0].args[0] is not buffer.offloaded:
+            self.fail(
+                node,
+                f"{node.name} stores {self.label(buffer)} as it lies on the device; its bucket "
+                "lives elsewhere: store what offload_grad's wait returns",
             )
         if buffer.stored is not None:
             self.fail(node, f"{self.label(buffer)} is stored twice: {buffer.stored.name} did it")

@@ -118,7 +118,11 @@ class Sources:
                 f"{node.name} holds {given} elements of {value(node).dtype}; the shard of bucket "
                 f"{index} has {wanted} of {bucket.dtype}",
             )
-        self.add(node, Buffer(Kind.SHARD, node, index))
+        self.add(node, Buffer(Kind.SHARD, node, index, is_away=self.is_away(bucket)))
+
+    def is_away(self, bucket: Bucket) -> bool:
+        """Say whether a bucket lives off the device, and its moves have been put in."""
+        return bucket.is_away and Fact.SHARDS_OFFLOADED in self.program.facts
 
     # -- names ------------------------------------------------------------------------------------
     def content(self, read: fx.Node, buffer: Buffer) -> str:

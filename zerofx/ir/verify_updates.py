@@ -39,7 +39,8 @@ class BackwardOrder(GradientOrder):
         if not is_shard or held[0].bucket != bucket.index:
             self.fail(node, f"{node.name} updates {label}, but is given {shard} as its shard")
         for buffer in self.buffers:
-            if buffer.bucket == bucket.index and not buffer.landed and buffer.kind in FULL:
+            is_sent = buffer.kind in (*FULL, Kind.NEAR) and not buffer.landed
+            if buffer.bucket == bucket.index and is_sent:
                 self.fail(
                     node,
                     f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "

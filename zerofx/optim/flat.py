@@ -54,6 +54,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
     """
 
     counts_steps: ClassVar[bool] = True
+    communicates: ClassVar[bool] = False  # within an update
     takes_half: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True  # zerofx's hook behind every step need not
     stretch_type: type[Stretch] = Stretch

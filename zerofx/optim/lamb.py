@@ -49,6 +49,8 @@ class Lamb(FlatOptimizer):
     (arXiv 1904.00962), Algorithm 2.
     """
 
+    communicates = True  # a parameter's norm is over all ranks
+
     def __init__(
         self,
         params: Any,

@@ -107,7 +107,7 @@ class Stretch:
         self, old: Sequence[MutableMapping[str, Any]], keys: Sequence[str]
     ) -> Sequence[MutableMapping[str, Any]]:
         """Return each parameter's states, with `keys` laid out; made where there were none."""
-        self.states = {key: torch.zeros_like(self.flat) for key in keys}
+        self.states = {key: self._zeros() for key in keys}
         new = [dict(values) for values in old]
         for number, (param, values) in enumerate(zip(self.params, new, strict=True)):
             start, stop = self._bounds[number]
@@ -117,6 +117,12 @@ class Stretch:
                     fill(view, values[key], param, key)
                 values[key] = view
         return new
+
+    def _zeros(self) -> Tensor:
+        """Return zeros like the parameters, where their bucket lives."""
+        if self.ledger is None or self.bucket is None or not self.bucket.is_away:
+            return torch.zeros_like(self.flat)
+        return self.ledger.homes.zeros(self.numel, self.flat.dtype, self.bucket.home)
 
     def _states_of(self, first: int, last: int) -> dict[str, Any]:
         """Return the flat states of the parameters first:last."""

@@ -86,10 +86,13 @@ def _buffers(graph: fx.Graph, layout: Layout | None) -> Iterator[_Buffer]:
     """Yield what needs a slot, in order."""
     places = {node: at for at, node in enumerate(graph.nodes)}
     for node, at in places.items():
-        if node.target is ops.all_gather or node.target is ops.grad_buffer:
+        if node.target in _SLOTTED:
             end = _end(node)
             if end is not None and not is_in_place(node, layout):
                 yield _Buffer(node, end, at, places[end], nbytes(value(node)))
+
+
+_SLOTTED = frozenset({ops.all_gather, ops.reload_shard, ops.grad_buffer})
 
 
 def _write(buffer: _Buffer, slot: int) -> None:
@@ -100,12 +103,12 @@ def _write(buffer: _Buffer, slot: int) -> None:
 
 
 def _has_slot(node: fx.Node) -> bool:
-    return len(node.args) == (4 if node.target is ops.all_gather else 5)
+    return len(node.args) == (5 if node.target is ops.grad_buffer else 4)
 
 
 def _end(node: fx.Node) -> fx.Node | None:
     """Return the node behind which the buffer is free, None where it leaves the call."""
-    if node.target is ops.all_gather:
+    if node.target is not ops.grad_buffer:
         wait = next(u for u in node.users if u.target is ops.wait)
         return next((u for u in wait.users if u.target is ops.release), None)
     launch = next(u for u in users_after_views(node) if u.target in ops.REDUCES)

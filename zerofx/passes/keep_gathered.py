@@ -112,7 +112,7 @@ def _candidates(program: Program) -> list[tuple[fx.Node, fx.Node]]:
 
 def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
     """Return the wait of each gathered bucket, the one nearest to the turn where there are two."""
-    waits = [n for n in graph.nodes if n.target is ops.wait and n.args[0].target is ops.all_gather]
+    waits = [n for n in graph.nodes if n.target is ops.wait and _delivers_whole(n.args[0])]
     found: dict[int, fx.Node] = {}
     for node in waits:
         bucket = info(node).index
@@ -138,8 +138,31 @@ def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
     _erase_release(graph, backward)
     backward.replace_all_uses_with(held)
     graph.erase_node(backward)
+    shard = launch.all_input_nodes[0]
     graph.erase_node(launch)
+    if shard.target is ops.wait:
+        _erase_reload(graph, shard)
     return size
+
+
+def _delivers_whole(launch: fx.Node) -> bool:
+    """Say whether a launch makes a whole bucket: an all-gather, or a reload by its one owner."""
+    if launch.target is ops.all_gather:
+        return True
+    return launch.target is ops.reload_shard and not _is_sent(launch)
+
+
+def _is_sent(launch: fx.Node) -> bool:
+    wait = next(u for u in launch.users if u.target is ops.wait)
+    return any(u.target is ops.all_gather for u in wait.users)
+
+
+def _erase_reload(graph: fx.Graph, held: fx.Node) -> None:
+    """Erase the reload of a shard that no gather sends any more."""
+    _erase_release(graph, held)
+    launch = held.all_input_nodes[0]
+    graph.erase_node(held)
+    graph.erase_node(launch)
 
 
 def _erase_release(graph: fx.Graph, full: fx.Node) -> None:

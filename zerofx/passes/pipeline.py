@@ -26,6 +26,7 @@ from zerofx.passes.fuse import Fuse
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
+from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
@@ -94,6 +95,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # after release: moving a launch needs to know when its buffer is free again
     lambda s: PrefetchGathers(distance=_distance(s)),
     lambda s: SinkWaits(),
+    # after the collectives have their places: copies are launched ahead of those
+    lambda s: OffloadShards(distance=_distance(s)),
     # after all that moves reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # after all that moves and frees: what fits is measured on the final order

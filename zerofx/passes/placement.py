@@ -12,8 +12,10 @@ from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo, Program
 from zerofx.plan import Plan, Precision
+from zerofx.plan_parts import Offload
 from zerofx.runtime.bucketing import UnitParam, merge_small, unit_layout
-from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
+from zerofx.runtime.layout import LOW_OR_SINGLE, Bucket, Layout
+from zerofx.runtime.tiers import TIER_OF, Tier
 
 
 def plan_layout(
@@ -28,7 +30,29 @@ def plan_layout(
     shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
     layout = unit_layout(params, shard_size, replicate_size, persist)
-    return merge_small(layout, params, bucket_bytes)
+    return with_tiers(merge_small(layout, params, bucket_bytes), plan.offload)
+
+
+def with_tiers(layout: Layout, offload: Offload) -> Layout:
+    """Return a layout whose buckets have the homes and sources that a plan gives them.
+
+    What is trained lives where its optimizer runs, `device_fraction` of it on the device: the first
+    buckets, whose gradients come last. What is frozen lives on the parameters' tier.
+    """
+    trained, frozen = TIER_OF[offload.optimizer], TIER_OF[offload.parameters]
+    left = offload.device_fraction * sum(b.numel for b in layout.buckets if b.trainable)
+    buckets: dict[int, Bucket] = {}
+    for block in layout.blocks:
+        numel, is_persistent = sum(b.numel for b in block), block[0].persistent
+        home = Tier.DEVICE if is_persistent else frozen
+        if block[0].trainable:
+            stays = left >= numel
+            home = Tier.DEVICE if stays else trained
+            left -= numel if stays else 0
+        near = Tier.DEVICE if is_persistent else frozen
+        source = min(home, near, key=lambda tier: tier.distance)
+        buckets |= {b.index: replace(b, home=home, source=source) for b in block}
+    return replace(layout, buckets=tuple(buckets[b.index] for b in layout.buckets))
 
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

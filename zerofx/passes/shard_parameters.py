@@ -14,6 +14,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import bucket_uses, reading_regions, spans
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class ShardParameters(Pass):
     `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
     larger than `regather_bytes`; a tile for each use. Stages 1 and 2, and persistent buckets: the
     gathered copy is resident and refreshed after an update. One rank a shard axis: the shard is the
-    parameter, unless it is computed with in another format; then the copy in that format is what is
-    gathered.
+    parameter, unless it is computed with in another format or lives off the device; then the copy
+    in that format, there, is what is gathered.
     """
 
     name: ClassVar[str] = "shard-parameters"
@@ -102,13 +103,14 @@ class ShardParameters(Pass):
     def _full(
         self, graph: fx.Graph, name: str, bucket: Bucket, shard: fx.Node, shard_size: int
     ) -> fx.Node:
-        if shard_size == 1 and not bucket.is_cast:
+        if shard_size == 1 and not bucket.is_cast and not bucket.is_away:
             return shard
         fields = {"unit": bucket.label(), "index": bucket.index}
         fields["phase"] = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
         arguments = (shard, bucket.index, bucket.numel)
         cast = {"dtype": bucket.compute_dtype} if bucket.is_cast else {}
-        if self.stage == 3 and not bucket.persistent:
+        stays = shard_size == 1 and bucket.is_away and bucket.source is Tier.DEVICE
+        if self.stage == 3 and not bucket.persistent and not stays:
             launch = call(graph, ops.all_gather, arguments, named=cast)
         elif name == FORWARD:
             launch = call(graph, ops.refresh, arguments, named=cast)

@@ -62,8 +62,8 @@ def _return_no_gradients(program: Program) -> None:
 
 
 def _readers(shard: fx.Node) -> list[fx.Node]:
-    """Return what reads the shard; a gather does so until its wait."""
+    """Return what reads the shard; a gather or a reload does so until its wait."""
     found = list(users_after_views(shard))
-    for node in [n for n in found if n.target in ops.GATHERS]:
+    for node in [n for n in found if n.target in ops.GATHERS | ops.RELOADS]:
         found += [u for u in node.users if u.target is ops.wait]
     return found

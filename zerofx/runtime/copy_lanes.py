@@ -18,7 +18,10 @@ class Lane(Protocol):
         """
 
     def join(self, event: Any) -> None:
-        """Let the compute launched from now on wait for a copy. The host never waits."""
+        """Let the compute launched from now on wait for a copy. The host does not wait."""
+
+    def settle(self, event: Any) -> None:
+        """Let the host wait for a copy, what it is about to read or overwrite."""
 
 
 class InlineLane:
@@ -33,6 +36,9 @@ class InlineLane:
             out.copy_(source)
 
     def join(self, event: Any) -> None:
+        pass
+
+    def settle(self, event: Any) -> None:
         pass
 
 
@@ -58,6 +64,9 @@ class StreamLane:
 
     def join(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def settle(self, event: Any) -> None:
+        event.synchronize()
 
 
 def lanes_for(device: torch.device) -> tuple[Lane, Lane]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zerofx.runtime.away_shards import AwayShards
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
@@ -53,6 +54,11 @@ class Engine:
         self.host = HostTier(store.world.device, poison)
         self.offload = self.host.offload
         self.reload = self.host.reload
+        self.away = AwayShards(store, self.slots, self.host)
+        self.gradients.away = self.away
+        self.reload_shard = self.away.reload
+        self.refresh_shard = self.away.refresh
+        self.offload_grad = self.gradients.offload
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
         """Make room for a program's slots; those used `in_forward` stay between calls."""
@@ -64,6 +70,7 @@ class Engine:
         """End a backward: settle its gradients, then free what only a backward needs."""
         try:
             self.gradients.finish()
+            self.away.settle_all()
         except BaseException:
             self.abandon()
             raise
@@ -113,6 +120,9 @@ class Engine:
     def _cast_resident(self, shard: Tensor, full: Tensor, bucket: int) -> Tensor:
         """Return what this rank sends: cast, unless the optimizer has written it in that format."""
         b = self.layout.buckets[bucket]
+        if b.is_away:
+            mine = full.view(self.layout.shard_size, -1)[self.world.shard_rank]
+            return self.away.fill(mine, shard, bucket)
         if not b.is_cast:
             return shard
         ledger = self.store.ledger
@@ -136,8 +146,9 @@ class Engine:
         return [b for b, fresh in self._fresh.items() if fresh != epoch]
 
     def forget_resident(self) -> None:
-        """Force a refresh of every resident bucket at the next forward."""
+        """Force a refresh of every copy that stays, at the next forward."""
         self._fresh = dict.fromkeys(self._fresh, -1)
+        self.away.forget()
 
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.flight import Flight, label
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
+    from zerofx.runtime.away_shards import AwayShards
+    from zerofx.runtime.host_tier import Copy
     from zerofx.runtime.shards import ShardStore
 
 
@@ -33,6 +37,7 @@ class Gradients:
         self.discards = False
         self.scaler = scaler
         self.publish = store.publish_grads  # of a bucket, for these names
+        self.away: AwayShards  # set by the engine
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
@@ -44,6 +49,7 @@ class Gradients:
         self._scratch: dict[int, Tensor] = {}
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
+        self._host_updates = HostUpdates()
         self._labels = [label("reduction", b) for b in self._layout.buckets]
 
     # -- what a schedule calls --------------------------------------------------------------
@@ -98,7 +104,10 @@ class Gradients:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
         is_target = not accumulate and target.dtype is buffer.dtype
-        out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
+        if self._layout.buckets[bucket].is_away:  # until its copy has left
+            out = torch.empty(target.numel(), dtype=buffer.dtype, device=buffer.device)
+        else:
+            out = target if is_target else self._scratch_like(bucket, target, buffer.dtype)
         work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
         return Flight(out, work, bucket)
 
@@ -109,12 +118,27 @@ class Gradients:
                 scratch = self._scratch[bucket] = torch.empty_like(target, dtype=dtype)
         return scratch
 
+    def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
+        """Launch the copy of a reduced slice to where its shard lives."""
+        if reduced is None:
+            return Flight(None, None, bucket)
+        target, accumulate, _ = self._targets[bucket]
+        if self.scaler is not None:
+            is_wide = reduced.dtype is target.dtype
+            wide = reduced if is_wide else torch.empty_like(reduced, dtype=target.dtype)
+            reduced = self.scaler.unscale(reduced, wide)
+        is_target = not accumulate and target.dtype is reduced.dtype
+        return self.away.offload_grad(reduced, bucket, target if is_target else None)
+
     def store(self, reduced: Tensor | None, bucket: int) -> None:
         """Assign or accumulate a reduced slice into the gradients that the user sees."""
         if reduced is None:
             return
         target, accumulate, summed = self._targets.pop(bucket)
-        if self.scaler is not None:
+        if self._layout.buckets[bucket].is_away:
+            if reduced is not target:
+                self.away.settle(bucket)
+        elif self.scaler is not None:
             wide = reduced
             if reduced.dtype is not target.dtype:
                 wide = torch.empty_like(target) if accumulate else target
@@ -129,10 +153,23 @@ class Gradients:
         self._stored[bucket] = names
 
     def update(self, shard: Tensor, bucket: int) -> None:
-        """Let the optimizers update a bucket's shard now, and free its gradients."""
+        """Let the optimizers update a bucket's shard, and free its gradients.
+
+        Where it lives on the host they do so beside the compute, until the end of backward.
+        """
         names = self._stored.pop(bucket, None)
-        if names is not None:  # None: this backward runs for inputs alone
-            self._store.update_bucket(bucket, names)
+        if names is None:  # this backward runs for inputs alone
+            return
+        if self._layout.buckets[bucket].is_away and self._store.may_update_beside(names):
+            self._host_updates.launch(partial(self._update_away, bucket, names))
+            return
+        self._host_updates.join()
+        self._update_away(bucket, names)
+
+    def _update_away(self, bucket: int, names: frozenset[str]) -> None:
+        """Update a bucket whose gradient may still be on its way to the host."""
+        self.away.settle(bucket)
+        self._store.update_bucket(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:
         """Return the parameters whose gradients this backward has packed into the bucket."""
@@ -156,6 +193,7 @@ class Gradients:
         if self.no_sync or self.discards:
             return
         if self._store.updates is not None:
+            self._host_updates.join()
             self._store.updates.end()
         self._reduce_left()
         if self.scaler is not None:
@@ -192,6 +230,7 @@ class Gradients:
     def abandon(self) -> None:
         """Forget what was packed, launched, or stored for an update that did not come."""
         if self._store.updates is not None:
+            self._host_updates.drain()
             self._store.updates.abandon()
             for bucket in self._stored:
                 self._store.drop_grads(bucket)

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from zerofx.runtime.engine import Engine
@@ -55,6 +56,24 @@ class GraphCalls:
 
     def refresh(self, shard: Tensor, bucket: int) -> Tensor:
         flight = self.engine.refresh(shard, bucket)
+        assert flight.tensor is not None
+        return self._launch(flight, flight.tensor)
+
+    def reload_shard(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
+        return self._moved(self.engine.reload_shard(shard, bucket, slot))
+
+    def refresh_shard(self, shard: Tensor, bucket: int) -> Tensor:
+        return self._moved(self.engine.refresh_shard(shard, bucket))
+
+    def offload_grad(self, reduced: Tensor, bucket: int) -> Tensor:
+        gradients = self.engine.gradients
+        is_kept = gradients.no_sync or gradients.discards
+        flight = self.engine.offload_grad(None if is_kept else reduced, bucket)
+        if flight.tensor is None:
+            return torch.empty_like(reduced, device="cpu")
+        return self._moved(flight)
+
+    def _moved(self, flight: Flight | Copy) -> Tensor:
         assert flight.tensor is not None
         return self._launch(flight, flight.tensor)
 

@@ -35,11 +35,7 @@ class Place:
     __slots__ = ("event", "memory")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # it outlives the mode that first asked for it
-            if device.type == "cuda":
-                self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            else:  # outside torch's allocator, as pinned memory is: what counts there counts device
-                self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self.memory = host_memory(nbytes, device)
         self.event: Any = None
 
     @property
@@ -47,23 +43,40 @@ class Place:
         return self.memory.numel()
 
 
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Return bytes of host memory that copies from and to a device can use, all zero.
+
+    They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
+    device alone.
+    """
+    with torch.inference_mode(False):  # it outlives the mode that first asked for it
+        if device.type == "cuda":
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
 class Copy:
-    """A copy under way: `tensor`, where it arrives, may be read only after `wait`."""
+    """A copy under way: `tensor`, where it arrives, may be read only after `wait`.
 
-    __slots__ = ("_event", "_source", "_tier", "tensor")
+    lane: D2H or H2D. event: what the lane waits for, None where the copy has ended already.
+    """
 
-    def __init__(self, tier: HostTier, tensor: Tensor, source: Tensor, event: Any) -> None:
+    __slots__ = ("_source", "_tier", "event", "lane", "tensor")
+
+    def __init__(
+        self, tier: HostTier, tensor: Tensor, source: Tensor, lane: str, event: Any
+    ) -> None:
         self.tensor: Tensor | None = tensor
-        self._tier, self._event = tier, event
+        self._tier, self.lane, self.event = tier, lane, event
         self._source: Tensor | None = source
 
     def wait(self) -> Tensor:
         """Order what follows behind the copy, let go of its source, and return what arrived."""
         tensor, source = self.tensor, self._source
         assert tensor is not None and source is not None, "a copy was waited for before"
-        self._tier.finish(self, source, self._event)
+        self._tier.finish(self, source)
         # the schedule's name for this copy outlives it
-        self.tensor = self._source = self._event = None
+        self.tensor = self._source = None
         return tensor
 
 
@@ -83,7 +96,7 @@ class HostTier:
         self._lanes = lanes
         self._free: dict[int, list[Place]] = {}  # by bytes
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
-        self._under_way: dict[Copy, bool] = {}  # copy -> does it leave the device
+        self._under_way: dict[Copy, None] = {}
 
     @property
     def nbytes(self) -> int:
@@ -99,31 +112,45 @@ class HostTier:
     # -- what a schedule calls --------------------------------------------------------------
     def offload(self, x: Tensor) -> Copy:
         """Launch the copy of a whole storage to the host; `x` is held until its wait."""
-        nbytes = dense_bytes(x)
-        place = self._take(nbytes)
-        host = self._lend(place, x, nbytes)
-        place.event = self._lane(0).copy(host, x, place.event)
-        return self._launched(Copy(self, host, x, place.event), D2H, nbytes)
+        return self.move(self.borrow(x, x.dtype), x, D2H)
+
+    def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return host memory of the form of `like`, lent until nobody holds the tensor."""
+        form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        nbytes = dense_bytes(form)
+        return self._lend(self._take(nbytes), form, nbytes)
 
     def reload(self, host: Tensor) -> Copy:
         """Launch the copy back to the device, into memory of its own."""
         form = host.shape, host.stride()
         x = torch.empty_strided(*form, dtype=host.dtype, device=self.device)
-        place, _ = self._lent[host.data_ptr()]
-        place.event = self._lane(1).copy(x, host, place.event)
-        return self._launched(Copy(self, x, host, place.event), H2D, dense_bytes(host))
+        return self.move(x, host, H2D)
 
-    def _launched(self, copy: Copy, lane: str, nbytes: int) -> Copy:
+    def move(self, out: Tensor, source: Tensor, lane: str) -> Copy:
+        """Launch a copy on a lane. A place that it reads or fills keeps it from its next user.
+
+        Other host memory is for the caller to keep from being used too early.
+        """
+        place, _ = self._lent.get((out if lane == D2H else source).data_ptr(), (None, None))
+        behind = None if place is None else place.event
+        event = self._lane(lane).copy(out, source, behind)
+        if place is not None:
+            place.event = event
         self.moved[lane].calls += 1
-        self.moved[lane].nbytes += nbytes
-        self._under_way[copy] = lane == D2H
+        self.moved[lane].nbytes += dense_bytes(out)
+        copy = Copy(self, out, source, lane, event)
+        self._under_way[copy] = None
         return copy
 
-    def finish(self, copy: Copy, source: Tensor, event: Any) -> None:
+    def settle(self, copy: Copy) -> None:
+        """Let the host itself wait for the end of a copy, what it is about to read."""
+        self._lane(copy.lane).settle(copy.event)
+
+    def finish(self, copy: Copy, source: Tensor) -> None:
         """Order the compute behind a copy; what has left is given back by who drops it last."""
-        leaves = self._under_way.pop(copy)
-        self._lane(0 if leaves else 1).join(event)
-        if leaves and self.poison and source.is_floating_point():
+        del self._under_way[copy]
+        self._lane(copy.lane).join(copy.event)
+        if copy.lane == D2H and self.poison and source.is_floating_point():
             with torch.no_grad():
                 source.fill_(float("nan"))
 
@@ -133,10 +160,10 @@ class HostTier:
             copy.wait()
 
     # -- places -----------------------------------------------------------------------------
-    def _lane(self, which: int) -> Lane:
+    def _lane(self, lane: str) -> Lane:
         if self._lanes is None:
             self._lanes = lanes_for(self.device)
-        return self._lanes[which]
+        return self._lanes[lane == H2D]
 
     def _take(self, nbytes: int) -> Place:
         """Return the smallest free place that fits; else a new one, instead of a free smaller."""

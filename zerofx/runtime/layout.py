@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Range, Tile
 
 # What backward alone uses is freed between steps from this size on, so that the peak of forward
@@ -62,6 +63,7 @@ class Bucket:
 
     dtype: of the shards, which hold the master weights, and of the gradients that the user sees.
     compute_dtype: of the gathered copy. reduce_dtype: in which gradients travel and are summed.
+    home, source: the tiers of the shard with all that belongs to it, and of what gathers read.
     """
 
     index: int
@@ -73,6 +75,8 @@ class Bucket:
     trainable: bool = True  # whether any parameter required grad when the layout was made
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
     reduce_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+    home: Tier = Tier.DEVICE
+    source: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype"):
@@ -83,6 +87,11 @@ class Bucket:
     def is_cast(self) -> bool:
         """Whether the gathered copy is in another format than the shards."""
         return self.compute_dtype is not self.dtype
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its shard lives elsewhere than on the device."""
+        return self.home is not Tier.DEVICE
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +138,8 @@ class Layout:
 
     def reduces_in_place(self, bucket: Bucket) -> bool:
         """Tell whether a bucket's gradients can be packed and reduced where `p.grad` shows them."""
-        return self.shard_size == 1 and bucket.reduce_dtype is bucket.dtype
+        is_own_format = bucket.reduce_dtype is bucket.dtype
+        return self.shard_size == 1 and is_own_format and not bucket.is_away
 
     def shard_numel(self, bucket: Bucket) -> int:
         """Return the elements of `bucket` that one rank owns."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
+from zerofx.runtime.homes import Homes
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
@@ -28,6 +29,7 @@ class Ledger:
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
     a model frees its shards at once.
 
+    homes: hands out memory for what lives with a bucket, on the bucket's tier.
     updates: where backward updates the parameters itself, who does it there.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
@@ -37,6 +39,7 @@ class Ledger:
         self.world = world
         self.writes = 0
         self.handouts = 0
+        self.homes = Homes(world.device)
         self.updates = Updates() if in_backward else None
         self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to

@@ -25,6 +25,7 @@ class GradShard:
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
 
+    allocate: returns memory for the flat shard. rests: whether it can be freed between steps.
     buckets: several are the tiles of one parameter, whose gradients come one by one in each
     backward: the first decides for all whether they are added, the last one is published.
     """
@@ -32,17 +33,19 @@ class GradShard:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        flat: Tensor,
+        allocate: Callable[[], Tensor],
         make: MakeViews,
         buckets: Sequence[int] = (),
+        rests: bool = True,
     ) -> None:
         self.params = params
+        self._allocate, self._rests = allocate, rests
         self._buckets = buckets
         self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
         self._decided: tuple[Tensor, bool]
         self._make = make
         self._asleep = False
-        self._adopt(flat)
+        self._adopt(allocate())
 
     def _adopt(self, flat: Tensor) -> None:
         with torch.no_grad():
@@ -76,8 +79,8 @@ class GradShard:
 
     def rest(self, least_bytes: int) -> None:
         """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        is_small = self.flat.nbytes < least_bytes
-        if self._asleep or is_small or any(p.grad is not None for p in self.params):
+        stays = not self._rests or self.flat.nbytes < least_bytes
+        if self._asleep or stays or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
             self.flat.untyped_storage().resize_(0)
@@ -121,10 +124,10 @@ class GradShard:
         if not any(g is not None for g in grads):
             del grads
             if self._is_held():
-                self._adopt(torch.empty_like(self.flat))
+                self._adopt(self._allocate())
             return self.flat, False
         if self._is_held():
-            self._adopt(torch.zeros_like(self.flat))
+            self._adopt(self._allocate())
         with torch.no_grad():
             for view, grad in zip(self.views, grads, strict=True):
                 if grad is None:

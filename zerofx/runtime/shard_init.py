@@ -52,7 +52,8 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]
     full = store.shards[index]
-    if store.is_sharded:
+    is_apart = store.is_sharded or bucket.is_away
+    if is_apart:
         full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=world.device)
     if world.rank == 0:
         for param in (p for p in bucket.params if p.owner in names):
@@ -63,5 +64,5 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
             full[param.offset : param.end].view(param.shape).copy_(values)
     world.broadcast(full, 0).wait()
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
-    if store.is_sharded:
+    if is_apart:
         store.shards[index].copy_(full[lo:hi])

@@ -42,7 +42,7 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
         full = store.shards[bucket.index]
         if store.is_sharded:
             full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
-            world.all_gather(full, store.shards[bucket.index]).wait()
+            world.all_gather(full, store.shards[bucket.index].to(world.device)).wait()
         if rank0_only and world.rank != 0:
             continue
         for param in bucket.params:

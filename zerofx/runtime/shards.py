@@ -43,11 +43,9 @@ class ShardStore:
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
+        self.homes = self.ledger.homes
         with torch.inference_mode(False):
-            self._flats = [
-                torch.zeros(layout.block_numel(block), dtype=block[0].dtype, device=world.device)
-                for block in layout.blocks
-            ]
+            self._flats = [self._like_block(number) for number in range(len(layout.blocks))]
             self.shards = [
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
@@ -96,9 +94,19 @@ class ShardStore:
         store._watch(tree)
         return store
 
+    def _like_block(self, number: int) -> Tensor:
+        """Return zeros for what this rank owns of a block, where it lives."""
+        block = self.layout.blocks[number]
+        return self.homes.zeros(self.layout.block_numel(block), block[0].dtype, block[0].home)
+
     @property
     def is_sharded(self) -> bool:
         return self.layout.shard_size > 1
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any shard lives off the device."""
+        return any(b.is_away for b in self.layout.buckets)
 
     @property
     def updates(self) -> Updates | None:
@@ -180,6 +188,10 @@ class ShardStore:
         self.updates.run(self.ledger, bucket, trained)
         self.drop_grads(bucket)
 
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether the updates of these parameters need nothing of the main thread."""
+        return self.updates is not None and not self.updates.communicates(names)
+
     def drop_grads(self, bucket: int) -> None:
         """Free a bucket's gradients; its p.grad are None."""
         self._grad_shard(bucket).drop()
@@ -213,10 +225,13 @@ class ShardStore:
         if shard is None:
             names = self.layout.owners[block]
             buckets = [b.index for b in self.layout.blocks[block]]
-            with torch.inference_mode(False):
-                flat = torch.empty_like(self._flats[block])
-            params = [self.params[n] for n in names]
-            shard = GradShard(params, flat, lambda flat: self._grad_views(names, flat), buckets)
+            shard = GradShard(
+                [self.params[n] for n in names],
+                lambda: self._like_block(block),
+                lambda flat: self._grad_views(names, flat),
+                buckets,
+                rests=not self.layout.blocks[block][0].is_away,
+            )
             self._grads[block] = shard
         return shard
 

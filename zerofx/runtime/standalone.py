@@ -15,6 +15,7 @@ from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Tile
 from zerofx.runtime.world import World
 
@@ -73,6 +74,10 @@ class LooseStore:
     def abandon_grads(self) -> None:
         """Forget gradients on their way."""
         self._targets.clear()
+
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether an update may run on another thread: here all run where they are called."""
+        return False
 
     def update_bucket(self, bucket: int, names: Collection[str]) -> None:
         """Take a plain gradient step: there is no optimizer."""
@@ -152,6 +157,8 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             numel=b["numel"],
             persistent=b["persistent"],
             trainable=b["trainable"],
+            home=Tier(b["home"]),
+            source=Tier(b["source"]),
         )
         for i, b in enumerate(facts["buckets"])
     )

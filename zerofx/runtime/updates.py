@@ -18,6 +18,8 @@ _PLAN = "Plan(update='in-backward')"
 class BucketOptimizer(Protocol):
     """An optimizer that can step one bucket of a model at a time."""
 
+    communicates: bool  # an update asks other ranks, so it must run where collectives do
+
     def update_in_backward(self) -> None:
         """Take over its parameters of models whose backward updates them."""
 
@@ -97,6 +99,10 @@ class Updates:
             self._running.add(optimizer)
             optimizer.update_bucket(ledger, bucket)
         ledger.writes += 1
+
+    def communicates(self, names: Iterable[str]) -> bool:
+        """Tell whether the update of any of these parameters asks other ranks."""
+        return any(optimizer.communicates for optimizer in self._optimizers(names))
 
     def end(self) -> None:
         """Note that a backward has made its updates."""

@@ -123,7 +123,7 @@ def _cell(step: Step) -> str:
 
 
 def _moved(step: Step) -> str:
-    return f"{'v' if step.lane in COPIES else 'b'}{step.bucket}"
+    return f"{'v' if step.is_value else 'b'}{step.bucket}"
 
 
 def _under_way(flying: Sequence[Step]) -> str:
@@ -136,7 +136,7 @@ def _fly(flying: list[Step], step: Step) -> None:
     if step.kind == "launch":
         flying.append(step)
     elif step.kind == "wait":
-        flying[:] = [s for s in flying if s.bucket != step.bucket]
+        flying[:] = [s for s in flying if _moved(s) != _moved(step)]
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,340 @@
+"""What disks do wrong: told at wait(), with file, offset, bytes and whose they are."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_cases import Disk, disk, random_bytes  # noqa: F401  (a fixture)
+
+from zerofx import nvme
+from zerofx.errors import NvmeError, ZerofxError
+from zerofx.runtime.nvme.aligned import PAGE
+
+MIB, KIB = 1 << 20, 1 << 10
+
+
+@pytest.fixture
+def engine() -> Any:
+    with nvme.IOEngine(num_threads=2, piece_bytes=256 * KIB) as engine:
+        yield engine
+
+
+@pytest.fixture
+def file(tmp_path: Path, engine: Any) -> Any:
+    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
+        file.reserve(2 * MIB)
+        yield file
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"),
+    [
+        (errno.ENOSPC, "free space on that file system"),
+        (errno.EDQUOT, "raise the disk quota"),
+        (errno.EIO, "the device reports a fault"),
+        (errno.EROFS, "remount the file system writable"),
+        (errno.ESTALE, "see the kernel's log"),
+    ],
+    ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else "",
+)
+def test_a_write_that_fails(
+    code: int,
+    way_out: str,
+    file: Any,
+    disk: Disk,  # noqa: F811
+) -> None:
+    disk.fails("pwritev", code, lambda offset: offset == 512 * KIB)
+    request = file.submit_write(random_bytes(MIB), 0, "blocks.3.mlp.fc1.weight")
+    with pytest.raises(NvmeError) as caught:
+        request.wait()
+    text = str(caught.value)
+    assert text.startswith(
+        f"write of {file.path}, 256.0 KiB (262144 bytes) of blocks.3.mlp.fc1.weight at offset "
+        f"524288: {os.strerror(code)} ({errno.errorcode[code]}); {way_out}"
+    )
+    assert isinstance(caught.value, ZerofxError) and isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(NvmeError):  # to whoever else waits, too
+        request.wait()
+    disk.faults.clear()  # and the engine goes on
+    x = random_bytes(MIB)
+    file.write(x)
+    assert torch.equal(file.read(torch.empty_like(x)), x)
+
+
+def test_a_read_that_fails(file: Any, disk: Disk) -> None:  # noqa: F811
+    disk.fails("preadv", errno.EIO)
+    with pytest.raises(NvmeError, match=r"read of .*file, 10 bytes of w at offset 7: .*\(EIO\)"):
+        file.read(torch.empty(10, dtype=torch.uint8), 7, "w")
+
+
+@pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 1000, 100_001], ids=str)
+@pytest.mark.parametrize("skew", [0, 1])
+def test_short_moves_are_continued(most: int, skew: int, file: Any, disk: Disk) -> None:  # noqa: F811
+    x = random_bytes(300_000)
+    disk.moves_at_most(most)
+    file.write(x, skew)
+    assert torch.equal(file.read(torch.empty_like(x), skew), x)
+    disk.faults.clear()
+    assert torch.equal(file.read(torch.empty_like(x), skew), x)
+    assert len(disk.calls) >= 2 * 300_000 // most
+
+
+def test_a_write_without_progress_is_an_error(file: Any, disk: Disk) -> None:  # noqa: F811
+    disk.faults.append(lambda name, *_: 0 if name == "pwritev" else None)
+    with pytest.raises(NvmeError, match="the file system takes no bytes at offset 0"):
+        file.write(random_bytes(PAGE))
+
+
+@pytest.mark.parametrize("nbytes", [10, 2 * PAGE, 2 * PAGE + 5])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_read_behind_the_end(nbytes: int, direct: bool, tmp_path: Path, engine: Any) -> None:
+    with nvme.File(tmp_path / "file", "w", engine=engine, direct=direct) as file:
+        file.write(random_bytes(nbytes - 1), 100)
+        with pytest.raises(NvmeError, match=f"the file ends at offset {nbytes + 99}; "):
+            file.read(torch.empty(nbytes, dtype=torch.uint8), 100)
+
+
+def test_a_device_that_is_really_full(tmp_path: Path, engine: Any) -> None:
+    """A limit on the size of files stands in for it: the kernel itself refuses, half way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (640 * KIB, hard))
+        try:
+            with pytest.raises(NvmeError, match=r"of w at offset \d+: .*\(EFBIG\); .*ulimit -f"):
+                file.write(random_bytes(MIB), label="w")
+            with pytest.raises(NvmeError, match=r"cannot reserve .*\(EFBIG\)"):
+                file.reserve(MIB)
+            with pytest.raises(NvmeError, match=r"cannot reserve 1.0 MiB .* for opt in .*EFBIG"):
+                nvme.NvmeStore.create(tmp_path, {"w": MIB - 3 * PAGE}, label="opt", engine=engine)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_of_merged_requests_only_those_fail_that_must(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+    """One call for all fails; each is then tried by itself."""
+    with nvme.IOEngine(1, 256 * KIB) as engine, nvme.File(tmp_path / "f", "w", engine=engine) as f:
+        f.reserve(MIB)
+
+        def bad_page(name: str, real: Any, fd: int, buffers: Any, offset: int) -> None:
+            nbytes = sum(len(memoryview(b)) for b in buffers)
+            if name == "pwritev" and offset <= 3 * PAGE < offset + nbytes:
+                raise OSError(errno.EIO, "Input/output error")
+
+        disk.faults.append(bad_page)
+        disk.gate.clear()
+        first = f.submit_write(nvme.aligned_empty(PAGE, dtype=torch.uint8), 512 * KIB)
+        assert disk.entered.acquire(timeout=30)
+        small = [
+            f.submit_write(nvme.aligned_empty(PAGE, dtype=torch.uint8), i * PAGE, f"w{i}")
+            for i in range(8)
+        ]
+        disk.gate.set()
+        first.wait()
+        for i, request in enumerate(small):
+            if i == 3:
+                with pytest.raises(NvmeError, match=f"of w3 at offset {3 * PAGE}: .*EIO"):
+                    request.wait()
+            else:
+                request.wait()
+
+
+def test_a_read_behind_a_failed_write_fails(file: Any, disk: Disk) -> None:  # noqa: F811
+    x = random_bytes(MIB)
+    file.write(x)
+    disk.fails("pwritev", errno.EIO)
+    disk.gate.clear()
+    write = file.submit_write(random_bytes(MIB, 1), 0, "w")
+    read = file.submit_read(torch.empty_like(x), 0, "w")
+    again = file.submit_write(x, 0, "w")
+    last = file.submit_read(torch.empty_like(x), 0, "w")
+    disk.gate.set()
+    with pytest.raises(NvmeError, match=r"^write of .*EIO"):
+        write.wait()
+    with pytest.raises(NvmeError, match=r"^read of .*: the write before it failed: write of .*EIO"):
+        read.wait()
+    for request in (again, last):
+        with pytest.raises(NvmeError, match="EIO"):
+            request.wait()
+    disk.faults.clear()
+    file.write(x)  # what is whole again can be read again
+    assert torch.equal(file.read(torch.empty_like(x)), x)
+
+
+def test_faults_that_nobody_waits_for_come_up(tmp_path: Path, engine: Any, disk: Disk) -> None:  # noqa: F811
+    disk.fails("pwritev", errno.EIO, lambda offset: offset < MIB)
+    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
+        seen = file.submit_write(random_bytes(10), 0, "a")
+        for i, label in enumerate("bc"):
+            file.submit_write(random_bytes(10), 100 + i * PAGE, label)
+        with pytest.raises(NvmeError, match="of a at"):
+            seen.wait()
+        with pytest.raises(NvmeError, match=r"of [bc] at .*\(and 1 more requests failed\)"):
+            file.flush()
+        file.flush()  # told once
+        file.submit_write(random_bytes(10), 0, "d")
+        with pytest.raises(NvmeError, match="of d at"):
+            file.close()
+        file.close()
+    with pytest.raises(KeyError), nvme.File(tmp_path / "file", "r+", engine=engine) as file:
+        file.submit_write(random_bytes(10), 0, "e")
+        raise KeyError  # comes through
+
+
+def test_a_flush_that_fails(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(NvmeError, match=r"cannot flush .*file: .*\(EIO\)"):
+        file.flush()
+
+
+def test_errors_that_are_no_fault_of_the_disk(file: Any, disk: Disk) -> None:  # noqa: F811
+    """Whatever a thread meets reaches who waits; the thread goes on."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    disk.faults.append(broken)
+    with pytest.raises(NvmeError, match="of w at offset 0: ZeroDivisionError: a bug of ours"):
+        file.read(torch.empty(10), label="w")
+    disk.faults.clear()
+    file.read(torch.empty(10))
+
+
+REFUSED = {
+    "list": ([1.0], "list is not a tensor"),
+    "sparse": (torch.eye(3).to_sparse(), "only dense tensors in host memory"),
+    "meta": (torch.empty(3, device="meta"), r"float32\[3\] is meta; only dense tensors in host"),
+    "strided": (torch.ones(4, 4).t(), r"float32\[4, 4\] with strides \(1, 4\) is not contiguous"),
+    "conjugate": (torch.ones(2, dtype=torch.complex64).conj(), "not contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_that_cannot_move(name: str, file: Any) -> None:
+    tensor, text = REFUSED[name]
+    with pytest.raises(NvmeError, match=text):
+        file.submit_write(tensor)
+    with pytest.raises(NvmeError, match=text):
+        file.submit_read(tensor)
+
+
+def test_paths_and_options_that_cannot_be(tmp_path: Path, engine: Any) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 10)
+    with pytest.raises(NvmeError, match=r"cannot open .*absent: No such file .*\(ENOENT\)"):
+        nvme.File(tmp_path / "absent")
+    with pytest.raises(NvmeError, match=r"cannot open .*\(ENOTDIR\)"):
+        nvme.File(tmp_path / "file" / "below", "w")
+    with pytest.raises(NvmeError, match=r"cannot open .*\(EISDIR\); give the path of a file"):
+        nvme.File(tmp_path, "w")
+    with pytest.raises(NvmeError, match="mode = 'a'; allowed are 'r', 'r\\+', 'w'"):
+        nvme.File(tmp_path / "file", "a")
+    with nvme.File(tmp_path / "file", engine=engine) as file:
+        with pytest.raises(NvmeError, match="open for reading"):
+            file.submit_write(torch.ones(1))
+        with pytest.raises(NvmeError, match="offset -1 is negative"):
+            file.submit_read(torch.ones(1), -1)
+        assert file.nbytes == 10
+    with pytest.raises(NvmeError, match="the file is closed"):
+        file.submit_read(torch.ones(1))
+    for options in ({"num_threads": 0}, {"piece_bytes": 1000}):
+        with pytest.raises(NvmeError, match=next(iter(options))):
+            nvme.IOEngine(**options)
+
+
+def test_waiting_has_an_end(file: Any, disk: Disk) -> None:  # noqa: F811
+    disk.gate.clear()
+    request = file.submit_write(torch.ones(10), 0, "w")
+    with pytest.raises(TimeoutError, match=r"write of .* of w at offset 0: still under way"):
+        request.wait(0.01)
+    assert not request.is_done
+    disk.gate.set()
+    assert torch.equal(request.wait(30), torch.ones(10))
+
+
+# -- engines end ----------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_closed(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+    before = threading.active_count()
+    engine = nvme.IOEngine(2, 256 * KIB)
+    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
+        disk.gate.clear()
+        x = random_bytes(MIB)
+        file.submit_write(x)
+        read = file.submit_read(torch.empty_like(x))
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        disk.gate.set()
+        closer.join(30)
+        assert not closer.is_alive() and threading.active_count() == before
+        assert torch.equal(read.wait(), x)  # what was submitted has ended
+        with pytest.raises(NvmeError, match="the engine is closed; make another"):
+            file.submit_read(x)
+        engine.close()
+
+
+def test_an_engine_that_is_dropped(tmp_path: Path) -> None:
+    """Its threads end what was submitted, and then go."""
+    engine = nvme.IOEngine(2, 256 * KIB)
+    file = nvme.File(tmp_path / "file", "w", engine=engine)
+    file.write(torch.ones(10))
+    mine = list(engine._threads)
+    request = file.submit_write(torch.ones(MIB))
+    del file, engine
+    gc.collect()
+    request.wait()
+    for thread in mine:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # that is what it is about
+def test_files_do_not_follow_a_fork(file: Any) -> None:
+    file.write(torch.ones(10))
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - another process
+        try:
+            file.submit_read(torch.ones(10))
+        except NvmeError as error:
+            os._exit(0 if "do not follow a fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    file.read(torch.ones(10))
+
+
+AT_EXIT = """
+import sys, torch
+from zerofx import nvme
+store = nvme.NvmeStore.create(sys.argv[1], {"w": 40_000_000}, label="left")
+file = nvme.File(sys.argv[1] + "/file", "w")
+file.submit_write(torch.full((10_000_000,), 7, dtype=torch.int32))
+store.write("w", torch.ones(10_000_000))
+print(store.path)
+"""
+
+
+def test_the_interpreter_ends_in_peace(tmp_path: Path) -> None:
+    """With requests under way and nothing closed: they end, the store goes, nothing is printed."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AT_EXIT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert not Path(run.stdout.strip()).exists()
+    data = torch.frombuffer(bytearray((tmp_path / "file").read_bytes()), dtype=torch.int32)
+    assert data.numel() == 10_000_000 and bool((data == 7).all())

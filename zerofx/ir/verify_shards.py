@@ -1,0 +1,81 @@
+"""Order of shards that live off the device: reloaded before a gather, gradients taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.meta import Role, info
+from zerofx.ir.verify_buffers import Buffer, Kind, args, slot_of
+from zerofx.ir.verify_copies import CopyOrder
+from zerofx.ir.verify_fault import name_of
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
+
+
+class ShardOrder(CopyOrder):
+    """The walk over a graph, with what moves shards and reduced slices between tiers."""
+
+    def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
+        return super().handlers() | {
+            ops.reload_shard: self.reload_shard,
+            ops.refresh_shard: self.reload_shard,
+        }
+
+    def reload_shard(self, node: fx.Node) -> None:
+        bucket = self.bucket(node)
+        label = f"bucket {bucket.index} ({bucket.label()})"
+        self.own_shard(node, bucket)
+        if not bucket.is_away:
+            self.fail(node, f"{node.name} reloads {label}, whose shard lives on the device")
+        assert self.layout is not None
+        self.numel(node, self.layout.shard_numel(bucket), f"a shard of {label}")
+        self.dtype(node, bucket.compute_dtype, f"a reloaded shard of {label}")
+        stays = node.target is ops.refresh_shard
+        if stays != (bucket.source is Tier.DEVICE):
+            wanted = "refresh_shard" if bucket.source is Tier.DEVICE else "reload_shard"
+            self.fail(node, f"{label} is gathered from the {bucket.source.value}: use {wanted}")
+        whole = self.layout.shard_size == 1
+        slot = -1 if stays else slot_of(node)
+        kind = Kind.GATHERED if whole else Kind.NEAR
+        buffer = Buffer(kind, node, bucket.index, slot, landed=False)
+        self.add(node, buffer)
+        self.claim(node, buffer)
+
+    def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
+        """Check that a node is given the shard of its own bucket."""
+        shard = args(node)[0]
+        where = info(shard)
+        if where.role is not Role.SHARD or where.index != bucket.index:
+            self.fail(
+                node,
+                f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
+                f"{name_of(shard)}, which is not its shard",
+            )
+
+    def sent_shard(self, node: fx.Node, bucket: Bucket) -> None:
+        """Check what an all-gather sends: the bucket's shard, reloaded where that is away."""
+        shard = args(node)[0]
+        buffers = self.roots[shard]
+        is_near = len(buffers) == 1 and buffers[0].kind is Kind.NEAR
+        if not is_near:
+            self.own_shard(node, bucket)
+        elif buffers[0].bucket != bucket.index:
+            self.fail(
+                node,
+                f"{node.name} of bucket {bucket.index} ({bucket.label()}) sends the reloaded shard "
+                f"of bucket {buffers[0].bucket}",
+            )
+
+    def wait_move(self, node: fx.Node, launch: fx.Node) -> None:
+        """Let what a move delivers be read from here on."""
+        (buffer,) = self.roots[launch]
+        if buffer.landed:
+            self.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
+        if buffer.released is not None or buffer.taken is not None:
+            self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
+        buffer.landed = True
+        self.roots.set(node, buffer)

@@ -1,0 +1,116 @@
+"""offload-shards: bring shards that live off the device to it, and take their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call
+from zerofx.ir.meta import info, set_info
+from zerofx.ir.program import BACKWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.tiers import Tier
+
+
+@dataclass(frozen=True)
+class OffloadShards(Pass):
+    """Reload what a gather sends ahead of its launch, and offload each reduced gradient.
+
+    The reload of a gather is launched `distance` gathers ahead of it, so the copy and the transfer
+    of one bucket overlap with those of others. Where one rank owns a whole bucket, the reload is
+    the gather. What stays on the device as a copy is refreshed there, which moves nothing unless
+    the shard has changed. A reduced slice leaves when its reduction has ended; it is stored behind
+    the next one's launch, so that one is on its way beside the compute.
+    """
+
+    name: ClassVar[str] = "offload-shards"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCHED, Fact.WAITS_SUNK})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SHARDS_OFFLOADED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED, Fact.UPDATES_PLACED})
+
+    distance: int = 1
+
+    def run(self, program: Program) -> Report:
+        layout = program.layout
+        assert layout is not None
+        if not any(b.is_away for b in layout.buckets):
+            return Report(False, "all shards live on the device")
+        reloads = sum(self._reload(gm.graph, layout) for gm in program.graphs.values())
+        leaving = _offload_gradients(program, layout) if BACKWARD in program.graphs else 0
+        return Report(reloads + leaving > 0, f"{reloads} reloads, {leaving} gradients offloaded")
+
+    def _reload(self, graph: fx.Graph, layout: Layout) -> int:
+        gathers = [n for n in graph.nodes if n.target is ops.all_gather]
+        away = [n for n in gathers if layout.buckets[info(n).index].is_away]
+        if layout.shard_size == 1:
+            for gather in away:
+                _replace(graph, gather)
+            return len(away)
+        ahead = {n: gathers[max(k - self.distance, 0)] for k, n in enumerate(gathers)}
+        for gather in away:
+            _insert(graph, gather, ahead[gather], layout)
+        return len(away)
+
+
+def _replace(graph: fx.Graph, gather: fx.Node) -> None:
+    """Let a reload stand for a gather among one rank."""
+    with graph.inserting_before(gather):
+        launch = call(graph, ops.reload_shard, gather.args[:3], named=dict(gather.kwargs))
+    launch.meta["zfx"] = info(gather)
+    gather.replace_all_uses_with(launch)
+    graph.erase_node(gather)
+
+
+def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -> None:
+    """Put a reload before another gather's launch, and give this gather what it delivers."""
+    bucket = layout.buckets[info(gather).index]
+    shard = gather.all_input_nodes[0]
+    arguments = (shard, bucket.index, layout.shard_numel(bucket))
+    cast = {"dtype": bucket.compute_dtype} if bucket.is_cast else {}
+    stays = bucket.source is Tier.DEVICE
+    verb = ops.refresh_shard if stays else ops.reload_shard
+    with graph.inserting_before(before):
+        launch = call(graph, verb, arguments, named=cast)
+    with graph.inserting_before(gather):
+        held = call(graph, ops.wait, (launch,))
+    _describe([launch, held], gather)
+    gather.replace_input_with(shard, held)
+    if not stays:
+        gathered = next(u for u in gather.users if u.target is ops.wait)
+        with graph.inserting_after(gathered):
+            _describe([call(graph, ops.release, (held,))], gather)
+
+
+def _offload_gradients(program: Program, layout: Layout) -> int:
+    """Send the reduced slices of buckets that live off the device there, one at a time."""
+    graph = program.graph(BACKWARD)
+    stored = [n for n in graph.nodes if n.target is ops.store_grad and _bucket(n, layout).is_away]
+    launches = []
+    for store in stored:
+        reduced = store.all_input_nodes[0]
+        with graph.inserting_after(reduced):
+            launches.append(call(graph, ops.offload_grad, (reduced, info(store).index)))
+        with graph.inserting_after(launches[-1]):
+            arrived = call(graph, ops.wait, (launches[-1],))
+        _describe([launches[-1], arrived], store)
+        store.replace_input_with(reduced, arrived)
+    for k, store in enumerate(stored):
+        later = launches[k + 1] if k + 1 < len(launches) else graph.output_node()
+        later.prepend(store.all_input_nodes[0])
+        later.prepend(store)
+    return len(stored)
+
+
+def _bucket(node: fx.Node, layout: Layout) -> Bucket:
+    return layout.buckets[info(node).index]
+
+
+def _describe(nodes: Sequence[fx.Node], like: fx.Node) -> None:
+    where = info(like)
+    for node in nodes:
+        set_info(node, phase=where.phase, unit=where.unit, index=where.index)

@@ -1,0 +1,97 @@
+"""Shards that live off the device: copied to it for gathers, gradients copied back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.flight import Flight
+from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
+from zerofx.runtime.slots import SlotPool
+from zerofx.runtime.tiers import Tier
+
+if TYPE_CHECKING:
+    from zerofx.runtime.shards import ShardStore
+
+
+class AwayShards:
+    """The moves of one model's shards and reduced gradients between tiers, on one rank.
+
+    What is computed in another format than the shard's travels in that format. Its cast copy on the
+    host stays where gathers read from the host, twice a step; where the copy on the device stays,
+    it is made for the way only.
+    """
+
+    def __init__(self, store: ShardStore, slots: SlotPool, host: HostTier) -> None:
+        self._store, self._slots, self._host = store, slots, host
+        self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
+        self._casts: dict[int, Tensor] = {}  # bucket -> its shard's copy in the compute format
+        self._fresh: dict[int, int] = {}  # bucket -> weight epoch of either
+        self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
+
+    # -- to the device ----------------------------------------------------------------------
+    def reload(self, shard: Tensor, bucket: int, slot: int = -1) -> Copy:
+        """Launch the copy of a bucket's shard into `slot`, in the compute format."""
+        b = self._store.layout.buckets[bucket]
+        out = self._slots.take(slot, shard.numel(), b.compute_dtype)
+        return self._host.move(out, self._as_sent(shard, bucket), H2D)
+
+    def refresh(self, shard: Tensor, bucket: int) -> Copy | Flight:
+        """Launch the copy of a shard to where it stays, if it changed since the last."""
+        b = self._store.layout.buckets[bucket]
+        near = self._near.get(bucket)
+        if near is None:
+            with torch.inference_mode(False):  # it outlives the mode that first asked for it
+                near = torch.empty(
+                    shard.numel(), dtype=b.compute_dtype, device=self._store.world.device
+                )
+            self._near[bucket] = near
+        elif self._fresh.get(bucket) == self._store.epoch:
+            return Flight(near, None, bucket)
+        self._fresh[bucket] = self._store.epoch
+        return self._host.move(near, self._as_sent(shard, bucket), H2D)
+
+    def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
+        """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
+        return self._host.move(out, self._as_sent(shard, bucket), H2D).wait()
+
+    def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
+        """Return the host's tensor that travels: the shard, or a copy in the compute format."""
+        b = self._store.layout.buckets[bucket]
+        if not b.is_cast:
+            return shard
+        stays = b.source is not Tier.DEVICE
+        cast = self._casts.get(bucket)
+        if cast is not None and self._fresh.get(bucket) == self._store.epoch:
+            return cast
+        if cast is None:
+            cast = self._host.borrow(shard, b.compute_dtype)
+            if stays:
+                self._casts[bucket] = cast
+        if stays:
+            self._fresh[bucket] = self._store.epoch
+        with torch.no_grad():
+            return cast.copy_(shard)
+
+    def forget(self) -> None:
+        """Take every copy that stays for outdated."""
+        self._fresh.clear()
+
+    # -- gradients --------------------------------------------------------------------------
+    def offload_grad(self, reduced: Tensor, bucket: int, into: Tensor | None) -> Copy:
+        """Launch the copy of a reduced slice to the host: into p.grad's memory, or beside it."""
+        out = self._host.borrow(reduced, reduced.dtype) if into is None else into
+        copy = self._landing[bucket] = self._host.move(out, reduced, D2H)
+        return copy
+
+    def settle(self, bucket: int) -> None:
+        """Let the host wait until a bucket's gradient has arrived: it is about to be read."""
+        if (copy := self._landing.pop(bucket, None)) is not None:
+            self._host.settle(copy)
+
+    def settle_all(self) -> None:
+        """Let the host wait for every gradient under way."""
+        for bucket in list(self._landing):
+            self.settle(bucket)

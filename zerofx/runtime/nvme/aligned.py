@@ -1,0 +1,76 @@
+"""Memory that disks can read and write directly: whole pages, and tensors as bytes."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zerofx.errors import NvmeError
+
+PAGE = 4096  # what direct transfers are aligned to, in files and at worst in memory
+
+Bytes = np.ndarray  # one-dimensional, uint8
+
+
+def up(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def down(nbytes: int) -> int:
+    """Return `nbytes`, rounded down to whole pages."""
+    return nbytes // PAGE * PAGE
+
+
+def aligned_bytes(nbytes: int) -> Tensor:
+    """Return zeroed host memory that begins at a page, outside torch's allocator.
+
+    Shapes: uint8[nbytes].
+    """
+    memory = mmap.mmap(-1, max(up(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # an advice: fewer pages to pin for each transfer
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def aligned_empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a host tensor that moves to and from disk without an extra copy; it begins zeroed."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return aligned_bytes(nbytes).view(dtype).view(shape)
+
+
+def bytes_of(tensor: Any, doing: str) -> tuple[Bytes, int]:
+    """Return the bytes of a tensor, without a copy, and their address.
+
+    Raises:
+        NvmeError: not a dense, contiguous tensor on the host; the message says what to do.
+    """
+    if not isinstance(tensor, Tensor):
+        raise NvmeError(f"{doing}: {type(tensor).__name__} is not a tensor; give a torch.Tensor")
+    is_dense = tensor.layout == torch.strided
+    if tensor.device.type != "cpu" or not is_dense:
+        kind = tensor.device if is_dense else tensor.layout
+        raise NvmeError(
+            f"{doing}: {_form(tensor)} is {kind}; only dense tensors in host memory move to and "
+            "from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise NvmeError(
+            f"{doing}: {_form(tensor)} with strides {tensor.stride()} is not contiguous; give "
+            "tensor.contiguous(), or a buffer of its own to read into"
+        )
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat.view(-1).view(torch.uint8)
+    return flat.numpy(), flat.data_ptr()
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""The checksums of a store's blocks: taken while writing, compared while reading."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import numpy as np
+
+from zerofx.errors import NvmeError
+from zerofx.runtime.nvme.aligned import PAGE, Bytes
+from zerofx.runtime.nvme.checksum import checksum
+from zerofx.runtime.nvme.faults import Damaged
+from zerofx.runtime.nvme.handle import Handle
+from zerofx.runtime.nvme.header import BLOCK_BYTES, Extent, Layout, State
+
+
+class Blocks:
+    """The checksums of one extent's blocks: 0 while a block does not hold what was written."""
+
+    def __init__(self, sums: np.ndarray, extent: Extent, layout: Layout) -> None:
+        self._sums, self._extent, self._takes = sums, extent, layout.has_checksums
+
+    def _of(self, offset: int, view: Bytes) -> list[tuple[int, int, Bytes]]:
+        """Return (number, offset in the file, bytes) of each block."""
+        starts = range(0, view.size, BLOCK_BYTES)
+        first = self._extent.first_block + (offset - self._extent.offset) // BLOCK_BYTES
+        blocks = enumerate(starts, first)
+        return [(i, offset + start, view[start : start + BLOCK_BYTES]) for i, start in blocks]
+
+    def before_write(self, offset: int, view: Bytes) -> None:
+        for number, _, _ in self._of(offset, view):
+            self._sums[number] = 0
+
+    def after_write(self, offset: int, view: Bytes) -> None:
+        for number, _, block in self._of(offset, view):
+            self._sums[number] = checksum(block) if self._takes else 1
+
+    def after_read(self, offset: int, view: Bytes) -> None:
+        for number, at, block in self._of(offset, view):
+            expected = int(self._sums[number])
+            if not expected:
+                raise Damaged(
+                    f"the block at offset {at} holds nothing that was written: it was never "
+                    "written, or its last write failed; write it first"
+                )
+            if self._takes and (found := checksum(block)) != expected:
+                raise Damaged(
+                    f"the block at offset {at} ({block.size} bytes) has the checksum {found:016x} "
+                    f"but {expected:016x} was written: the device or the file is damaged; load the "
+                    "last save, and check the device"
+                )
+
+
+def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
+    """Return the checksums as the last flush wrote them."""
+    page = os.pread(handle.buffered, PAGE, layout.state_at)
+    state = State.decode(page)
+    if state is None:
+        raise NvmeError(
+            f"{handle.path}: the state at offset {layout.state_at} does not have its checksum: the "
+            "file is damaged; write it anew"
+        )
+    if not state.num_flushes:
+        raise NvmeError(
+            f"{handle.path}: never flushed by {layout.maker}, so that nothing in it can be "
+            "proved; write it anew, and flush"
+        )
+    sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
+    if zlib.crc32(sums) != state.crc_of_sums:
+        raise NvmeError(
+            f"{handle.path}: the checksums at offset {layout.sums_at} are not those of the last "
+            "flush: it was interrupted, or the file is damaged; write it anew"
+        )
+    return np.frombuffer(sums, dtype=np.uint64)

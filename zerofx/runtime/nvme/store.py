@@ -1,0 +1,214 @@
+"""A preallocated file with a named, checksummed place for each value: one a rank and kind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+import zlib
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from difflib import get_close_matches
+
+import numpy as np
+from torch import Tensor
+
+from zerofx.errors import NvmeError
+from zerofx.runtime.nvme.aligned import bytes_of
+from zerofx.runtime.nvme.blocks import Blocks, read_sums
+from zerofx.runtime.nvme.engine import IOEngine, default_engine
+from zerofx.runtime.nvme.faults import path_error, sized
+from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name
+from zerofx.runtime.nvme.handle import Handle
+from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, read_layout
+from zerofx.runtime.nvme.request import Request
+
+
+class NvmeStore:
+    """Named extents in one file, moved by an I/O engine.
+
+    What one extent's requests do is in the order of their submission: a read gives what the last
+    write before it wrote, also while that is under way. Every read is proved by the checksums that
+    were taken while writing. They are kept in memory; `flush` and `close(delete=False)` write them
+    to the file, which can then be read back by `NvmeStore.open`. Without either the file is worth
+    nothing to another process, and is removed when this one ends, or at the next start.
+    """
+
+    def __init__(
+        self, handle: Handle, layout: Layout, sums: np.ndarray, engine: IOEngine, can_write: bool
+    ) -> None:
+        self.path, self.label, self.can_write = handle.path, layout.label, can_write
+        self._handle, self._layout, self._sums, self._engine = handle, layout, sums, engine
+        self._num_flushes = 0
+        self._forget = weakref.finalize(self, _unlink, handle.path, os.getpid())
+        if not can_write:
+            self._forget.detach()
+
+    # -- made and opened --------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        extents: Mapping[str, int],
+        *,
+        label: str,
+        engine: IOEngine | None = None,
+        checksums: bool = True,
+    ) -> NvmeStore:
+        """Make a file in `folder` with room for every extent, given in bytes by name.
+
+        label: whose it is, for the file's name and for errors: `rank0-optimizer`.
+        checksums: take one of every 256 KiB written, and compare when reading.
+
+        Raises:
+            NvmeError: the folder cannot be used (see `prepare`), or has too little space.
+        """
+        check_sizes(extents, label)
+        made = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+        }
+        layout = Layout(dict(extents), label, checksums, made)
+        home = prepare(folder)
+        need_space(home, layout.nbytes, label)
+        path = os.fspath(home / unique_name(label))
+        handle = Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, pads=True)
+        try:
+            # locked before it can be recognised as a store: no cleaner takes it for a dead one's
+            assert lock(handle.buffered), f"{path} is new, and yet locked"
+            os.pwrite(handle.buffered, layout.encode() + State().encode(), 0)
+            os.posix_fallocate(handle.buffered, 0, layout.nbytes)
+        except OSError as error:
+            handle.close()
+            os.unlink(path)
+            doing = f"cannot reserve {sized(layout.nbytes)} for {label} in"
+            raise path_error(doing, path, error) from error
+        sums = np.zeros(layout.num_blocks, dtype=np.uint64)
+        return cls(handle, layout, sums, engine or default_engine(), can_write=True)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, engine: IOEngine | None = None) -> NvmeStore:
+        """Open a store that was flushed or kept, for reading.
+
+        Raises:
+            NvmeError: foreign, of another format version, damaged, cut short, never flushed, or in
+                use by another process.
+        """
+        handle = Handle(os.path.abspath(path), os.O_RDONLY, pads=True)
+        try:
+            layout = read_layout(handle.buffered, handle.path)
+            if not lock(handle.buffered, shared=True):
+                raise NvmeError(
+                    f"{handle.path}: in use by {layout.maker}; wait for it to end, or let it "
+                    "close(delete=False)"
+                )
+            sums = read_sums(handle, layout)
+        except OSError as error:
+            handle.close()
+            raise path_error("cannot read", handle.path, error) from error
+        except NvmeError:
+            handle.close()
+            raise
+        return cls(handle, layout, sums, engine or default_engine(), can_write=False)
+
+    # -- moving -----------------------------------------------------------------------------
+    def read(self, name: str, out: Tensor) -> Request:
+        """Begin to fill `out` with an extent; its bytes must be the extent's."""
+        extent = self._find(name, out)
+        return self._engine.submit_read(
+            self._handle, out, extent.offset, name, Blocks(self._sums, extent, self._layout)
+        )
+
+    def write(self, name: str, tensor: Tensor) -> Request:
+        """Begin to write an extent from `tensor`; its bytes must be the extent's."""
+        extent = self._find(name, tensor)
+        if not self.can_write:
+            raise NvmeError(f"{self.path}: open for reading; {name} cannot be written here")
+        return self._engine.submit_write(
+            self._handle, tensor, extent.offset, name, Blocks(self._sums, extent, self._layout)
+        )
+
+    def _find(self, name: str, tensor: Tensor) -> Extent:
+        extent = self._layout.extents.get(name)
+        if extent is None:
+            near = get_close_matches(name, self._layout.extents, 1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
+        view, _ = bytes_of(tensor, f"{self.path}, {name}")
+        if view.size != extent.nbytes:
+            raise NvmeError(
+                f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(view.size)}; give one of its "
+                "size"
+            )
+        return extent
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; raise the first fault that nobody has waited for."""
+        self._engine.drain(self._handle)
+        self._engine.raise_unseen(self._handle)
+
+    def flush(self) -> None:
+        """Wait, make the device hold everything, and write the checksums beside it."""
+        self._flush(is_kept=False)
+
+    def _flush(self, is_kept: bool) -> None:
+        self._engine.flush(self._handle)
+        self._num_flushes += 1
+        sums = self._sums.tobytes()
+        state = State(is_kept, self._num_flushes, zlib.crc32(sums))
+        try:
+            fd, layout = self._handle.buffered, self._layout
+            os.pwrite(fd, state.encode() + sums, layout.state_at)
+            os.fdatasync(fd)
+        except OSError as error:
+            raise path_error("cannot write the checksums of", self.path, error) from error
+
+    # -- ended ------------------------------------------------------------------------------
+    def close(self, delete: bool = True) -> None:
+        """Wait for what is under way and close; the file goes, or stays to be opened again.
+
+        Raises:
+            NvmeError: a request failed and nobody has waited for it, or the file cannot be kept.
+        """
+        if self._handle.is_closed:
+            return
+        try:
+            if self.can_write and not delete:
+                self._flush(is_kept=True)
+                self._forget.detach()
+            else:
+                self.wait()
+        finally:
+            self._handle.close()
+            self._forget()
+
+    def __enter__(self) -> NvmeStore:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:  # that exception is the one to see
+            self._engine.drain(self._handle)
+            self._handle.failed.clear()
+        self.close()
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of every extent, by name."""
+        return dict(self._layout.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file, header and checksums included."""
+        return self._layout.nbytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Say whether transfers go past the page cache."""
+        return self._handle.is_direct
+
+
+def _unlink(path: str, pid: int) -> None:
+    if os.getpid() == pid and os.path.exists(path):
+        os.unlink(path)
