@@ -46,7 +46,7 @@ CHECK_STEPS = 5
 DEEPSPEED = "deepspeed-offload"
 TARGET = 1.0  # of FSDP2's step time, for whatever zerofx offloads
 DEFAULT = [
-    "zerofx-3", "zerofx-3-host-states", "zerofx-3-host", "zerofx-3-host-in-backward",
+    "zerofx-3-flat", "zerofx-3-host-states", "zerofx-3-host", "zerofx-3-host-in-backward",
     "fsdp2-offload", DEEPSPEED, "torchao-offload",
 ]  # fmt: skip
 

@@ -128,6 +128,7 @@ SYSTEMS: dict[str, System] = {
         communicates=False,
         package="torchao",
     ),
+    "zerofx-3-flat": System(compiled(3), optimizer=flat_adamw),
     "zerofx-3-host-states": _offloaded({"optimizer": "cpu"}),
     "zerofx-3-host": _offloaded({"optimizer": "cpu", "parameters": "cpu"}),
     "zerofx-3-host-in-backward": _offloaded(
