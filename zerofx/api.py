@@ -67,7 +67,9 @@ def compile(
     in_backward = checked.update == "in-backward"
     if optimizer is not None:
         check_before(optimizer, layout.shard_size > 1, in_backward)
-    store = ShardStore.build(model, layout, world, in_backward=in_backward)
+    store = ShardStore.build(
+        model, layout, world, in_backward=in_backward, folder=checked.offload.path
+    )
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)

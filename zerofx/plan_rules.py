@@ -90,8 +90,10 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if "nvme" in plan.offload.tiers.values() or plan.offload.delayed:
+    if plan.offload.activations == "nvme" or plan.offload.delayed:
         yield "offload", plan.offload.to_plain(), "cpu"
+    if plan.tiling != "off" and "nvme" in (plan.offload.parameters, plan.offload.optimizer):
+        yield "tiling", plan.tiling, "off"
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

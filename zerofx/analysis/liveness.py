@@ -15,6 +15,7 @@ from torch import fx
 
 from zerofx.analysis.inside import CompiledCall
 from zerofx.analysis.storage import (
+    CATEGORY_OF,
     Category,
     Compiled,
     CompiledRegion,
@@ -29,6 +30,7 @@ from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.runtime.tiers import Tier
 
 
 def lifetimes(
@@ -157,8 +159,8 @@ class _Walk:
         key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
         if key not in self.given:
             category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
-            if where.role is Role.SHARD and self._is_away(node):
-                category = Category.HOST
+            if where.role is Role.SHARD:
+                category = CATEGORY_OF.get(self._home(node), category)
             birth = self.start if is_early else 0
             is_forever = where.role is not Role.TANGENT
             self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
@@ -175,19 +177,26 @@ class _Walk:
             return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
         if is_in_place(node, self.program.layout):
             return ()  # the gradient's own memory
+        if target is ops.read_shard:
+            return self._own(node, Category.HOST, value(node), time)
         if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
             is_grad = target is ops.grad_buffer
             category = Category.GRADIENTS if is_grad else Category.GATHERED
             slot = slot_of(node)
             name = where.unit if (where := info(node)).unit else node.name
-            return self._own(node, category, value(node), time, slot, name=name)
-        if target in ops.REDUCES and self._is_away(node):  # until it has left
+            made = self._own(node, category, value(node), time, slot, name=name)
+            return made if target is not ops.reload_shard else made + self._staged(node)
+        if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
             return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
         if target in (ops.refresh, ops.refresh_shard, ops.resident, *ops.REDUCES):
             return ()  # a copy that stays, or the gradient's shard: held all the time
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
+
+    def _staged(self, node: fx.Node) -> tuple[Storage, ...]:
+        """Return what a reload holds until its wait: what was read for it."""
+        return self.held[node.all_input_nodes[0]]
 
     def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
@@ -197,9 +206,9 @@ class _Walk:
             return (self._nothing(node, time),)
         return self._own(node, Category.HOST, value(node), time)
 
-    def _is_away(self, node: fx.Node) -> bool:
+    def _home(self, node: fx.Node) -> Tier:
         layout = self.program.layout
-        return layout is not None and layout.buckets[info(node).index].is_away
+        return Tier.DEVICE if layout is None else layout.buckets[info(node).index].home
 
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""
@@ -239,7 +248,7 @@ class _Walk:
                 storage.name = spec.name
 
 
-_HOLD_SOURCE = ops.COPIES | {ops.offload_grad}
+_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard}
 _MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {
     Role.PARAM: Category.PARAMETERS,

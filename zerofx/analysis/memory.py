@@ -37,6 +37,7 @@ class Memory:
     in_slots: what lies in slots, whose own bytes are among `storages`.
     curve: total bytes at each of `life`'s times.
     on_host: what waits in host memory, which is counted apart from all of the above.
+    on_nvme: what lies in files.
     """
 
     life: Lifetimes
@@ -44,6 +45,12 @@ class Memory:
     in_slots: tuple[Storage, ...]
     curve: tuple[int, ...]
     on_host: tuple[Storage, ...] = ()
+    on_nvme: tuple[Storage, ...] = ()
+
+    @property
+    def nvme_bytes(self) -> int:
+        """The bytes that lie in files, but for their headers."""
+        return max(_curve(self.on_nvme, len(self.life.nodes)), default=0)
 
     @property
     def host_bytes(self) -> int:
@@ -72,7 +79,7 @@ class Memory:
     def by_category(self, time: int) -> dict[Category, int]:
         """Return the bytes of each category at a time; every category is there."""
         found = dict.fromkeys(Category, 0)
-        for storage in _at((*self.storages, *self.on_host), time):
+        for storage in _at((*self.storages, *self.on_host, *self.on_nvme), time):
             found[storage.category] += storage.nbytes
         return found
 
@@ -82,7 +89,7 @@ class Memory:
         for s in self.storages:
             if s.birth == 0 and s.death == self.life.end:
                 found[s.category] += s.nbytes
-        found[Category.HOST] = self.host_bytes
+        found[Category.HOST], found[Category.NVME] = self.host_bytes, self.nvme_bytes
         return found
 
 
@@ -105,10 +112,11 @@ def memory(
     life = lifetimes(program, compiled, keeps_results)
     beside = standing(program, life, optimizer_bytes)
     placed = [s for s in (*life.storages, *beside) if s.slot < 0]
-    storages = tuple(s for s in placed if s.category is not Category.HOST)
-    on_host = tuple(s for s in placed if s.category is Category.HOST)
+    apart = (Category.HOST, Category.NVME)
+    storages = tuple(s for s in placed if s.category not in apart)
+    on_host, on_nvme = (tuple(s for s in placed if s.category is kind) for kind in apart)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)
-    return Memory(life, storages, in_slots, _curve(storages, len(life.nodes)), on_host)
+    return Memory(life, storages, in_slots, _curve(storages, len(life.nodes)), on_host, on_nvme)
 
 
 def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:

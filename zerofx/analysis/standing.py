@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from zerofx.analysis.scratch import receive_buffers
-from zerofx.analysis.storage import Category, Lifetimes, Storage, slot_of, span_bytes
+from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
 
 
 def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
@@ -64,13 +65,13 @@ def _casts(program: Program, life: Lifetimes) -> list[Storage]:
             b.label(), life,
         )
         for b in (layout.buckets if layout else ())
-        if b.index in read and b.is_cast
+        if b.index in read and b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
     ]  # fmt: skip
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
     """Return the category of what lives with a bucket: apart where that is off the device."""
-    return Category.HOST if bucket.is_away else category
+    return CATEGORY_OF.get(bucket.home, category)
 
 
 def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
@@ -92,7 +93,7 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
         if bucket.is_away:
-            found.append(_always(Category.HOST, size, "p.grad", bucket.label(), life))
+            found.append(_away_gradient(bucket, size, info(node), updated, time, life))
             continue
         whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
         if whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated:
@@ -107,6 +108,15 @@ def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
                 _always(Category.COMMUNICATION, reduced_bytes, "reduced slice", unit, life)
             )
     return found
+
+
+def _away_gradient(
+    bucket: Bucket, size: int, where: Info, updated: dict[int, int], time: int, life: Lifetimes
+) -> Storage:
+    """Return what a gradient takes that lies off the device: for good, or until its update."""
+    if bucket.home is Tier.NVME and bucket.index in updated:
+        return Storage(Category.HOST, size, "p.grad", time, updated[bucket.index], where)
+    return Storage(_where(bucket, Category.GRADIENTS), size, "p.grad", 0, life.end, where)
 
 
 def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:

@@ -23,12 +23,23 @@ class ShardOrder(CopyOrder):
         return super().handlers() | {
             ops.reload_shard: self.reload_shard,
             ops.refresh_shard: self.reload_shard,
+            ops.read_shard: self.read_shard,
         }
+
+    def read_shard(self, node: fx.Node) -> None:
+        bucket = self.bucket(node)
+        self.own_shard(node, bucket)
+        if bucket.source is not Tier.NVME:
+            where = f"bucket {bucket.index} ({bucket.label()}) is gathered"
+            self.fail(node, f"{node.name}: {where} from the {bucket.source.value}, not from nvme")
+        assert self.layout is not None
+        self.numel(node, self.layout.shard_numel(bucket), f"a shard of bucket {bucket.index}")
+        self.add(node, Buffer(Kind.STAGED, node, bucket.index, landed=False))
 
     def reload_shard(self, node: fx.Node) -> None:
         bucket = self.bucket(node)
         label = f"bucket {bucket.index} ({bucket.label()})"
-        self.own_shard(node, bucket)
+        self._staged_shard(node, bucket)
         if not bucket.is_away:
             self.fail(node, f"{node.name} reloads {label}, whose shard lives on the device")
         assert self.layout is not None
@@ -44,6 +55,22 @@ class ShardOrder(CopyOrder):
         buffer = Buffer(kind, node, bucket.index, slot, landed=False)
         self.add(node, buffer)
         self.claim(node, buffer)
+
+    def _staged_shard(self, node: fx.Node, bucket: Bucket) -> None:
+        """Check what a reload copies: the bucket's shard, read first where that is on NVMe."""
+        buffers = self.roots[args(node)[0]]
+        is_staged = len(buffers) == 1 and buffers[0].kind is Kind.STAGED
+        if not is_staged:
+            self.own_shard(node, bucket)
+        if is_staged != (bucket.source is Tier.NVME) or (
+            is_staged and buffers[0].bucket != bucket.index
+        ):
+            given = self.label(buffers[0]) if buffers else name_of(args(node)[0])
+            self.fail(
+                node,
+                f"{node.name} of bucket {bucket.index} ({bucket.label()}), which is gathered from "
+                f"{bucket.source.value}, is given {given}",
+            )
 
     def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
         """Check that a node is given the shard of its own bucket."""

@@ -18,6 +18,7 @@ from zerofx.optim.casts import StepCasts
 from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import Owner, StepsInBackward, is_stepped, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
+from zerofx.optim.staged import divide, update_staged
 from zerofx.optim.stretch import Run, Stretch
 
 Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
@@ -147,7 +148,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         finally:
             self._casts = None
             for ledger in ledgers:
-                ledger.writes += 1
+                ledger.note_update()
         casts.end()
 
     def _update_all(self, work: Sequence[Work]) -> None:
@@ -157,7 +158,14 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
             norm = global_norm(pair for pairs in work for pair in pairs)
             self.grad_norm = norm if grad_scale is None else norm / grad_scale
         scale = divisor(norm, self.max_grad_norm, grad_scale)
-        self.update_groups(list(zip(self.param_groups, work, strict=True)), scale)
+        near, far = divide(work)
+
+        def update(groups: Sequence[Work]) -> None:
+            self.update_groups(list(zip(self.param_groups, groups, strict=True)), scale)
+
+        if any(near) or not far:
+            update(near)
+        update_staged(far, update)
 
     @property
     def state_bytes(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
+from zerofx.runtime.nvme_home import PARAMETERS, Arrival
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 
@@ -57,12 +58,21 @@ class AwayShards:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
         return self._host.move(out, self._as_sent(shard, bucket), H2D).wait()
 
+    def read(self, shard: Tensor, bucket: int) -> Arrival:
+        """Launch the read of a shard that lives on NVMe, into memory of the host."""
+        nvme = self._store.homes.nvme
+        assert nvme is not None, f"bucket {bucket} does not live on NVMe"
+        return nvme.read(PARAMETERS, bucket, shard.dtype)
+
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
-        """Return the host's tensor that travels: the shard, or a copy in the compute format."""
+        """Return the host's tensor that travels: the shard, or a copy in the compute format.
+
+        Of what lives on NVMe and is gathered from the host, that copy is all that lies there.
+        """
         b = self._store.layout.buckets[bucket]
-        if not b.is_cast:
+        stays = b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
+        if not b.is_cast and not stays:
             return shard
-        stays = b.source is not Tier.DEVICE
         cast = self._casts.get(bucket)
         if cast is not None and self._fresh.get(bucket) == self._store.epoch:
             return cast

@@ -14,8 +14,9 @@ from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
-from zerofx.runtime.host_tier import Copy, HostTier
+from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool
 
@@ -51,13 +52,15 @@ class Engine:
         self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
         self.store_grad = self.gradients.store
         self.update = self.gradients.update
-        self.host = HostTier(store.world.device, poison)
+        self.host = store.ledger.homes.host
+        self.host.poison = poison
         self.offload = self.host.offload
         self.reload = self.host.reload
         self.away = AwayShards(store, self.slots, self.host)
         self.gradients.away = self.away
         self.reload_shard = self.away.reload
         self.refresh_shard = self.away.refresh
+        self.read_shard = self.away.read
         self.offload_grad = self.gradients.offload
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
@@ -71,6 +74,7 @@ class Engine:
         try:
             self.gradients.finish()
             self.away.settle_all()
+            self.store.homes.rest()
         except BaseException:
             self.abandon()
             raise
@@ -153,7 +157,7 @@ class Engine:
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
-    def wait(self, flight: Flight | Copy) -> Tensor | None:
+    def wait(self, flight: Flight | Copy | Arrival) -> Tensor | None:
         """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
         return flight.wait()
 

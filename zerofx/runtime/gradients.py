@@ -104,6 +104,8 @@ class Gradients:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
         is_target = not accumulate and target.dtype is buffer.dtype
+        if self._store.updates is not None:
+            self._store.prepare_update(bucket)
         if self._layout.buckets[bucket].is_away:  # until its copy has left
             out = torch.empty(target.numel(), dtype=buffer.dtype, device=buffer.device)
         else:
@@ -234,6 +236,7 @@ class Gradients:
             self._store.updates.abandon()
             for bucket in self._stored:
                 self._store.drop_grads(bucket)
+        self._store.homes.abandon()
         self._store.abandon_grads()
         self._packed.clear()
         self._targets.clear()

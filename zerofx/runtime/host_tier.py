@@ -19,6 +19,7 @@ from torch import Tensor
 from zerofx.runtime.copy_lanes import Lane, lanes_for
 
 D2H, H2D = "d2h", "h2d"
+NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Place:
     __slots__ = ("event", "memory")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = host_memory(nbytes, device)
+        self.memory, _ = host_memory(nbytes, device)
         self.event: Any = None
 
     @property
@@ -43,16 +44,19 @@ class Place:
         return self.memory.numel()
 
 
-def host_memory(nbytes: int, device: torch.device) -> Tensor:
+def host_memory(nbytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
     """Return bytes of host memory that copies from and to a device can use, all zero.
+
+    With them comes the map they lie in, None where they are pinned.
 
     They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
     device alone.
     """
     with torch.inference_mode(False):  # it outlives the mode that first asked for it
         if device.type == "cuda":
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), None
+        held = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], held
 
 
 class Copy:
@@ -92,7 +96,7 @@ class HostTier:
         self, device: torch.device, poison: bool = False, lanes: tuple[Lane, Lane] | None = None
     ) -> None:
         self.device, self.poison = device, poison
-        self.moved = {D2H: Moved(), H2D: Moved()}
+        self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
         self._lanes = lanes
         self._free: dict[int, list[Place]] = {}  # by bytes
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
@@ -113,6 +117,15 @@ class HostTier:
     def offload(self, x: Tensor) -> Copy:
         """Launch the copy of a whole storage to the host; `x` is held until its wait."""
         return self.move(self.borrow(x, x.dtype), x, D2H)
+
+    def borrow_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory of `numel` elements, which the host may fill at once."""
+        form = torch.empty(numel, dtype=dtype, device="meta")
+        nbytes = dense_bytes(form)
+        place = self._take(nbytes)
+        if place.event is not None:  # a copy from it to the device may be under way
+            self._lane(H2D).settle(place.event)
+        return self._lend(place, form, nbytes)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory of the form of `like`, lent until nobody holds the tensor."""
@@ -136,11 +149,15 @@ class HostTier:
         event = self._lane(lane).copy(out, source, behind)
         if place is not None:
             place.event = event
-        self.moved[lane].calls += 1
-        self.moved[lane].nbytes += dense_bytes(out)
+        self.count(lane, dense_bytes(out))
         copy = Copy(self, out, source, lane, event)
         self._under_way[copy] = None
         return copy
+
+    def count(self, lane: str, nbytes: int) -> None:
+        """Note what was moved on a lane."""
+        self.moved[lane].calls += 1
+        self.moved[lane].nbytes += nbytes
 
     def settle(self, copy: Copy) -> None:
         """Let the host itself wait for the end of a copy, what it is about to read."""

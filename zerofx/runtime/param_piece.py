@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
-    `writes` counts the writes to parameters that were seen. `handouts` counts plain aliases given
+    `writes` counts the writes to parameters that were seen, `own_writes` those among them that our
+    optimizers made. `handouts` counts plain aliases given
     away (`to_local()`), through which later writes cannot be seen, and every backward after the
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
     a model frees its shards at once.
@@ -38,11 +39,22 @@ class Ledger:
         self.layout = layout
         self.world = world
         self.writes = 0
+        self.own_writes = 0
         self.handouts = 0
-        self.homes = Homes(world.device)
+        self.homes = Homes(world.device, lambda: self.foreign_writes)
         self.updates = Updates() if in_backward else None
         self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
+
+    def note_update(self) -> None:
+        """Count a write that an optimizer of ours has made."""
+        self.writes += 1
+        self.own_writes += 1
+
+    @property
+    def foreign_writes(self) -> int:
+        """A number that grows with every write that was or may have been made by others."""
+        return self.writes - self.own_writes + self.handouts
 
     def note_backward(self) -> None:
         """Take it that after this backward parameters change through an alias, if one is out."""

@@ -23,6 +23,7 @@ from zerofx.runtime.sharded_parameter import (
     replicated_parameter,
     sharded_parameter,
 )
+from zerofx.runtime.tiers import Tier
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
@@ -38,14 +39,21 @@ class ShardStore:
     one, for an optimizer that was built before.
     """
 
-    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: Layout, world: World, in_backward: bool = False, folder: str | None = None
+    ) -> None:
+        self.layout, self.folder = layout, folder
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
         self.homes = self.ledger.homes
+        if any(b.home is Tier.NVME for b in layout.buckets):
+            assert folder is not None, "a plan with the tier nvme has a path"
+            self.homes.open(folder, world.rank, layout, keeps=not in_backward)
         with torch.inference_mode(False):
-            self._flats = [self._like_block(number) for number in range(len(layout.blocks))]
+            self._flats = [
+                self.homes.shard(block[0], layout.block_numel(block)) for block in layout.blocks
+            ]
             self.shards = [
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
@@ -63,11 +71,13 @@ class ShardStore:
         world: World,
         seed: int | None = None,
         in_backward: bool = False,
+        folder: str | None = None,
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
         `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
+        `folder`: of what lives on NVMe.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
@@ -76,7 +86,7 @@ class ShardStore:
         tree = ParameterTree(model)
         tree.check()
         _check_layout(tree, layout)
-        store = cls(layout, world, in_backward)
+        store = cls(layout, world, in_backward, folder)
         fill_shards(store, model, tree, seed)
         store._watch(tree)
         return store
@@ -85,7 +95,7 @@ class ShardStore:
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
         """Return a store of its own memory with `other`'s values, over a copy of its model."""
         tree = ParameterTree(model)
-        store = cls(other.layout, other.world, other.updates is not None)
+        store = cls(other.layout, other.world, other.updates is not None, other.folder)
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
@@ -93,11 +103,6 @@ class ShardStore:
             tree.place(name, store._parameter(name, param))
         store._watch(tree)
         return store
-
-    def _like_block(self, number: int) -> Tensor:
-        """Return zeros for what this rank owns of a block, where it lives."""
-        block = self.layout.blocks[number]
-        return self.homes.zeros(self.layout.block_numel(block), block[0].dtype, block[0].home)
 
     @property
     def is_sharded(self) -> bool:
@@ -188,6 +193,13 @@ class ShardStore:
         self.updates.run(self.ledger, bucket, trained)
         self.drop_grads(bucket)
 
+    def prepare_update(self, bucket: int) -> None:
+        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        b = self.layout.buckets[bucket]
+        if b.home is Tier.NVME:
+            assert self.homes.nvme is not None
+            self.homes.nvme.prefetch(bucket, b.dtype)
+
     def may_update_beside(self, names: Collection[str]) -> bool:
         """Tell whether the updates of these parameters need nothing of the main thread."""
         return self.updates is not None and not self.updates.communicates(names)
@@ -224,13 +236,14 @@ class ShardStore:
         shard = self._grads.get(block)
         if shard is None:
             names = self.layout.owners[block]
-            buckets = [b.index for b in self.layout.blocks[block]]
+            members = self.layout.blocks[block]
+            buckets, first = [b.index for b in members], members[0]
             shard = GradShard(
                 [self.params[n] for n in names],
-                lambda: self._like_block(block),
+                lambda: self.homes.gradient(first, self.layout.block_numel(members)),
                 lambda flat: self._grad_views(names, flat),
                 buckets,
-                rests=not self.layout.blocks[block][0].is_away,
+                *self.homes.rests(first),
             )
             self._grads[block] = shard
         return shard

@@ -56,6 +56,7 @@ class LooseStore:
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout, self.world = layout, world
         self.ledger = Ledger(layout, world)
+        self.homes = self.ledger.homes
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
         self.grads: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
@@ -74,6 +75,9 @@ class LooseStore:
     def abandon_grads(self) -> None:
         """Forget gradients on their way."""
         self._targets.clear()
+
+    def prepare_update(self, bucket: int) -> None:
+        """Begin what an update needs: nothing, there is no optimizer."""
 
     def may_update_beside(self, names: Collection[str]) -> bool:
         """Tell whether an update may run on another thread: here all run where they are called."""

@@ -98,7 +98,7 @@ class Updates:
         for optimizer in self._optimizers(names):
             self._running.add(optimizer)
             optimizer.update_bucket(ledger, bucket)
-        ledger.writes += 1
+        ledger.note_update()
 
     def communicates(self, names: Iterable[str]) -> bool:
         """Tell whether the update of any of these parameters asks other ranks."""
