@@ -167,9 +167,13 @@ def main() -> None:
         data = measure(name, size, field, options.rounds)
         lines += [line(name, system, data) for system in data]
     options.peers, options.left_out = field.versions, field.left_out
-    column = Column("deepspeed_ratio", "of DeepSpeed's", "{:.2f}")
-    place = COLUMNS.index(next(c for c in COLUMNS if c.key == "target"))
-    finish("offload", [*COLUMNS[:place], column, *COLUMNS[place:]], lines, options)
+    finish("offload", _columns(), lines, options)
+
+
+def _columns() -> list[Column]:
+    """Return step_time's columns, those beside DeepSpeed in place of the one baseline's name."""
+    beside = Column("deepspeed_ratio", "of DeepSpeed's", "{:.2f}")
+    return [beside if column.key == "baseline" else column for column in COLUMNS]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.runtime.host_tier import host_memory
+from zerofx.runtime.host_tier import D2H, H2D
 
 TARGET = 1.15  # of the longest lane
 NUM_MODELS, BYTES_PER_PARAM = 3, 24
@@ -62,16 +62,18 @@ class Training:
         self._optimizer.zero_grad()
 
 
+def _two_places(nbytes: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+
+
 def copies(model: zerofx.CompiledModule) -> Callable[[], None]:
     """Return a function that copies what a step of `model` copies between device and host."""
     moved = model.programs[0].memory().traffic.moved
     pieces = []
-    for lane, sent in moved.items():
+    for lane in (D2H, H2D):
+        sent = moved[lane]
         nbytes = sent.sent_bytes // sent.calls
-        host = [host_memory(nbytes, torch.device("cpu")) for _ in range(sent.calls)]
-        device = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(sent.calls)]
-        pairs = zip(host, device, strict=True) if lane == "d2h" else zip(device, host, strict=True)
-        pieces += list(pairs)
+        pieces += [_two_places(nbytes) for _ in range(sent.calls)]
 
     def copy() -> None:
         for out, source in pieces:
