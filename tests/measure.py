@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zerofx
+from benchmarks.measured import train
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.demo.measure import PeakMemory
 from zerofx.ir import ops
+from zerofx.ir.program import Loop
 from zerofx.machine import Machine
 
-STEPS = 3
 BATCH, SEQ = 4, 64
 Call = Callable[[int], Tensor]  # runs a step's forward on the batch of that number
 
@@ -52,6 +51,13 @@ class Measured:
 def _gpt(model: nn.Module | None) -> nn.Module | Call:
     if model is None:
         return GPT(GPTConfig(layers=4, width=96, heads=4, seq=SEQ))
+    return lambda step: model(*_tokens(step, model))
+
+
+def _broad(model: nn.Module | None) -> nn.Module | Call:
+    """A GPT whose blocks have gradients of more than is kept between steps, on two ranks too."""
+    if model is None:
+        return GPT(GPTConfig(layers=3, width=256, heads=4, seq=SEQ))
     return lambda step: model(*_tokens(step, model))
 
 
@@ -104,45 +110,58 @@ def _hf(model: nn.Module | None) -> nn.Module | Call:
     return call
 
 
+class Wide(nn.Module):
+    """Layers of 4 MiB each, so that their buckets are freed between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _wide(model: nn.Module | None) -> nn.Module | Call:
+    if model is None:
+        return Wide()
+    return lambda step: model(torch.randn(64, 1024))
+
+
 MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
+    "wide": _wide,
+    "broad": _broad,
     "gpt": _gpt, "convs": _convs, "hf-gpt2": _hf,
 }  # fmt: skip
 
 
 def measure(
-    name: str, plan: dict[str, Any], on: str = "cpu", machine: Machine | None = None
+    name: str,
+    plan: dict[str, Any],
+    on: str = "cpu",
+    machine: Machine | None = None,
+    loop: Loop | None = None,
 ) -> Measured:
-    """Train a model for some steps on this rank with AdamW, and measure the last one."""
-    gc.collect()
-    torch.manual_seed(0)
-    device = torch.device(on)
-    first = zerofx.compile(MODELS[name](None), plan, device=device, machine=machine)
-    MODELS[name](first)(0)
-    programs = first._programs.known
-    del first
-    with PeakMemory(device) as memory:  # sees the model from its first allocation on
-        model = zerofx.compile(MODELS[name](None), plan, device=device, machine=machine)
-        # else capture's operators would be profiled too, which is slow
-        model._programs.known.update(programs)
-        call = MODELS[name](model)
-        if plan.get("update") == "in-backward":
-            optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        for step in range(STEPS):
-            before, moved = _counters(model), _moved(model)
-            with memory.step():
-                call(step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    """Train a model for some steps on this rank with AdamW, and measure one in the steady state."""
+    how = loop or Loop()
+    seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    trained = train(
+        lambda: MODELS[name](None),
+        lambda model, number: MODELS[name](model)(number),
+        plan, on, machine, how,
+        before_step=lambda model: seen.append((_counters(model), _moved(model))),
+    )  # fmt: skip
+    model = trained.model
+    before, moved = seen[-1]
     after = _counters(model)
     (program,) = model.programs
     expected = traffic(program, model._engine.world.rank)
     predicted = expected.kinds
     return Measured(
-        peak_bytes=memory.steps[-1].high_bytes,
-        predicted_bytes=program.memory().peak_bytes,
-        predicted_loss_only_bytes=program.memory(keeps_results=False).peak_bytes,
+        peak_bytes=trained.peak.high_bytes,
+        predicted_bytes=program.memory(**asdict(how)).peak_bytes,
+        predicted_loss_only_bytes=program.memory(keeps_results=False, **asdict(how)).peak_bytes,
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),

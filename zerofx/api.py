@@ -18,7 +18,7 @@ from zerofx.compiled.digest import describe_layout
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
-from zerofx.ir.program import Program
+from zerofx.ir.program import Loop, Program
 from zerofx.machine import Machine, machine_for
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
@@ -73,7 +73,9 @@ def compile(
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)
-    engine = Engine(store, make_scaler(checked, world), poison=checked.debug)
+    engine = Engine(
+        store, make_scaler(checked, world), checked.debug, delayed=checked.offload.delayed
+    )
     return CompiledModule(model, setting, engine)
 
 
@@ -120,8 +122,14 @@ def rewrite(
     plan: PlanLike = None,
     world_size: int = 1,
     machine: Machine | str | os.PathLike[str] | None = None,
+    *,
+    accumulation: int = 1,
+    no_sync: bool = False,
 ) -> Program:
     """Run the passes of a plan on a captured program, for any world size; no process group.
+
+    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync: what a
+        memory budget is solved for, and memory is counted for.
 
     Returns:
         A new Program with communication, its history one entry a pass. The given one is unchanged.
@@ -129,7 +137,8 @@ def rewrite(
     checked = as_plan(plan if plan is not None else program.plan)
     checked.require_supported()
     described = machine_for("cpu", machine)
-    return run(program, Setting(checked, world_size, described))
+    loop = Loop(accumulation, no_sync)
+    return run(program, Setting(checked, world_size, described, loop=loop))
 
 
 def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Program:

@@ -106,14 +106,19 @@ def memory(
     keeps_results: Annotated[
         bool, typer.Option("--keep-results/--loss-only", help="what the loop holds until step()")
     ] = True,
+    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="all but the last backward run under no_sync")
+    ] = False,
     why: Annotated[
         str | None, typer.Option(help="a value, module, bucket or line: what was decided, and why")
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print what a rank holds: by category, and the names at the peak."""
-    program = _program(model, world, _plan(plan, stage, set_), machine, batch, seq)
-    options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
+    loop = {"accumulation": accumulation, "no_sync": no_sync}
+    program = _program(model, world, _plan(plan, stage, set_), machine, batch, seq, loop=loop)
+    options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results, **loop}
     view = program.memory(**options)
     _show(view if why is None else view.why(why), as_json)
 
@@ -206,16 +211,18 @@ def _capture(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 def _program(
     model: str, world: int | None, plan: Plan, machine: str | None, batch: int, seq: int,
-    until: str | None = None,
+    until: str | None = None, loop: dict[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
+    from zerofx.ir.program import Loop
     from zerofx.passes.pipeline import Setting, run
 
     if Path(model).is_dir():
         return _emitted(model, world, plan, until)
     plan.require_supported()
     captured = _capture(model, plan, batch, seq)
-    return run(captured, Setting(plan, world or RANKS, _machine(machine)), until)
+    setting = Setting(plan, world or RANKS, _machine(machine), loop=Loop(**loop or {}))
+    return run(captured, setting, until)
 
 
 def _emitted(directory: str, world: int | None, plan: Plan, until: str | None) -> Program:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from zerofx.ir.graphs import alias_source, is_alias, root_producer
-from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
+from zerofx.ir.graphs import alias_source, root_producer
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, value
 from zerofx.ir.program import JOINT, Program
 
 FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
@@ -20,17 +19,18 @@ FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
 @dataclass(frozen=True)
 class Solved:
     """Values of a joint graph, by name: those at which recomputation stops, and those of them that
-    wait on the host.
+    wait on the host. label: the plan's word for what was solved.
     """
 
     kept: frozenset[str]
     offloaded: frozenset[str] = frozenset()
+    label: str = "auto"
 
     def __str__(self) -> str:
-        return "auto"
+        return self.label
 
 
-Policy = str | float | Mapping[str, str] | Solved
+Policy = str | Mapping[str, str] | Solved
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,12 @@ def must_keep(node: fx.Node) -> bool:
     return node.op != "get_attr" and info(root_producer(node)).is_random
 
 
-def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.Node]:
+def kept_values(parts: JointParts, policy: Policy) -> set[fx.Node]:
     """Return the forward values to save for backward under `policy`.
 
     "keep" saves all that backward reads; "recompute" saves only what crosses a unit's boundary
-    (and what was drawn at random); a fraction f saves, beside that floor, the values that are
-    dearest to recompute per byte, up to f times the bytes that "keep" saves; a mapping decides
-    by unit name, the first matching pattern wins and unmatched units keep; what was solved names
-    its values.
+    (and what was drawn at random); a mapping decides by unit name, the first matching pattern wins
+    and unmatched units keep; what was solved names its values.
     """
     everything = {n for n in parts.frontier if n.op == "call_function" and not is_param_alias(n)}
     everything |= {n for n in parts.frontier if n.op == "placeholder" and not is_param_alias(n)}
@@ -132,10 +130,8 @@ def kept_values(graph: fx.Graph, parts: JointParts, policy: Policy) -> set[fx.No
     floor |= {n for n in parts.forward if must_keep(n) and isinstance(value(n), torch.Tensor)}
     if policy == "recompute":
         return floor
-    if isinstance(policy, Mapping):
-        return floor | {n for n in everything if _decision(policy, info(n).unit) != "recompute"}
-    assert isinstance(policy, (int, float)), policy
-    return floor | _dearest(everything - floor, floor & everything, float(policy))
+    assert isinstance(policy, Mapping), policy
+    return floor | {n for n in everything if _decision(policy, info(n).unit) != "recompute"}
 
 
 def _decision(policy: Mapping[str, str], unit: str) -> str:
@@ -159,45 +155,3 @@ def _boundary(parts: JointParts) -> set[fx.Node]:
         ):
             crossing.add(node)
     return crossing
-
-
-def _dearest(candidates: set[fx.Node], floor: set[fx.Node], fraction: float) -> set[fx.Node]:
-    classes: dict[tuple, list[fx.Node]] = {}
-    count: dict[tuple, int] = {}
-    for node in candidates:
-        place = (info(node).unit, info(node).module, str(root_producer(node).target))
-        count[place] = count.get(place, 0) + 1
-    seen: dict[tuple, int] = {}
-    for node in sorted(candidates, key=lambda n: n._sort_key):
-        place = (info(node).unit, info(node).module, str(root_producer(node).target))
-        seen[place] = seen.get(place, 0) + 1
-        alike = tuple(re.sub(r"\d+", "*", part) for part in place)
-        classes.setdefault((*alike, seen[place]), []).append(node)
-    room = fraction * (_storage_bytes(candidates | floor)) - _storage_bytes(floor)
-    ranked = sorted(classes.items(), key=lambda kv: (-_recompute_cost(kv[1][0]), str(kv[0])))
-    kept: set[fx.Node] = set()
-    for _, nodes in ranked:
-        size = _storage_bytes(kept | set(nodes)) - _storage_bytes(kept)
-        if size <= room:
-            kept.update(nodes)
-            room -= size
-    return kept
-
-
-def _storage_bytes(nodes: Iterable[fx.Node]) -> int:
-    sources = {alias_source(n) for n in nodes}
-    return sum(nbytes(value(s)) for s in sources if isinstance(value(s), torch.Tensor))
-
-
-def _recompute_cost(node: fx.Node) -> float:
-    """Return operations per byte kept: matrix products are dear, pointwise work is cheap."""
-    while is_alias(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    node = root_producer(node)
-    tensors = [value(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)]
-    out = max(nbytes(value(node)), 1)
-    name = str(node.target)
-    if any(word in name for word in ("mm", "convolution", "attention", "linear")):
-        inner = max((t.shape[-1] for t in tensors if t.dim()), default=1)
-        return 2.0 * inner
-    return sum(nbytes(t) for t in tensors) / out

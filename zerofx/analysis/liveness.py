@@ -34,14 +34,18 @@ from zerofx.runtime.tiers import Tier
 
 
 def lifetimes(
-    program: Program, compiled: Compiled | None = None, keeps_results: bool = True
+    program: Program,
+    compiled: Compiled | None = None,
+    keeps_results: bool = True,
+    packs_apart: bool = False,
 ) -> Lifetimes:
     """Return the live range of every storage that the program's graphs make or are given.
 
     Regions are taken to run op by op, as ATen, but for those in `compiled`. The user holds the loss
-    to the end, and the other results too if `keeps_results`.
+    to the end, and the other results too if `keeps_results`. Gradients that are else packed into
+    p.grad's own memory are not if `packs_apart`: there others stand, to which they are added.
     """
-    walk = _Walk(program, compiled or {}, keeps_results)
+    walk = _Walk(program, compiled or {}, keeps_results, packs_apart)
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     walk.settle()
@@ -51,9 +55,11 @@ def lifetimes(
 class _Walk:
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
-    def __init__(self, program: Program, compiled: Compiled, keeps_results: bool) -> None:
+    def __init__(
+        self, program: Program, compiled: Compiled, keeps_results: bool, packs_apart: bool
+    ) -> None:
         self.program, self.compiled = program, compiled
-        self.keeps_results = keeps_results
+        self.keeps_results, self.packs_apart = keeps_results, packs_apart
         self.storages: list[Storage] = []
         self.nodes: list[tuple[str, fx.Node]] = []
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
@@ -175,7 +181,7 @@ class _Walk:
             return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
         if target is ops.offload_grad:
             return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
-        if is_in_place(node, self.program.layout):
+        if is_in_place(node, self.program.layout) and not self.packs_apart:
             return ()  # the gradient's own memory
         if target is ops.read_shard:
             return self._own(node, Category.HOST, value(node), time)
@@ -188,8 +194,10 @@ class _Walk:
             return made if target is not ops.reload_shard else made + self._staged(node)
         if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
             return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
-        if target in (ops.refresh, ops.refresh_shard, ops.resident, *ops.REDUCES):
-            return ()  # a copy that stays, or the gradient's shard: held all the time
+        if target in ops.REDUCES and not self._reduces_apart(node):
+            return ()  # the gradient's shard, or what is lent for it
+        if target in (ops.refresh, ops.refresh_shard, ops.resident):
+            return ()  # a copy that stays
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
@@ -198,11 +206,20 @@ class _Walk:
         """Return what a reload holds until its wait: what was read for it."""
         return self.held[node.all_input_nodes[0]]
 
+    def _reduces_apart(self, node: fx.Node) -> bool:
+        """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
+        layout = self.program.layout
+        return (
+            self.packs_apart
+            and layout is not None
+            and layout.reduces_in_place(layout.buckets[info(node).index])
+        )
+
     def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
         assert self.program.layout is not None
         bucket = self.program.layout.buckets[info(node).index]
-        if bucket.reduce_dtype is bucket.dtype:
+        if bucket.reduce_dtype is bucket.dtype and not self.packs_apart:
             return (self._nothing(node, time),)
         return self._own(node, Category.HOST, value(node), time)
 

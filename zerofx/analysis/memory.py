@@ -1,15 +1,17 @@
 """How many bytes a rank holds, from the start of forward to the optimizer's step.
 
 What is counted is one rank's tensors in the steady state of an ordinary loop: the batch is held by
-the user until the step ends, and gradients were dropped before it (zero_grad).
+the user until the step ends, and gradients were dropped before it (zero_grad). With several
+backwards a step it is one of its micro-batches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from zerofx.analysis.liveness import lifetimes
+from zerofx.analysis.micro import Micro, micros
 from zerofx.analysis.standing import is_slot, slot_name, standing
 from zerofx.analysis.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Program
@@ -38,6 +40,7 @@ class Memory:
     curve: total bytes at each of `life`'s times.
     on_host: what waits in host memory, which is counted apart from all of the above.
     on_nvme: what lies in files.
+    micro: which micro-batch of the step it is: the one in which most is held.
     """
 
     life: Lifetimes
@@ -46,6 +49,7 @@ class Memory:
     curve: tuple[int, ...]
     on_host: tuple[Storage, ...] = ()
     on_nvme: tuple[Storage, ...] = ()
+    micro: Micro = field(default_factory=Micro)
 
     @property
     def nvme_bytes(self) -> int:
@@ -102,21 +106,47 @@ def memory(
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
     keeps_results: bool = True,
+    accumulation: int | None = None,
+    no_sync: bool | None = None,
 ) -> Memory:
-    """Walk the program's storages through one step.
+    """Walk the program's storages through one step, or the micro-batch that holds most of it.
 
     optimizer_bytes: bytes of optimizer state for each element of a trainable parameter.
     compiled: what the regions that Inductor compiled allocate; others are taken op by op.
     keeps_results: the user holds all results to the end of the step; else the loss only.
+    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync; None
+        is what the program was compiled for.
+
+    Raises:
+        PlanError: see `micros`.
     """
-    life = lifetimes(program, compiled, keeps_results)
-    beside = standing(program, life, optimizer_bytes)
+    loop = program.loop
+    found = micros(
+        program,
+        loop.accumulation if accumulation is None else accumulation,
+        loop.no_sync if no_sync is None else no_sync,
+    )
+    each = [_of(program, optimizer_bytes, compiled, keeps_results, micro) for micro in found]
+    return max(each, key=lambda m: m.peak_bytes)
+
+
+def _of(
+    program: Program,
+    optimizer_bytes: int,
+    compiled: Compiled | None,
+    keeps_results: bool,
+    micro: Micro,
+) -> Memory:
+    """Walk through one micro-batch of a step."""
+    life = lifetimes(program, compiled, keeps_results, micro.packs_apart)
+    beside = standing(program, life, optimizer_bytes, micro)
     placed = [s for s in (*life.storages, *beside) if s.slot < 0]
     apart = (Category.HOST, Category.NVME)
     storages = tuple(s for s in placed if s.category not in apart)
     on_host, on_nvme = (tuple(s for s in placed if s.category is kind) for kind in apart)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)
-    return Memory(life, storages, in_slots, _curve(storages, len(life.nodes)), on_host, on_nvme)
+    curve = _curve(storages, len(life.nodes))
+    return Memory(life, storages, in_slots, curve, on_host, on_nvme, micro)
 
 
 def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ class Trade:
         return self.evaluate(self.needed)
 
 
-def options(trade: Trade) -> list[Option]:
+def options(trade: Trade, levels: int = LEVELS) -> list[Option]:
     """Return the best known options, from most to least bytes and from least to most time."""
     whole = trade.all_kept()
     if not whole.saved_bytes:
@@ -155,7 +155,7 @@ def options(trade: Trade) -> list[Option]:
     from zerofx.analysis import options_milp  # it reads Option and Trade
 
     if options_milp.has_scipy():
-        return _best([*found, *options_milp.limited(trade, LEVELS)])
+        return _best([*found, *options_milp.limited(trade, levels)])
     return _best([*found, *_given_up(trade, whole)])
 
 

@@ -1,12 +1,13 @@
-"""What reductions receive into: buffers that the collectives lend, keep, and free between steps."""
+"""What reductions are lent: buffers to receive into, kept for later ones, freed at the end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
+from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, info, nbytes, value
@@ -29,8 +30,9 @@ class _Buffer:
 
 @dataclass
 class _Pool:
-    """One axis's receive buffers, lent as runtime/collectives.py's Scratch lends them."""
+    """Buffers of one kind, lent as runtime/collectives.py's Scratch lends them."""
 
+    name: str
     end: int
     rest_bytes: int
     free: list[_Buffer] = field(default_factory=list)
@@ -59,48 +61,84 @@ class _Pool:
             buffer.birth = 0
 
 
-def receive_buffers(program: Program, life: Lifetimes) -> list[Storage]:
-    """Return the receive buffers of a step in the steady state.
+def lent_buffers(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return what reductions are lent in a micro-batch of the steady state.
 
-    NCCL receives into buffers of its own, which are not counted.
+    Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
+    counted). Where it cannot end in p.grad itself, to which it is added or which has another
+    format, it ends in a slice of its own.
     """
-    machine = program.machine or preset("cpu-gloo")
-    if program.layout is None or machine.backend != "gloo":
+    if program.layout is None:
         return []
-    rest_bytes = program.layout.rest_bytes
-    pools = _Pool(life.end, rest_bytes), _Pool(life.end, rest_bytes)
-    for _ in range(2):  # the first step leaves behind what the second finds
-        for pool in pools:
+    walk = _Walk(program, life)
+    for step in (replace(micro, reduces=True), micro):  # the first leaves what the second finds
+        walk.run(step)
+    return walk.storages()
+
+
+class _Walk:
+    """Runs through backwards, lending as the runtime lends."""
+
+    def __init__(self, program: Program, life: Lifetimes) -> None:
+        assert program.layout is not None
+        self.life, self.layout = life, program.layout
+        self.machine = program.machine or preset("cpu-gloo")
+        rest_bytes = self.layout.rest_bytes
+        self.shard, self.replicate, self.slices = (
+            _Pool(name, life.end, rest_bytes)
+            for name in ("receive buffer", "receive buffer", "reduced slice")
+        )
+
+    def storages(self) -> list[Storage]:
+        return [
+            Storage(Category.COMMUNICATION, b.nbytes, p.name, b.birth, b.death, Info(unit=b.bucket))
+            for p in (self.shard, self.replicate, self.slices)
+            for b in p.made
+        ]
+
+    def run(self, micro: Micro) -> None:
+        """Go through one backward; what is small is there from the one before."""
+        for pool in (self.shard, self.replicate, self.slices):
             pool.rest()
-        _run(program, life, machine, *pools)
-    kind, name = Category.COMMUNICATION, "receive buffer"
-    return [
-        Storage(kind, b.nbytes, name, b.birth, b.death, Info(unit=b.bucket))
-        for pool in pools
-        for b in pool.made
-    ]
+        if not micro.reduces:
+            return
+        lent: dict[fx.Node, list[_Buffer]] = {}
+        ends: dict[int, list[_Buffer]] = {}  # bucket -> the slice in which its reduction ends
+        for time, (_, node) in enumerate(self.life.nodes):
+            if node.target in ops.REDUCES:
+                if self._ends_apart(node, micro):
+                    size = [value(node).numel()]
+                    ends[info(node).index] = _take(self.slices, node, size, time)
+                if self.machine.backend == "gloo":
+                    lent[node] = self._launch(node, time)
+            elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in lent:
+                self._wait(launch, lent.pop(launch), time)
+            elif node.target is ops.store_grad:
+                self.slices.free += ends.pop(info(node).index, [])
 
+    def _ends_apart(self, launch: fx.Node, micro: Micro) -> bool:
+        """Tell whether a reduction ends in neither p.grad nor the buffer that it was packed in."""
+        bucket = self.layout.buckets[info(launch).index]
+        is_added = micro.before is Before.REDUCED and not self.layout.reduces_in_place(bucket)
+        return not bucket.is_away and (is_added or bucket.reduce_dtype is not bucket.dtype)
 
-def _run(
-    program: Program, life: Lifetimes, machine: Machine, shard: _Pool, replicate: _Pool
-) -> None:
-    assert program.layout is not None
-    shards, replicas = program.layout.shard_size, program.layout.replicate_size
-    lent: dict[fx.Node, list[_Buffer]] = {}
-    for time, (_, node) in enumerate(life.nodes):
-        if node.target in ops.REDUCES:
-            if shards > 1:
-                lent[node] = _take(shard, node, _scattered(node, shards, machine), time)
-            elif replicas > 1:
-                lent[node] = _take(replicate, node, _landing(node, replicas), time)
-        elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in lent:
-            pool = shard if shards > 1 else replicate
-            if shards == 1 and replicas > 2:
-                pool.free += _take(pool, launch, [_landing(launch, replicas)[0]], time)
-            pool.free += lent.pop(launch)
-            if shards > 1 and replicas > 1:  # starts when the first has ended
-                sizes = _landing(launch, replicas)
-                replicate.free += _take(replicate, launch, sizes + sizes[: replicas > 2], time)
+    def _launch(self, launch: fx.Node, time: int) -> list[_Buffer]:
+        shards, replicas = self.layout.shard_size, self.layout.replicate_size
+        if shards > 1:
+            return _take(self.shard, launch, _scattered(launch, shards, self.machine), time)
+        return _take(self.replicate, launch, _landing(launch, replicas), time)
+
+    def _wait(self, launch: fx.Node, lent: list[_Buffer], time: int) -> None:
+        shards, replicas = self.layout.shard_size, self.layout.replicate_size
+        pool = self.shard if shards > 1 else self.replicate
+        sizes = _landing(launch, replicas)
+        if shards == 1 and replicas > 2:
+            pool.free += _take(pool, launch, sizes[:1], time)
+        pool.free += lent
+        if shards > 1 and replicas > 1:  # starts when the first has ended
+            self.replicate.free += _take(
+                self.replicate, launch, sizes + sizes[: replicas > 2], time
+            )
 
 
 def _take(pool: _Pool, launch: fx.Node, sizes: list[int], time: int) -> list[_Buffer]:
@@ -118,4 +156,6 @@ def _scattered(launch: fx.Node, ranks: int, machine: Machine) -> list[int]:
 def _landing(launch: fx.Node, ranks: int) -> list[int]:
     """Return the numels that an all-reduce over `ranks` receives into: whole, or by slices."""
     numel = value(launch).numel()
+    if ranks == 1:
+        return []
     return [numel] if ranks == 2 else [-(-numel // ranks)] * (ranks - 1)

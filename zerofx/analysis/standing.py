@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 
-from zerofx.analysis.scratch import receive_buffers
+from zerofx.analysis.micro import Before, Micro
+from zerofx.analysis.scratch import lent_buffers
 from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
@@ -13,13 +15,18 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
+IN_STAGES = 3  # buckets on NVMe that are in host memory for their updates at one time
 
-def standing(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
-    """Return what a rank holds during a step in the steady state, each from when to when."""
-    found = [*_unread_shards(program, life), *_resident(life), *_gradients(program, life)]
+
+def standing(
+    program: Program, life: Lifetimes, optimizer_bytes: int, micro: Micro
+) -> list[Storage]:
+    """Return what a rank holds during a micro-batch in the steady state, each from when to when."""
+    found = [*_unread_shards(program, life), *_resident(life)]
+    found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
-    found += _casts(program, life)
-    return found + receive_buffers(program, life)
+    found += [*_casts(program, life), *_staging(program, life, optimizer_bytes)]
+    return found + lent_buffers(program, life, micro)
 
 
 def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:
@@ -65,8 +72,16 @@ def _casts(program: Program, life: Lifetimes) -> list[Storage]:
             b.label(), life,
         )
         for b in (layout.buckets if layout else ())
-        if b.index in read and b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
+        if _has_copy(program, b, b.index in read)
     ]  # fmt: skip
+
+
+def _has_copy(program: Program, bucket: Bucket, is_reloaded: bool) -> bool:
+    """Tell whether a copy of a shard stays on the host, for gathers to read."""
+    if bucket.is_away and bucket.trainable and program.plan.offload.delayed:
+        return True
+    is_apart = bucket.is_cast or bucket.home is Tier.NVME
+    return is_reloaded and bucket.source is Tier.HOST and is_apart
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
@@ -74,40 +89,91 @@ def _where(bucket: Bucket, category: Category) -> Category:
     return CATEGORY_OF.get(bucket.home, category)
 
 
-def _gradients(program: Program, life: Lifetimes) -> list[Storage]:
+def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
     """Return the reduced gradients, from the reduction to their update, or else to zero_grad.
 
-    What was reduced in another format than theirs lies in a buffer of its own, kept for the bucket.
+    Those that earlier micro-batches left, to which this one adds, stand from the beginning.
     """
-    found = []
+    found: list[Storage] = []
     layout = program.layout
+    if layout is None:
+        return found
+    stands = micro.before is Before.REDUCED or (
+        micro.before is Before.SUMS and layout.shard_size == 1
+    )
     updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if n.target is ops.update}
     begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
     packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout):
             packed[info(node).index] = time
-        if node.target not in ops.REDUCES or layout is None:
+        if node.target not in ops.REDUCES:
             continue
-        bucket, reduced_bytes = layout.buckets[info(node).index], span_bytes(value(node))
+        bucket = layout.buckets[info(node).index]
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
         if bucket.is_away:
             found.append(_away_gradient(bucket, size, info(node), updated, time, life))
             continue
         whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
-        if whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated:
+        rests = whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated
+        if rests and not micro.reduces and layout.shard_size > 1:  # a sum stands for it
+            continue
+        if rests and not stands:
             birth = packed.get(bucket.index, time)
             death = updated.get(bucket.index, life.end)
-        if bucket.tile is not None:  # one allocation for all tiles
+        if bucket.tile is not None and birth:  # one allocation for all tiles
             birth = begun.setdefault(bucket.tile.name, birth)
         found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, death, info(node)))
-        if bucket.reduce_dtype is not bucket.dtype:
-            unit = bucket.label()
-            found.append(
-                _always(Category.COMMUNICATION, reduced_bytes, "reduced slice", unit, life)
-            )
     return found
+
+
+def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return whole gradients that no_sync sums: from the first backward to the last's reduction.
+
+    The tiles of a parameter share a sum.
+    """
+    layout = program.layout
+    is_summed = micro.before is Before.SUMS or not micro.reduces
+    if layout is None or layout.shard_size == 1 or not is_summed:
+        return []
+    times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
+    where: dict[int, Info] = {}
+    for time, (_, node) in enumerate(life.nodes):
+        if node.target in ops.REDUCES:
+            block = layout.block_of[info(node).index]
+            times.setdefault(block, []).append(time)
+            where[block] = info(node)
+    found = []
+    for block, reduced in times.items():
+        buckets = layout.blocks[block]
+        size = sum(b.numel * b.dtype.itemsize for b in buckets)
+        birth = 0 if micro.before is Before.SUMS else reduced[0]
+        death = reduced[-1] if micro.reduces else life.end
+        name = "sum of no_sync"
+        found.append(Storage(Category.GRADIENTS, size, name, birth, death, where[block]))
+    return found
+
+
+def _staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return the host memory through which buckets on NVMe pass for their updates.
+
+    One is updated, one read and one written at a time; where they are updated inside backward, as
+    many gradients wait for that.
+    """
+    layout = program.layout
+    if layout is None or not program.is_training:
+        return []
+    sizes = {
+        layout.shard_numel(b): b.dtype.itemsize
+        for b in layout.buckets
+        if b.home is Tier.NVME and b.trainable
+    }
+    if not sizes:
+        return []
+    numel = max(sizes)
+    nbytes = numel * (sizes[numel] + optimizer_bytes)
+    return [_always(Category.HOST, IN_STAGES * nbytes, "update staging", "", life)]
 
 
 def _away_gradient(
@@ -141,16 +207,22 @@ def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Sto
 
 
 def _slots(program: Program, life: Lifetimes) -> list[Storage]:
-    """Return the slots: those that forward uses, and small ones, all the time."""
+    """Return the slots: those that forward uses, and small ones, all the time.
+
+    A slot is as large as any program of the model needs it.
+    """
     first: dict[int, tuple[int, str]] = {}
     for time, (graph, node) in enumerate(life.nodes):
         if node.target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
             first.setdefault(slot_of(node), (time, graph))
     found = []
     least = program.layout.rest_bytes if program.layout else 0
-    for slot, nbytes in enumerate(program.slots.get("bytes", [])):
-        birth, graph = first.get(slot, (0, BACKWARD))
-        rests = graph == BACKWARD and nbytes >= least
+    pairs = zip_longest(program.slots.get("bytes", []), program.pool.sizes, fillvalue=0)
+    for slot, nbytes in enumerate(map(max, pairs)):
+        birth, graph = first.get(slot, (life.end + 1, BACKWARD))
+        rests = graph == BACKWARD and slot not in program.pool.stay and nbytes >= least
+        if rests and birth > life.end:  # another program's alone, asleep meanwhile
+            continue
         found.append(
             Storage(
                 Category.COMMUNICATION, nbytes, slot_name(slot), birth if rests else 0, life.end,

@@ -17,7 +17,7 @@ from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
-from zerofx.machine import Machine
+from zerofx.machine import Machine, preset
 from zerofx.sizes import format_bytes
 
 MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
@@ -41,8 +41,9 @@ class Tradeoffs:
 
     def __init__(
         self, captured: Program, machine: Machine, link: Link | None = None,
-        host_budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None, mixes: bool = True,
     ) -> None:  # fmt: skip
+        """mixes: alike segments may be treated differently, so that few options each are enough."""
         joint = captured.clone()
         self.host_budget_bytes = host_budget_bytes
         known: dict[Hashable, list[Option]] = {}
@@ -56,7 +57,7 @@ class Tradeoffs:
                 if link is not None and host_budget_bytes is not None:  # for when it is used up
                     tries.append(Trade(segment, lambda n: node_us(n, machine)))
                 best = [options(t) for t in tries]
-                if count[segment.structure] >= MANY:
+                if mixes and count[segment.structure] >= MANY:
                     best = [hull(found) for found in best]
                 known[segment.structure] = [o for found in best for o in found]
             self.parts.append(_Part(segment, trade, known[segment.structure]))
@@ -71,6 +72,26 @@ class Tradeoffs:
         if self.host_budget_bytes is None or self._on_host(picked) <= self.host_budget_bytes:
             return picked
         return self._picked(order, need, may_leave=False)
+
+    def of_fraction(self, fraction: float) -> list[int]:
+        """Return an option for each segment, alike for alike ones, so that at most this fraction of
+        all bytes that could be kept is; where that is too little, each gives up the most.
+        """
+        alike: dict[int, list[int]] = {}  # by the list of options that they share
+        for i, part in enumerate(self.parts):
+            alike.setdefault(id(part.options), []).append(i)
+        groups = list(alike.values())
+        total = sum(part.options[0].saved_bytes for part in self.parts)
+        found = solve(
+            [[len(g) * freed for freed in self.parts[g[0]].given_up] for g in groups],
+            [[len(g) * o.time_us for o in self.parts[g[0]].options] for g in groups],
+            [*[0] * len(groups), total - int(fraction * total)],
+        )
+        picked = [max(range(len(p.options)), key=p.given_up.__getitem__) for p in self.parts]
+        for group, option in zip(groups, found or (), strict=False):
+            for i in group:
+                picked[i] = option
+        return picked
 
     def _picked(self, order: Sequence[int], need: Sequence[int], may_leave: bool) -> list[int]:
         usable = {
@@ -104,19 +125,19 @@ class Tradeoffs:
         ]
         return freed[0] >= freed[1]
 
-    def solved(self, picked: Sequence[int]) -> Solved:
+    def solved(self, picked: Sequence[int], label: str = "auto") -> Solved:
         """Return what `split` keeps, and what of it leaves for the host, by name."""
         kept, offloaded = set(), set()
         for part, option in zip(self.parts, picked, strict=True):
             chosen = part.options[option]
             kept |= {part.trade.at[i].name for i in chosen.kept}
             offloaded |= {part.trade.at[i].name for i in chosen.offloaded}
-        return Solved(frozenset(kept), frozenset(offloaded))
+        return Solved(frozenset(kept), frozenset(offloaded), label)
 
-    def decisions(self, picked: Sequence[int], budget_bytes: int) -> Iterator[Decision]:
-        """Yield what became of each value that backward reads, and why."""
+    def decisions(self, picked: Sequence[int], aim: str) -> Iterator[Decision]:
+        """Yield what became of each value that backward reads, and why; `aim` is what it served."""
         for part, option in zip(self.parts, picked, strict=True):
-            yield from _explained(part, part.options[option], budget_bytes)
+            yield from _explained(part, part.options[option], aim)
 
     def _needs(self, whole: Memory, budget_bytes: int) -> tuple[list[int], list[int]]:
         """Return the segments in the order in which backward gives them back last, and what the
@@ -154,7 +175,17 @@ class Tradeoffs:
         return ends, begins
 
 
-def _explained(part: _Part, chosen: Option, budget_bytes: int) -> Iterator[Decision]:
+def solve_fraction(captured: Program, fraction: float) -> tuple[Solved, tuple[Decision, ...]]:
+    """Return what is kept of a joint program's activations if at most a fraction of the bytes that
+    could be is, and why.
+    """
+    tradeoffs = Tradeoffs(captured, captured.machine or preset("cpu-gloo"), mixes=False)
+    picked = tradeoffs.of_fraction(fraction)
+    reasons = tradeoffs.decisions(picked, f"keep {fraction:.0%} of all bytes")
+    return tradeoffs.solved(picked, str(fraction)), tuple(reasons)
+
+
+def _explained(part: _Part, chosen: Option, aim: str) -> Iterator[Decision]:
     """Yield a decision for each storage; of several values in one, the first stands for it."""
     trade, first = part.trade, dict[int, int]()
     for i in sorted(part.options[0].saved | chosen.saved, key=lambda i: (i not in chosen.saved, i)):
@@ -170,17 +201,17 @@ def _explained(part: _Part, chosen: Option, budget_bytes: int) -> Iterator[Decis
             line=where.line,
             choice="offload" if i in chosen.offloaded else choice,
             nbytes=size,
-            why=_why(part, chosen, i, budget_bytes),
+            why=_why(part, chosen, i, aim),
         )
 
 
-def _why(part: _Part, chosen: Option, i: int, budget_bytes: int) -> str:
+def _why(part: _Part, chosen: Option, i: int, aim: str) -> str:
     whole, trade = part.options[0], part.trade
     if i in chosen.offloaded:
         cost = trade.copy_us(trade.storage[i])
         return (
-            f"its unit must give up bytes to stay under {format_bytes(budget_bytes)}; its copies "
-            f"to the host and back cost {cost:.1f} us"
+            f"its unit must give up bytes to {aim}; its copies to the host and back cost "
+            f"{cost:.1f} us"
         )
     if trade.is_fixed[i]:
         return "drawn at random: it is never drawn anew"
@@ -193,11 +224,11 @@ def _why(part: _Part, chosen: Option, i: int, budget_bytes: int) -> str:
         freed = chosen.saved_bytes - without.saved_bytes
         more = without.recompute_us - chosen.recompute_us
         if chosen is whole and not chosen.recompute_us:
-            return f"it fits into {format_bytes(budget_bytes)} here"
+            return f"its unit need give up nothing to {aim}"
         return f"recomputing it would free {format_bytes(max(freed, 0))} for {more:.1f} us"
     return (
-        f"its unit must give up {saved} to stay under {format_bytes(budget_bytes)}; what it "
-        f"recomputes takes {chosen.recompute_us:.1f} us in all"
+        f"its unit must give up {saved} to {aim}; what it recomputes takes "
+        f"{chosen.recompute_us:.1f} us in all"
     )
 
 

@@ -22,13 +22,33 @@ aten = torch.ops.aten
 
 
 def _convolution(node: fx.Node) -> int:
-    """The result, before it is brought into the usual layout; the weight, in the library's."""
-    return nbytes(value(node)) + nbytes(value(node.all_input_nodes[1]))
+    """The input and the weight in the library's layout, or the result in it, before its copy."""
+    given, weight = (value(n) for n in node.all_input_nodes[:2])
+    taken = 0 if given.shape[1] < _BLOCK else nbytes(given)
+    return max(taken + nbytes(weight), _in_blocks(value(node)))
 
 
 def _convolution_backward(node: fx.Node) -> int:
-    """The incoming gradient and the input, each in the library's layout."""
-    return sum(nbytes(value(n)) for n in node.all_input_nodes[:2])
+    """The incoming gradient and the input in the library's layout, or one of the results in it.
+
+    With strides the input's gradient is copied once more, before the weight's is there.
+    """
+    grad, given, weight = (value(n) for n in node.all_input_nodes[:3])
+    arguments: Any = node.args
+    taken = 0 if given.shape[1] < _PLAIN else _in_blocks(given)
+    found = [_in_blocks(grad) + taken, nbytes(weight)]
+    if arguments[-1][0] and max(arguments[4]) > 1:
+        found.append(2 * nbytes(given) - nbytes(weight))
+    return max(found)
+
+
+_PLAIN, _BLOCK = 4, 16  # channels: fewer are read as they are; others come in blocks of so many
+
+
+def _in_blocks(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in the library's layout."""
+    channels = tensor.shape[1]
+    return nbytes(tensor) // channels * (-(-channels // _BLOCK) * _BLOCK)
 
 
 def _batch_norm_backward(node: fx.Node) -> int:

@@ -194,6 +194,10 @@ def _layer_of(model: nn.Module, name: str) -> str:
     module = model.get_submodule(path)
     if key != "weight":
         return ""
-    if isinstance(module, nn.Linear):
-        return "linear"
-    return "embedding" if isinstance(module, nn.Embedding) else ""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+    return "linear" if isinstance(module, nn.Linear) or kinds & _LINEAR else ""
+
+
+_LINEAR = frozenset({"transformers.pytorch_utils.Conv1D"})  # linear, its weight transposed

@@ -52,11 +52,7 @@ class CompiledModule(nn.Module):
         self._engine.store.check_bindings()
         self._model.training = self.training
         key = signature_key(self._programs.state, args, kwargs), self._hooks.handles()
-        bound = self._programs.bound.get(key)
-        if bound is None:
-            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
-                bound = self._programs.compile(key, args, kwargs)
-        return bound(args, kwargs)
+        return self._programs.find(key, args, kwargs)(args, kwargs)
 
     def adopt(
         self, program: Program | str | os.PathLike[str], *, allow_changed_math: bool = False
@@ -182,7 +178,10 @@ class CompiledModule(nn.Module):
         scaler = make_scaler(self._setting.plan, store.world)
         if self.loss_scale is not None and scaler is not None:
             scaler.load_state_dict(self.loss_scale.state_dict())
-        engine = Engine(ShardStore.copy_of(store, model), scaler, self._engine.slots.poison)
+        store.ledger.pending.join()
+        copied = ShardStore.copy_of(store, model)
+        poison, delayed = self._engine.slots.poison, self._setting.plan.offload.delayed
+        engine = Engine(copied, scaler, poison, delayed)
         made = CompiledModule(model, self._setting, engine)
         made.__dict__["_programs"] = ProgramTable(model, self._setting, engine, self._programs)
         memo[id(self)] = made

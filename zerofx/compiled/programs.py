@@ -18,10 +18,18 @@ from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
 from zerofx.compiled.bound import Bound
+from zerofx.compiled.budget import (
+    can_accumulate,
+    fits,
+    loop_so_far,
+    pool_of,
+    warn_of_regions,
+    warn_of_slots,
+)
 from zerofx.compiled.contract import contract, forward_slots
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
 from zerofx.passes.pipeline import Setting, run
 from zerofx.passes.placement import compute_dtype
@@ -34,7 +42,6 @@ from zerofx.runtime.region_keys import cache_dir
 from zerofx.runtime.regions import import_file
 from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
-from zerofx.sizes import format_bytes
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
@@ -75,15 +82,73 @@ class ProgramTable:
         if recorder is None and setting.plan.cuda_graph:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
+        self._watches = can_accumulate(setting.plan)
 
-    def compile(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """Capture this call, run the passes, write the directory, and bind it."""
-        if key in self.known:
+    def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """Return what runs a call, compiled now if it is the first of its signature.
+
+        Under a budget a program is compiled anew once the loop turns out to accumulate gradients,
+        if it would take too much beside them.
+        """
+        bound = self.bound.get(key)
+        if bound is not None and not (self._watches and bound.program.is_training):
+            return bound
+        setting = self._setting
+        if self._watches:
+            setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
+        if bound is None or not self._holds(bound.program, setting.loop):
+            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
+                bound = self.compile(key, args, kwargs, setting)
+        self._setting = setting
+        return bound
+
+    def _holds(self, program: Program, loop: Loop) -> bool:
+        """Tell whether a program stays under its budget in a loop; if so, note the loop.
+
+        What was adopted is taken as it is.
+        """
+        if program.loop.accumulation < loop.accumulation:
+            if program.signature not in self._adopted and not fits(program, loop):
+                return False
+            program.loop = loop
+        return True
+
+    def compile(
+        self,
+        key: Key,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting | None = None,
+    ) -> Bound:
+        """Compile a call, write the directory, and bind it, in place of what it had before.
+
+        Raises:
+            BudgetError: nothing meets the budget; what the call had before stays.
+        """
+        is_new = key not in self.bound
+        if is_new and key in self.known:
             return self._bind(key)
-        self._check_limit(key)
+        if is_new:
+            self._check_limit(key)
+        others = [b.program for k, b in self.bound.items() if k != key]
+        made = self._compile(args, kwargs, replace(setting or self._setting, pool=pool_of(others)))
+        if not is_new:
+            del self.bound[key]
+            self._engine.forget_slots()
+            for program in others:
+                self._reserve(program)
+        directory = made.directory or _write(made)
+        log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
+        self.known[key] = made, directory
+        bound = self._bind(key)
+        warn_of_regions(made)
+        return bound
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
+        """Capture a call and run the passes."""
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
-        plan, device = self._setting.plan, self._engine.world.device
+        plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         program = capture(
             self._model,
@@ -95,15 +160,8 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
-        program = run(program, self._setting)
-        if program.signature in self._adopted:
-            program = self._instead_of(program)
-        directory = program.directory or _write(program)
-        log.info("%s: program %s for world %d", program.model_name, directory, program.world_size)
-        self.known[key] = program, directory
-        bound = self._bind(key)
-        _check_budget(program)
-        return bound
+        program = run(program, setting)
+        return self._instead_of(program) if program.signature in self._adopted else program
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:
         """Verify a program, and let it take over the calls of its signature."""
@@ -140,7 +198,7 @@ class ProgramTable:
     def _bind(self, key: Key) -> Bound:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
         program, directory = self.known[key]
-        self._engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        self._reserve(program)
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program), module.forward
@@ -153,6 +211,16 @@ class ProgramTable:
         self.bound[key] = Bound(program, executable)
         return self.bound[key]
 
+    def _reserve(self, program: Program) -> None:
+        """Make room for a program's slots, which the others' memory then counts too."""
+        engine = self._engine
+        engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        program.pool = pool = Pool(engine.slots.sizes, engine.forward_slots)
+        others = [b.program for b in self.bound.values() if b.program.pool != pool]
+        for other in others:
+            other.pool = pool
+        warn_of_slots(others)
+
     def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
         owners: list[tuple[str, dict[str, Any], str]] = []
         for name in program.buffers:
@@ -164,23 +232,6 @@ class ProgramTable:
 def _buckets(program: Program, graph: str, op: Any) -> list[int]:
     """Return the buckets for which a graph calls an op that takes one as its second argument."""
     return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
-
-
-def _check_budget(program: Program) -> None:
-    """Warn where the regions, now that they are compiled, take more than the budget was solved for.
-
-    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
-    """
-    budget = program.plan.memory_budget
-    if budget is None or not program.is_training or program.plan.kernels != "inductor":
-        return
-    peak = program.memory().peak_bytes
-    if peak > budget:
-        log.warning(
-            "memory_budget: compiled by Inductor, %s takes %s (%d bytes) a rank of a budget of %s; "
-            "lower the budget by the difference, or use kernels='aten', which keeps it to the byte",
-            program.model_name, format_bytes(peak), peak, format_bytes(budget),
-        )  # fmt: skip
 
 
 def _write(program: Program) -> Path:

@@ -135,6 +135,24 @@ class Decision:
     why: str
 
 
+@dataclass(frozen=True)
+class Loop:
+    """How the training loop goes through a step: backwards a step, all but the last under no_sync
+    or not.
+    """
+
+    accumulation: int = 1
+    no_sync: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The slots that the programs of one model share: their bytes, and which stay between steps."""
+
+    sizes: tuple[int, ...] = ()
+    stay: frozenset[int] = frozenset()
+
+
 @dataclass
 class Program:
     """The compiler's unit of work: captured, rewritten pass by pass, then emitted.
@@ -148,6 +166,8 @@ class Program:
     directory: the emitted directory that the program was loaded from.
     decisions: what the budget decided, each with its reason.
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
+    loop: what memory is counted for, and the budget was solved for.
+    pool: the slots that other programs of the model need too.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -169,6 +189,8 @@ class Program:
     directory: Path | None = None
     decisions: tuple[Decision, ...] = ()
     compute_dtype: torch.dtype | None = None
+    loop: Loop = field(default_factory=Loop)
+    pool: Pool = field(default_factory=Pool)
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph

@@ -151,7 +151,10 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
                 ledger.note_update()
         casts.end()
 
-    def _update_all(self, work: Sequence[Work]) -> None:
+    def _update_all(
+        self, work: Sequence[Work], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Update runs, of each group some, with the groups' options or with those of `groups`."""
         grad_scale = getattr(self, "grad_scale", None)
         norm = None
         if self.max_grad_norm is not None:
@@ -160,8 +163,8 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         scale = divisor(norm, self.max_grad_norm, grad_scale)
         near, far = divide(work)
 
-        def update(groups: Sequence[Work]) -> None:
-            self.update_groups(list(zip(self.param_groups, groups, strict=True)), scale)
+        def update(part: Sequence[Work]) -> None:
+            self.update_groups(list(zip(groups or self.param_groups, part, strict=True)), scale)
 
         if any(near) or not far:
             update(near)
@@ -174,6 +177,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return states and groups as the torch optimizer of this name would."""
+        self._settle()
         found = super().state_dict()
         found["state"] = {
             k: dict(v) if isinstance(v, Mapping) else v for k, v in found["state"].items()
@@ -181,6 +185,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle()
         super().load_state_dict(state_dict)
         self._laid.clear()
         with torch.inference_mode(False), torch.no_grad():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from zerofx.analysis.activations import Policy, Solved
 from zerofx.analysis.memory import Memory, memory
 from zerofx.analysis.options import Link
-from zerofx.analysis.tradeoffs import Tradeoffs
+from zerofx.analysis.tradeoffs import Tradeoffs, solve_fraction
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Program
 from zerofx.machine import Machine
@@ -119,11 +119,18 @@ class _Attempt:
 
     def run(self) -> Choices | None:
         is_solved = self.plan.activations == "auto" and JOINT in self.captured.graphs
-        first = Choices("keep" if is_solved else self.plan.activations, self.distance)
+        first = self._asked_for("keep" if is_solved else self.plan.activations)
         self.least = report = memory(self.trial(first))
         if report.peak_bytes <= self.budget:
             return self._spending(first)
         return self._give_up(report) if is_solved else self._tight(first)
+
+    def _asked_for(self, activations: Policy | float) -> Choices:
+        """Return what the plan asks for, whatever the budget."""
+        if not isinstance(activations, float):
+            return Choices(activations, self.distance)
+        solved, reasons = solve_fraction(self.captured, activations)
+        return Choices(solved, self.distance, decisions=reasons)
 
     def _give_up(self, whole: Memory) -> Choices | None:
         """Give activations up until the program fits: each round corrects the one before."""
@@ -175,7 +182,8 @@ class _Attempt:
         return replace(choices, spend_bytes=self.budget)
 
     def _choices(self, tradeoffs: Tradeoffs, picked: Sequence[int]) -> Choices:
-        reasons = tuple(tradeoffs.decisions(picked, self.budget))
+        aim = f"stay under {format_bytes(self.budget)}"
+        reasons = tuple(tradeoffs.decisions(picked, aim))
         return Choices(tradeoffs.solved(picked), self.distance, decisions=reasons)
 
 
@@ -192,6 +200,8 @@ def _infeasible(program: Program, plan: Plan, least: Memory) -> BudgetError:
     how = {"auto": "with activations recomputed and nothing prefetched"}.get(
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
+    if program.loop.accumulation > 1:
+        how += ", gradients of earlier micro-batches standing"
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
         f"memory_budget: {program.model_name} needs {format_bytes(needed)} "

@@ -44,7 +44,7 @@ class OffloadActivations(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT, Fact.REGIONS_CUT})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
 
-    activations: Policy = "keep"
+    activations: Policy | float = "keep"
     everything: bool = False
     values: tuple[str, ...] = ()
     distance: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.analysis.traffic import traffic
@@ -12,7 +12,7 @@ from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
 from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
-from zerofx.ir.program import JOINT, Entry, Program, Record
+from zerofx.ir.program import JOINT, Entry, Loop, Pool, Program, Record
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_reference import take_reference, take_signature
 from zerofx.machine import Machine
@@ -23,6 +23,7 @@ from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.decide import Choices, budget_bytes, decide
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
@@ -45,6 +46,7 @@ class Setting:
     """What the pipeline is built for.
 
     choices: what the plan's budget decided; None takes the plan's fields as they stand.
+    loop: the steps that the budget is for. pool: slots that are there for other programs.
     """
 
     plan: Plan
@@ -52,6 +54,8 @@ class Setting:
     machine: Machine
     layout: Layout | None = None
     choices: Choices | None = None
+    loop: Loop = field(default_factory=Loop)
+    pool: Pool = field(default_factory=Pool)
 
 
 # One pass a line, in the order they run, each with the reason for its place.
@@ -213,6 +217,7 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
 
     Raises:
         PlanError: no pass has that name.
+        BudgetError: memory_budget or host_budget is too small; the least that would do is said.
     """
     passes = build(setting)
     names = ["capture", *(p.name for p in passes)]
@@ -221,6 +226,7 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
     last = names.index(until) if until is not None else len(passes)
     program = program.clone()
     program.plan, program.machine = setting.plan, setting.machine
+    program.loop, program.pool = setting.loop, setting.pool
     source = program.clone()
     recorded = functools.cache(lambda: _run_recorded(source, passes[:last]).history)
     history = program.history
@@ -239,6 +245,8 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
             program.decisions = choices.decisions
         report = _apply(program, passes[i])
         note(passes[i].spec(), report.summary)
+    if until is None:
+        check_host_budget(program)
     return program
 
 

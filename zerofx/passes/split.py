@@ -20,6 +20,7 @@ from zerofx.analysis.activations import (
     kept_values,
     must_keep,
 )
+from zerofx.analysis.tradeoffs import solve_fraction
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
@@ -33,22 +34,29 @@ UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
 
 @dataclass(frozen=True)
 class Split(Pass):
-    """Cut joint into forward and backward: keep activations, or recompute them before their use."""
+    """Cut joint into forward and backward: keep activations, or recompute them before their use.
+
+    Of a fraction, the solver picks what to keep: least time to recompute, alike layers alike.
+    """
 
     name: ClassVar[str] = "split"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED, Fact.TIED_MERGED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
 
-    activations: Policy = "keep"
+    activations: Policy | float = "keep"
 
     def run(self, program: Program) -> Report:
         if JOINT not in program.graphs:
             return Report(False, "inference: nothing to split")
         if isinstance(self.activations, Mapping):
             _check_patterns(program, self.activations)
+        policy = self.activations
+        if isinstance(policy, float):
+            policy, reasons = solve_fraction(program, policy)
+            program.decisions += reasons
         halves, joint = halve(program), program.graphs[JOINT]
-        kept = kept_values(joint.graph, halves.parts, self.activations)
+        kept = kept_values(halves.parts, policy)
         builder = _Backward(joint, halves.parts, kept)
         backward = builder.build([r for _, r in halves.backward])
         updated = {_place(s) for s, _ in halves.forward if s.role in UPDATES}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Phase, info, set_info, value
 from zerofx.passes.tiled_ops import (
     Builder,
@@ -146,19 +147,43 @@ class TiledWeight:
 
     # -- put together ---------------------------------------------------------------------------
     def join(self) -> list[fx.Node | None]:
-        """Give readers the whole weight, put together from its tiles, and cut its gradient."""
-        self.ops, self.forms, self.inner = [], {self.weight: ()}, []
-        point = next(n for n in self.weight.graph.nodes if n.op != "placeholder")
-        builder = Builder(point, len(self.tiles))
-        whole = builder.call(aten.cat.default, ([*self.tiles], 0), self.weight)
-        self.weight.replace_all_uses_with(whole)
+        """Give readers the whole weight, put together from its tiles, and cut its gradient.
+
+        It is put together in front of its first reader, and in backward once more, with views of
+        its own: what backward reads of forward would be saved, and that is never a weight.
+        """
+        self.ops, self.inner, self.forms = [], [], {self.weight: ()}
+        for form in self.weight.graph.nodes:
+            if is_alias(form) and any(a in self.forms for a in form.all_input_nodes):
+                self.forms[form] = ()
+        readers = sorted({u for form in self.forms for u in form.users} - self.forms.keys())
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            known: dict[fx.Node, fx.Node] = {}
+            for reader in (r for r in readers if info(r).phase is phase):
+                for form in [a for a in reader.all_input_nodes if a in self.forms]:
+                    reader.replace_input_with(form, self._whole(form, reader, known))
         if self.gradient is None:
             return [None for _ in self.tiles]
-        builder = Builder(self.weight.graph.output_node(), len(self.tiles))
-        parts: list[Any] = builder.parts(self.gradient, 0, self.gradient)
+        parts: list[Any] = Builder(self.gradient.next, len(self.tiles)).parts(
+            self.gradient, 0, self.gradient
+        )
         for part in parts:
             set_info(part, phase=Phase.BACKWARD)
         return parts
+
+    def _whole(self, form: fx.Node, reader: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a form of the weight in front of its reader; `known` are those of its phase."""
+        if form not in known:
+            builder = Builder(reader, len(self.tiles))
+            if form is self.weight:
+                known[form] = builder.call(aten.cat.default, ([*self.tiles], 0), reader)
+            else:
+                taken = tuple(
+                    self._whole(a, reader, known) if a in self.forms else a for a in args(form)
+                )
+                named: dict[str, Any] = dict(form.kwargs)
+                known[form] = builder.call(form.target, taken, reader, **named)
+        return known[form]
 
 
 def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[TiledOp]:

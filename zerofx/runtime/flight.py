@@ -28,4 +28,5 @@ class Flight:
         if self.work is not None:
             self.work.wait()  # type: ignore[attr-defined]
             self.work = None
-        return self.tensor
+        tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
+        return tensor

@@ -130,7 +130,12 @@ class NvmeHome:
                     mapped.settle()
 
     def prefetch(self, bucket: int, dtype: torch.dtype) -> None:
-        """Launch the reads that a bucket's update will take: its parameters and its states."""
+        """Launch the reads that a bucket's update will take: its parameters and its states.
+
+        Nothing while those of another bucket have not been taken, since each holds host memory.
+        """
+        if self._early:
+            return
         for kind in self._stores:
             if kind != GRADIENTS and (kind, bucket) in self._places:
                 self._early[kind, bucket] = self.read(kind, bucket, dtype)

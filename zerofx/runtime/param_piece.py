@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.homes import Homes
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
@@ -31,6 +32,7 @@ class Ledger:
     a model frees its shards at once.
 
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
+    pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
@@ -42,6 +44,7 @@ class Ledger:
         self.own_writes = 0
         self.handouts = 0
         self.homes = Homes(world.device, lambda: self.foreign_writes)
+        self.pending = HostUpdates()
         self.updates = Updates() if in_backward else None
         self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to

@@ -40,7 +40,7 @@ class Room:
     def __init__(self, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self._pending: Callable[[], Saved | None] = lambda: None
-        engine.keeps_memory = True
+        engine.keep_memory()
 
     @property
     def is_pending(self) -> bool:

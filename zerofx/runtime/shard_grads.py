@@ -97,9 +97,13 @@ class GradShard:
 
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
+        self.clear()
+        self.rest(0)
+
+    def clear(self) -> None:
+        """Set every p.grad to None."""
         for param in self.params:
             param.grad = None
-        self.rest(0)
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return the flat shard to reduce into, and whether to add to what it holds."""

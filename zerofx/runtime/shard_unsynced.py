@@ -173,6 +173,11 @@ class LocalSums:
         held.part(bucket).add_(buffer, alpha=1.0 / loss_scale)
         held.mark(names)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there may be a sum that waits for its reduction."""
+        return bool(self._scales)
+
     def holds(self, bucket: int) -> bool:
         """Tell whether a sum of this bucket waits for its reduction."""
         return bucket in self._scales

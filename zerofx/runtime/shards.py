@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -186,12 +186,23 @@ class ShardStore:
         for shard in self._grads.values():
             shard.abandon()
 
-    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
-        """Let the optimizers update a bucket, `names` of which have gradients; these are freed."""
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Take a bucket's gradients, those of `names`, from its parameters.
+
+        Returns:
+            What lets the optimizers update the bucket with them, and frees them.
+        """
         assert self.updates is not None
         trained = [n for n in names if self.params[n].requires_grad]
-        self.updates.run(self.ledger, bucket, trained)
-        self.drop_grads(bucket)
+        update = self.updates.take(self.ledger, bucket, trained)
+        shard = self._grad_shard(bucket)
+        shard.clear()
+
+        def run() -> None:
+            update()
+            shard.rest(0)
+
+        return run
 
     def prepare_update(self, bucket: int) -> None:
         """Begin to bring what a bucket's update takes into host memory, if it is far away."""
@@ -220,6 +231,11 @@ class ShardStore:
                     f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
                     "gradients of one backward alone; set it to None, or use Plan(update='step')"
                 )
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
+        return any(shard.params[0].grad is not None for shard in self._grads.values())
 
     def rest(self) -> None:
         """Free large gradient shards that no p.grad shows."""
@@ -263,6 +279,10 @@ class ShardStore:
             self._versions = versions
             self.ledger.writes += 1
         return self.ledger.writes
+
+    def settle(self) -> None:
+        """Wait for updates that run beside the schedule: parameters are about to be looked at."""
+        self.ledger.pending.join()
 
     def check_bindings(self) -> None:
         """Make sure that the module tree holds what was compiled, and that it lies in the shards.

@@ -47,8 +47,21 @@ class SlotPool:
         return moved
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each slot, asleep or not."""
+        return tuple(b.numel() for b in self._bytes)
+
+    @property
     def nbytes(self) -> int:
-        return sum(b.numel() for b in self._bytes)
+        return sum(self.sizes)
+
+    def clear(self) -> None:
+        """Forget all slots. Only between calls: what they held is gone."""
+        self.moves += 1
+        self._bytes.clear()
+        self._asleep.clear()
+        self._typed.clear()
+        self._owned.clear()
 
     def take(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return `numel` elements at the slot's place; slot -1 is memory of the call's own."""

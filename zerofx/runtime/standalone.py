@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,14 @@ class LooseStore:
         """Tell whether an update may run on another thread: here all run where they are called."""
         return False
 
-    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
-        """Take a plain gradient step: there is no optimizer."""
-        self.shards[bucket].sub_(self._targets.pop(bucket), alpha=1e-3)
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Return a plain gradient step: there is no optimizer."""
+        taken = self._targets.pop(bucket)
+
+        def update() -> None:
+            self.shards[bucket].sub_(taken, alpha=1e-3)
+
+        return update
 
 
 def run_standalone(schedule_file: str) -> None:

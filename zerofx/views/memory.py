@@ -165,10 +165,14 @@ def view(
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
     keeps_results: bool = True,
+    accumulation: int | None = None,
+    no_sync: bool | None = None,
 ) -> MemoryView:
-    """Return the memory of one rank over a step of a program."""
-    report = memory(program, optimizer_bytes, compiled, keeps_results)
+    """Return the memory of one rank over a step of a program; see analysis.memory.memory."""
+    report = memory(program, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
     known = f"{len(compiled or {})} regions as Inductor compiled them"
     basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
+    if report.micro.packs_apart:
+        basis += f"; {report.micro}"
     sent = traffic(program)
     return MemoryView(title(program), report, sent, optimizer_bytes, basis, program.decisions)

@@ -55,7 +55,7 @@ def explained(decisions: tuple[Decision, ...], name: str) -> tuple[Decision, ...
         if not decisions:
             raise PlanError(
                 f"--why {name}: nothing was decided, as the plan has no memory_budget; set it "
-                "(\"22GiB\"), with activations='auto' for the activations too"
+                "(\"22GiB\"), with activations='auto' for the activations too, or a fraction"
             )
         known = sorted({k for d in decisions for k in (d.subject, d.module) if k})
         raise PlanError(f"--why {name}: nothing of this name was decided{nearest(name, known)}")
@@ -75,7 +75,7 @@ def summary(decisions: tuple[Decision, ...]) -> list[str]:
             continue
         count[d.choice] += 1
         size[d.choice] += d.nbytes
-    lines = ["", f"under memory_budget: {spent}" if spent else "under memory_budget"]
+    lines = ["", f"under memory_budget: {spent}" if spent else "of the activations"]
     return lines + [
         f"  {format_bytes(size[choice]):>10}  {choice:<14} x{count[choice]}" for choice in count
     ]

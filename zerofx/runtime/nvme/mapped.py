@@ -13,6 +13,8 @@ import mmap
 
 import torch
 
+from zerofx.runtime.nvme.aligned import up
+from zerofx.runtime.nvme.faults import path_error
 from zerofx.runtime.nvme.store import NvmeStore
 
 
@@ -24,10 +26,15 @@ class Mapped:
 
     def __init__(self, store: NvmeStore, name: str) -> None:
         self._store, self._name = store, name
-        fd, offset, nbytes = store.place(name)
-        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, offset=offset)
+        self._map, offset, nbytes = store.place(name)
         with torch.inference_mode(False):
-            self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            self.memory = (  # a storage of its own: copying it copies no other extent
+                torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+                if nbytes
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # of the system, which may be larger
+        self._pages = begin, up(offset + nbytes) - begin
         self.is_written = False
         self._version = self.memory._version
 
@@ -37,13 +44,21 @@ class Mapped:
         return self.memory._version == self._version
 
     def settle(self) -> None:
-        """Take the checksums of what the tensor holds, and write it out."""
+        """Take the checksums of what the tensor holds, and write it out.
+
+        Raises:
+            NvmeError: the device does not take it; names the file and the extent.
+        """
         self._version = self.memory._version
-        self._map.flush()
+        try:
+            self._map.flush(*self._pages)
+        except OSError as error:
+            doing = f"cannot write {self._name} to"
+            raise path_error(doing, self._store.path, error) from error
         self._store.trust(self._name, self.memory)
         self.is_written = True
         self.rest()
 
     def rest(self) -> None:
         """Give back the memory in which pages of the file lie; their content stays."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._map.madvise(mmap.MADV_DONTNEED, *self._pages)

@@ -1,0 +1,79 @@
+"""A steady training step of one rank, measured: what its allocator saw, beside the prediction."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.demo.measure import Peak, PeakMemory
+from zerofx.ir.program import Loop
+from zerofx.machine import Machine
+
+MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
+Forward = Callable[[nn.Module, int], Tensor]  # (model, number of the batch) -> the loss
+
+
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, forward: Forward, number: int, loop: Loop
+) -> None:
+    """Train one step, of as many micro-batches as the loop has."""
+    for micro in range(loop.accumulation):
+        is_last = micro == loop.accumulation - 1
+        with model.no_sync() if loop.no_sync and not is_last else nullcontext():
+            forward(model, number * loop.accumulation + micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in its steady state, and the peak of one whole step there."""
+
+    model: zerofx.CompiledModule
+    peak: Peak
+
+
+def train(
+    build: Callable[[], nn.Module],
+    forward: Forward,
+    plan: dict[str, Any],
+    device: str = "cpu",
+    machine: Machine | None = None,
+    loop: Loop | None = None,
+    before_step: Callable[[zerofx.CompiledModule], object] | None = None,
+) -> Trained:
+    """Train for some steps with AdamW on this rank, and measure one in the steady state.
+
+    before_step: called before each step, so that counters can be read.
+    """
+    gc.collect()
+    torch.manual_seed(0)
+    on = torch.device(device)
+    how = loop or Loop()
+    first = zerofx.compile(build(), plan, device=on, machine=machine)
+    forward(first, 0)
+    if how.accumulation > 1:  # which may change the program
+        step(first, torch.optim.SGD(first.parameters(), lr=0.0), forward, 0, how)
+    programs = first._programs.known
+    del first
+    with PeakMemory(on) as memory:  # sees the model from its first allocation on
+        model = zerofx.compile(build(), plan, device=on, machine=machine)
+        # else capture's operators would be profiled too, which is slow
+        model._programs.known.update(programs)
+        if plan.get("update") == "in-backward":
+            optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for number in range(MEASURED + 2):
+            if before_step is not None:
+                before_step(model)
+            with memory.step() if number == MEASURED else nullcontext():
+                step(model, optimizer, forward, number, how)
+    return Trained(model, memory.steps[0])

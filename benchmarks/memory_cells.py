@@ -1,0 +1,227 @@
+"""The cells of the memory matrix: models, plans, and what one cell predicts and measures."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from benchmarks.measured import train
+from zerofx.analysis.memory import peak_bytes
+from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.ir.program import Loop, Program
+from zerofx.passes.decide import budget_for
+
+BATCH, SEQ, WIDTH, LAYERS, VOCAB = 2, 64, 192, 4, 2048
+SIDE, LABELS = 64, 1024
+SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model: how it is made, the arguments of a call, and which weights are tiled by name."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, Tensor]]
+    tiling: dict[str, int]
+
+    def forward(self, model: nn.Module, number: int) -> Tensor:
+        """Return the loss of a batch; other results are dropped at once, as most loops do."""
+        found = model(**self.batch(number))
+        return found if isinstance(found, Tensor) else found.loss
+
+
+def _drawn(number: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(number))
+
+
+def _text(number: int) -> dict[str, Tensor]:
+    tokens = _drawn(number, 256, BATCH, SEQ + 1)
+    return {"x": tokens[:, :-1].contiguous(), "y": tokens[:, 1:].contiguous()}
+
+
+def _ids(number: int) -> dict[str, Tensor]:
+    tokens = _drawn(number, VOCAB, BATCH, SEQ)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _pixels(number: int) -> dict[str, Tensor]:
+    given = torch.Generator().manual_seed(number)
+    pixels = torch.randn(2 * BATCH, 3, SIDE, SIDE, generator=given)
+    return {"pixel_values": pixels, "labels": _drawn(number, LABELS, 2 * BATCH)}
+
+
+def _hf(kind: str, head: str, **fields: Any) -> Callable[[], nn.Module]:
+    """Return how to make a model of transformers from a small configuration."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**fields))
+
+    return build
+
+
+_SIZES = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "intermediate_size": 4 * WIDTH,
+}  # fmt: skip
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "gpt": Model(
+        lambda: GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=4, seq=SEQ)),
+        _text,
+        {"blocks.*.mlp": 4},
+    ),
+    "gpt2": Model(
+        _hf("GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=SEQ,
+            vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, use_cache=False, attn_pdrop=0.0,
+            embd_pdrop=0.0, resid_pdrop=0.0),
+        _ids,
+        {"transformer.h.*.mlp": 4},
+    ),
+    "llama": Model(
+        _hf("Llama", "ForCausalLM", vocab_size=VOCAB, use_cache=False, num_key_value_heads=2,
+            max_position_embeddings=SEQ, **_SIZES),
+        _ids,
+        {"lm_head": 8, "model.layers.*.mlp": 4},
+    ),
+    "bert": Model(
+        _hf("Bert", "ForMaskedLM", vocab_size=VOCAB, max_position_embeddings=SEQ, **_STILL,
+            **_SIZES),
+        _ids,
+        {"bert.encoder.layer.*.intermediate": 4, "bert.encoder.layer.*.output": 4},
+    ),
+    "vit": Model(
+        _hf("ViT", "ForImageClassification", image_size=SIDE, patch_size=8, num_labels=LABELS,
+            **_SIZES),
+        _pixels,
+        {"classifier": 4, "vit.layers.*.mlp": 4},
+    ),
+    "resnet": Model(
+        _hf("ResNet", "ForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256],
+            depths=[2, 2, 2], layer_type="basic", num_labels=LABELS),
+        _pixels,
+        {"classifier": 4},
+    ),
+}  # fmt: skip
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "stage": (0, 1, 2, 3),
+    "world": (1, 2),
+    "activations": ("keep", "recompute", "half", "auto", "offload"),
+    "tiling": ("off", "pattern", "auto"),
+    "kernels": ("aten", "inductor"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination. `tiling` needs parameters that are gathered: stage 3 and two ranks."""
+
+    model: str
+    stage: int
+    world: int
+    activations: str
+    tiling: str
+    kernels: str
+    accumulation: int = 1
+    no_sync: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(str(v) for v in asdict(self).values())
+
+    def pairs(self) -> list[tuple[tuple[str, Any], ...]]:
+        """Return every pair of a choice with another."""
+        return list(itertools.combinations([(name, getattr(self, name)) for name in CHOICES], 2))
+
+
+def all_cells() -> Iterator[Cell]:
+    """Yield every combination that means something, in a fixed order."""
+    for chosen in itertools.product(*CHOICES.values()):
+        cell = Cell(*chosen)
+        if cell.tiling == "off" or (cell.stage, cell.world) == (3, 2):
+            yield cell
+
+
+def cover(count: int) -> list[Cell]:
+    """Return `count` cells in which every pair of choices occurs, as evenly as a greedy choice has
+    them: each next one is the cell whose pairs have come up least.
+
+    Raises:
+        ValueError: `count` cells leave out a pair.
+    """
+    left = list(all_cells())
+    times = dict.fromkeys((p for cell in left for p in cell.pairs()), 0)
+    found: list[Cell] = []
+    while len(found) < count:
+        best = max(left, key=lambda cell: sum(Fraction(1, 10 ** times[p]) for p in cell.pairs()))
+        left.remove(best)
+        found.append(best)
+        for pair in best.pairs():
+            times[pair] += 1
+    missing = [p for p, n in times.items() if n == 0]
+    if missing:
+        raise ValueError(f"{count} cells leave out {len(missing)} pairs, {missing[0]} first")
+    return sorted(found, key=lambda cell: tuple(map(str, asdict(cell).values())))
+
+
+# -- a cell's plan ------------------------------------------------------------------------------
+_ACTIVATIONS = {"half": 0.5, "offload": {"*": "offload"}}
+
+
+def plan_of(cell: Cell) -> dict[str, Any]:
+    """Return a cell's plan; its budget, where it needs one, lies below what keeping all takes."""
+    plan: dict[str, Any] = {
+        "stage": cell.stage,
+        "kernels": cell.kernels,
+        "activations": _ACTIVATIONS.get(cell.activations, cell.activations),
+        "tiling": MODELS[cell.model].tiling if cell.tiling == "pattern" else cell.tiling,
+        "bucket_bytes": "256KiB",
+    }
+    if cell.activations == "auto":
+        plan["memory_budget"] = _between(cell, SHARE)
+    elif cell.tiling == "auto":  # nothing else is to be decided by it
+        plan["memory_budget"] = _between(cell, 1.0)
+    return plan
+
+
+def _between(cell: Cell, share: float) -> int:
+    """Return a budget so far from what recomputing takes to what keeping takes, both untiled."""
+    least, most = (
+        peak_bytes(
+            zerofx.rewrite(
+                captured(cell.model), {"stage": cell.stage, "activations": a}, cell.world
+            )
+        )
+        for a in ("recompute", "keep")
+    )
+    return budget_for(int(least + share * (most - least)))
+
+
+@functools.cache
+def captured(model: str) -> Program:
+    """Return the captured training call of a model."""
+    return zerofx.capture(MODELS[model].build(), (), MODELS[model].batch(0))
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Train a cell on this rank; return what was predicted and what was measured, in bytes."""
+    model = MODELS[cell.model]
+    loop = Loop(cell.accumulation, cell.no_sync)
+    trained = train(model.build, model.forward, plan_of(cell), loop=loop)
+    (program,) = trained.model.programs
+    return {
+        "low_bytes": trained.peak.low_bytes,
+        "high_bytes": trained.peak.high_bytes,
+        "predicted_bytes": program.memory(keeps_results=False, **asdict(loop)).peak_bytes,
+        "num_tiles": sum(b.tile is not None for b in program.layout.buckets),
+        "budget_bytes": program.plan.memory_budget,
+    }

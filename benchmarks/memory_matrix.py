@@ -1,0 +1,127 @@
+"""Predicted against measured peak bytes of a rank, over models, stages, plans and kernels.
+
+    python -m benchmarks.memory_matrix                 # 64 cells in which every pair of choices is
+    python -m benchmarks.memory_matrix --only llama    # the cells whose name has this in it
+    python -m benchmarks.memory_matrix --kernels aten  # without what Inductor has to compile
+
+A cell trains three steps with AdamW; its measured peak is that of the last whole step, optimizer
+included, of the highest rank. It comes with two bounds (see zerofx.demo.measure), and the error is
+the prediction's distance from the nearer of them, 0 where it lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.memory_cells import CHOICES, Cell, cover, run
+from benchmarks.pool import Group
+from benchmarks.report import Column, finish
+
+COUNT, PROMISED = 64, 0.05
+QUIET = {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+class Job:
+    """What a worker serves: one cell after another, on the ranks that its group has."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+
+    def run(self, cell: dict[str, Any]) -> dict[str, Any]:
+        return run(Cell(**cell))
+
+
+def error_of(predicted_bytes: int, low_bytes: int, high_bytes: int) -> float:
+    """Return how far a prediction lies from what was measured, relative; 0 between the bounds."""
+    nearest = min(max(predicted_bytes, low_bytes), high_bytes)
+    return predicted_bytes / nearest - 1
+
+
+def line(cell: Cell, answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return the table's line of one cell: of its ranks, the one that is furthest off."""
+    errors = [error_of(a["predicted_bytes"], a["low_bytes"], a["high_bytes"]) for a in answers]
+    worst = max(range(len(answers)), key=lambda rank: abs(errors[rank]))
+    mine = answers[worst]
+    return {
+        **asdict(cell),
+        "predicted_mib": mine["predicted_bytes"] / 2**20,
+        "measured_mib": mine["high_bytes"] / 2**20,
+        "spread": mine["high_bytes"] / mine["low_bytes"] - 1,
+        "error": errors[worst],
+        "seconds": seconds,
+        **mine,
+    }  # fmt: skip
+
+
+def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the worst error and the mean over the cells of each choice."""
+    groups: dict[tuple[str, Any], list[float]] = defaultdict(list)
+    for row in rows:
+        for name in CHOICES:
+            groups[name, row[name]].append(row["error"])
+    return [
+        {
+            "choice": name,
+            "value": value,
+            "cells": len(errors),
+            "worst": max(errors, key=abs),
+            "mean": sum(map(abs, errors)) / len(errors),
+        }
+        for (name, value), errors in sorted(groups.items(), key=str)
+    ]
+
+
+COLUMNS = [
+    *(Column(name, name) for name in CHOICES),
+    Column("predicted_mib", "predicted MiB", "{:.2f}"),
+    Column("measured_mib", "measured MiB", "{:.2f}"),
+    Column("spread", "uncertain", "{:.1%}"),
+    Column("error", "error", "{:+.2%}"),
+]
+WORST = [
+    Column("choice", "choice"),
+    Column("value", "value"),
+    Column("cells", "cells"),
+    Column("worst", "worst error", "{:+.2%}"),
+    Column("mean", "mean |error|", "{:.2%}"),
+]
+
+
+def measure(cells: list[Cell]) -> list[dict[str, Any]]:
+    """Run the cells, each world's in one group of processes."""
+    rows = []
+    for world in sorted({cell.world for cell in cells}):
+        with Group(f"world {world}", "benchmarks.memory_matrix:Job", {}, world, QUIET) as group:
+            group.ready()
+            for cell in (c for c in cells if c.world == world):
+                start = time.perf_counter()
+                answers = group.call("run", cell=asdict(cell))
+                rows.append(line(cell, answers, time.perf_counter() - start))
+                print(f"{cell}: {rows[-1]['error']:+.2%}  {rows[-1]['seconds']:.1f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure what the command line chooses, show it and write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cells", type=int, default=COUNT)
+    parser.add_argument("--only", default="", help="a part of the cells' names, as they are shown")
+    parser.add_argument("--kernels", choices=CHOICES["kernels"], help="these kernels only")
+    options = parser.parse_args()
+    cells = [
+        cell
+        for cell in cover(options.cells)
+        if options.only in str(cell) and options.kernels in (None, cell.kernels)
+    ]
+    rows = measure(cells)
+    finish("memory-matrix", COLUMNS, rows, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A model's programs under one budget: what shows of the loop after they were compiled, and slots
+that they share.
+
+A budget is solved at a signature's first call. That the loop accumulates shows later, when a
+forward finds gradients of an earlier one; that another program needs larger slots, later still.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import zip_longest
+
+from zerofx.compiled.contract import forward_slots
+from zerofx.ir.program import Loop, Pool, Program
+from zerofx.plan import Plan
+from zerofx.runtime.engine import Engine
+from zerofx.sizes import format_bytes
+
+log = logging.getLogger("zerofx")
+ADDING, SUMMING = Loop(2), Loop(3, no_sync=True)  # of more micro-batches none holds more
+
+
+def can_accumulate(plan: Plan) -> bool:
+    """Tell whether a plan has a budget that a loop of several backwards a step could exceed."""
+    return plan.memory_budget is not None and plan.update == "step"
+
+
+def loop_so_far(engine: Engine, known: Loop) -> Loop:
+    """Return what a forward that begins now shows of the loop, at least what is known."""
+    gradients = engine.gradients
+    if known.no_sync or gradients.no_sync or gradients.holds_sums:
+        return SUMMING
+    return ADDING if known.accumulation > 1 or engine.store.shows_gradients else known
+
+
+def fits(program: Program, loop: Loop) -> bool:
+    """Tell whether a training program stays under its budget in such a loop."""
+    budget = program.plan.memory_budget
+    return budget is None or program.memory(**asdict(loop)).peak_bytes <= budget
+
+
+def pool_of(programs: Iterable[Program]) -> Pool:
+    """Return the slots that programs of one model need."""
+    sizes: list[int] = []
+    stay: set[int] = set()
+    for program in programs:
+        needed = program.slots.get("bytes", [])
+        sizes = list(map(max, zip_longest(sizes, needed, fillvalue=0)))
+        stay |= forward_slots(program)
+    return Pool(tuple(sizes), frozenset(stay))
+
+
+def warn_of_regions(program: Program) -> None:
+    """Warn where the regions, now that they are compiled, take more than the budget was solved for.
+
+    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
+    """
+    if program.plan.kernels == "inductor":
+        _warn(
+            program, "compiled by Inductor,", "lower the budget by the difference, or use "
+            "kernels='aten', which keeps it to the byte",
+        )  # fmt: skip
+
+
+def warn_of_slots(programs: Iterable[Program]) -> None:
+    """Warn where an earlier program takes too much beside the slots of one compiled after it."""
+    for program in programs:
+        _warn(
+            program, "beside the slots that a later program of the model needs,", "pad inputs to "
+            "fewer shapes, so that one program serves them, or raise the budget to it",
+        )  # fmt: skip
+
+
+def _warn(program: Program, why: str, way_out: str) -> None:
+    budget = program.plan.memory_budget
+    if budget is None or not program.is_training:
+        return
+    peak = program.memory().peak_bytes
+    if peak > budget:
+        log.warning(
+            "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",
+            why, program.model_name, format_bytes(peak), peak, format_bytes(budget), way_out,
+        )  # fmt: skip
