@@ -126,6 +126,11 @@ class Homes:
         if self.nvme is not None:
             self.nvme.drain()
 
+    def drop_early(self) -> None:
+        """Let go of reads from NVMe for updates that did not come."""
+        if self.nvme is not None:
+            self.nvme.drop_early()
+
     def rest(self) -> None:
         """Give back the memory that looking at what lives on NVMe has taken."""
         if self.nvme is not None:
