@@ -227,9 +227,7 @@ SETTINGS = st.builds(
 
 @settings(max_examples=8)
 @given(st.sampled_from(["chain", "gpt", "adapters"]), SETTINGS, st.integers(0, 4))
-def test_each_gather_of_what_is_away_sends_a_copy(
-    case: str, choice: Choice, distance: int
-) -> None:
+def test_each_gather_of_what_is_away_sends_a_copy(case: str, choice: Choice, distance: int) -> None:
     after = run(before(case, choice, NAME), OffloadShards(distance=distance))
     assert after.layout is not None
     for name in after.graphs:
