@@ -139,6 +139,9 @@ def test_a_program_for_other_homes_is_refused() -> None:
     model = zerofx.compile(CASES["gpt"].make(), {"offload": OPTIMIZER, "kernels": "aten"})
     batch_loss(model, "gpt", 0)
     other = zerofx.compile(CASES["gpt"].make(), {"kernels": "aten"})
-    with pytest.raises(ProgramError, match=r"bucket 0 \(\S+\) lives on the host and is gathered "
-                       r"from the device, the model's on the device and from the device"):  # fmt: skip
+    where = (
+        r"bucket 0 \(\S+\) lives on the host and is gathered from the device, the model's on the "
+        "device and from the device"
+    )
+    with pytest.raises(ProgramError, match=where):
         other.adopt(model.programs[0])
