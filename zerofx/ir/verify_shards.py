@@ -141,8 +141,6 @@ class ShardOrder(CopyOrder):
         (buffer,) = self.roots[launch]
         if buffer.landed:
             self.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
-        if buffer.released is not None or buffer.taken is not None:
-            self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
         self.check_landed(node, buffer)
         buffer.landed = True
         self.roots.set(node, buffer)
