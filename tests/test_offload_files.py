@@ -37,10 +37,13 @@ def emitted(tmp_path: Path, **plan: Any) -> Path:
 
 
 def test_the_text_comes_back(tmp_path: Path) -> None:
-    first = render(program("gpt", offload=BOTH))["schedule.py"].split("def forward")[1]
-    again = render(zerofx.load_program(emitted(tmp_path)))["schedule.py"].split("def forward")[1]
-    assert again == first
-    assert "rt.offload_grad(" in first and "rt.reload_shard(" in first
+    first, again = (
+        [row for row in render(p)["schedule.py"].splitlines() if "(rt, " in row or "rt." in row]
+        for p in (program("gpt", offload=BOTH), zerofx.load_program(emitted(tmp_path)))
+    )
+    moves = [row for row in first if "rt.offload_grad(" in row or "rt.reload_shard(" in row]
+    assert len(moves) == 10
+    assert [row for row in again if "pack" not in row] == [r for r in first if "pack" not in r]
 
 
 # -- edits --------------------------------------------------------------------------------------
@@ -139,9 +142,6 @@ def test_a_program_for_other_homes_is_refused() -> None:
     model = zerofx.compile(CASES["gpt"].make(), {"offload": OPTIMIZER, "kernels": "aten"})
     batch_loss(model, "gpt", 0)
     other = zerofx.compile(CASES["gpt"].make(), {"kernels": "aten"})
-    where = (
-        r"bucket 0 \(\S+\) lives on the host and is gathered from the device, the model's on the "
-        "device and from the device"
-    )
-    with pytest.raises(ProgramError, match=where):
+    message = r"bucket 0 \(\S+\) lives on the host and is gathered from the device, the model's on "
+    with pytest.raises(ProgramError, match=message + "the device and from the device"):
         other.adopt(model.programs[0])
