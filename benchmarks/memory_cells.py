@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir.program import Loop, Program
 from zerofx.passes.decide import budget_for
 
-BATCH, SEQ, WIDTH, LAYERS, VOCAB = 2, 64, 192, 4, 2048
+SEQ, WIDTH, LAYERS, VOCAB = 64, 192, 4, 2048
+FEW, MANY = 2, 8  # samples: weights outweigh activations, or the other way round
 SIDE, LABELS = 64, 1024
+COUNTED = 12  # times that a pair comes up: more count alike
 SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
 
 
@@ -28,13 +29,13 @@ SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
 class Model:
     """One model: how it is made, the arguments of a call, and which weights are tiled by name."""
 
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
+    build: Callable[[int], nn.Module]  # of so many layers
+    batch: Callable[[int, int], dict[str, Tensor]]  # (number, samples)
     tiling: dict[str, int]
 
-    def forward(self, model: nn.Module, number: int) -> Tensor:
+    def forward(self, model: nn.Module, number: int, samples: int) -> Tensor:
         """Return the loss of a batch; other results are dropped at once, as most loops do."""
-        found = model(**self.batch(number))
+        found = model(**self.batch(number, samples))
         return found if isinstance(found, Tensor) else found.loss
 
 
@@ -42,46 +43,51 @@ def _drawn(number: int, high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(number))
 
 
-def _text(number: int) -> dict[str, Tensor]:
-    tokens = _drawn(number, 256, BATCH, SEQ + 1)
+def _text(number: int, samples: int) -> dict[str, Tensor]:
+    tokens = _drawn(number, 256, samples, SEQ + 1)
     return {"x": tokens[:, :-1].contiguous(), "y": tokens[:, 1:].contiguous()}
 
 
-def _ids(number: int) -> dict[str, Tensor]:
-    tokens = _drawn(number, VOCAB, BATCH, SEQ)
+def _ids(number: int, samples: int) -> dict[str, Tensor]:
+    tokens = _drawn(number, VOCAB, samples, SEQ)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _pixels(number: int) -> dict[str, Tensor]:
+def _pixels(number: int, samples: int) -> dict[str, Tensor]:
     given = torch.Generator().manual_seed(number)
-    pixels = torch.randn(2 * BATCH, 3, SIDE, SIDE, generator=given)
-    return {"pixel_values": pixels, "labels": _drawn(number, LABELS, 2 * BATCH)}
+    pixels = torch.randn(samples, 3, SIDE, SIDE, generator=given)
+    return {"pixel_values": pixels, "labels": _drawn(number, LABELS, samples)}
 
 
-def _hf(kind: str, head: str, **fields: Any) -> Callable[[], nn.Module]:
-    """Return how to make a model of transformers from a small configuration."""
+def _hf(kind: str, head: str, depth: str, **fields: Any) -> Callable[[int], nn.Module]:
+    """Return how to make a model of transformers from a small configuration.
 
-    def build() -> nn.Module:
+    depth: the field that takes the number of layers; of a ResNet, half of it in each of 3 stages.
+    """
+
+    def build(layers: int) -> nn.Module:
         import transformers
 
-        return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**fields))
+        value = [max(layers // 2, 1)] * 3 if depth == "depths" else layers
+        config = getattr(transformers, f"{kind}Config")(**fields, **{depth: value})
+        return getattr(transformers, kind + head)(config)
 
     return build
 
 
 _SIZES = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "depth": "num_hidden_layers", "hidden_size": WIDTH, "num_attention_heads": 4,
     "intermediate_size": 4 * WIDTH,
 }  # fmt: skip
 _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
     "gpt": Model(
-        lambda: GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=4, seq=SEQ)),
+        lambda layers: GPT(GPTConfig(layers=layers, width=WIDTH, heads=4, seq=SEQ)),
         _text,
         {"blocks.*.mlp": 4},
     ),
     "gpt2": Model(
-        _hf("GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=SEQ,
+        _hf("GPT2", "LMHeadModel", "n_layer", n_embd=WIDTH, n_head=4, n_positions=SEQ,
             vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, use_cache=False, attn_pdrop=0.0,
             embd_pdrop=0.0, resid_pdrop=0.0),
         _ids,
@@ -106,8 +112,8 @@ MODELS = {
         {"classifier": 4, "vit.layers.*.mlp": 4},
     ),
     "resnet": Model(
-        _hf("ResNet", "ForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256],
-            depths=[2, 2, 2], layer_type="basic", num_labels=LABELS),
+        _hf("ResNet", "ForImageClassification", "depths", embedding_size=32,
+            hidden_sizes=[64, 128, 256], layer_type="basic", num_labels=LABELS),
         _pixels,
         {"classifier": 4},
     ),
@@ -132,11 +138,17 @@ class Cell:
     activations: str
     tiling: str
     kernels: str
+    layers: int = LAYERS
     accumulation: int = 1
     no_sync: bool = False
 
     def __str__(self) -> str:
-        return "-".join(str(v) for v in asdict(self).values())
+        return "-".join(str(getattr(self, name)) for name in CHOICES)
+
+    @property
+    def samples(self) -> int:
+        """Samples a batch: tiling="auto" cuts only what is large beside the activations."""
+        return FEW if self.tiling == "auto" else MANY
 
     def pairs(self) -> list[tuple[tuple[str, Any], ...]]:
         """Return every pair of a choice with another."""
@@ -162,7 +174,9 @@ def cover(count: int) -> list[Cell]:
     times = dict.fromkeys((p for cell in left for p in cell.pairs()), 0)
     found: list[Cell] = []
     while len(found) < count:
-        best = max(left, key=lambda cell: sum(Fraction(1, 10 ** times[p]) for p in cell.pairs()))
+        best = max(
+            left, key=lambda cell: sum(10 ** max(COUNTED - times[p], 0) for p in cell.pairs())
+        )
         left.remove(best)
         found.append(best)
         for pair in best.pairs():
@@ -195,28 +209,30 @@ def plan_of(cell: Cell) -> dict[str, Any]:
 
 def _between(cell: Cell, share: float) -> int:
     """Return a budget so far from what recomputing takes to what keeping takes, both untiled."""
+    program = captured(cell.model, cell.layers, cell.samples)
     least, most = (
-        peak_bytes(
-            zerofx.rewrite(
-                captured(cell.model), {"stage": cell.stage, "activations": a}, cell.world
-            )
-        )
+        peak_bytes(zerofx.rewrite(program, {"stage": cell.stage, "activations": a}, cell.world))
         for a in ("recompute", "keep")
     )
     return budget_for(int(least + share * (most - least)))
 
 
 @functools.cache
-def captured(model: str) -> Program:
+def captured(model: str, layers: int, samples: int) -> Program:
     """Return the captured training call of a model."""
-    return zerofx.capture(MODELS[model].build(), (), MODELS[model].batch(0))
+    return zerofx.capture(MODELS[model].build(layers), (), MODELS[model].batch(0, samples))
 
 
 def run(cell: Cell) -> dict[str, Any]:
     """Train a cell on this rank; return what was predicted and what was measured, in bytes."""
     model = MODELS[cell.model]
     loop = Loop(cell.accumulation, cell.no_sync)
-    trained = train(model.build, model.forward, plan_of(cell), loop=loop)
+    trained = train(
+        lambda: model.build(cell.layers),
+        lambda module, number: model.forward(module, number, cell.samples),
+        plan_of(cell),
+        loop=loop,
+    )
     (program,) = trained.model.programs
     return {
         "low_bytes": trained.peak.low_bytes,

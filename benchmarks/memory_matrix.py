@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.memory_cells import CHOICES, Cell, cover, run
 from benchmarks.pool import Group
-from benchmarks.report import Column, finish
+from benchmarks.report import Column, finish, machine, markdown
 
 COUNT, PROMISED = 64, 0.05
 QUIET = {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
@@ -120,7 +120,31 @@ def main() -> None:
         if options.only in str(cell) and options.kernels in (None, cell.kernels)
     ]
     rows = measure(cells)
-    finish("memory-matrix", COLUMNS, rows, options)
+    path = finish("memory-matrix", COLUMNS, rows, options).with_suffix(".md")
+    path.write_text(_page(rows), encoding="utf-8")
+    print(_summary(rows))
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    name = ", ".join(f"{key} {worst[key]}" for key in CHOICES)
+    within = sum(abs(row["error"]) <= PROMISED for row in rows)
+    mean = sum(abs(row["error"]) for row in rows) / len(rows)
+    return (
+        f"{within} of {len(rows)} cells are within {PROMISED:.0%}; the worst is "
+        f"{worst['error']:+.2%} ({name}), the mean {mean:.2%}"
+    )
+
+
+def _page(rows: list[dict[str, Any]]) -> str:
+    """Return the result as a page to read."""
+    facts = machine()
+    return (
+        f"# Predicted and measured peak bytes of a rank\n\n{_summary(rows)}.\n\n"
+        f"torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}; AdamW, one whole step in "
+        "the steady state, the rank that is furthest off. `python -m benchmarks.memory_matrix`\n\n"
+        f"{markdown(COLUMNS, rows)}\n## By choice\n\n{markdown(WORST, worst_of(rows))}"
+    )
 
 
 if __name__ == "__main__":

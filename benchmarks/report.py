@@ -100,8 +100,8 @@ def show(title: str, columns: list[Column], rows: list[dict[str, Any]]) -> None:
 
 def finish(
     name: str, columns: list[Column], rows: list[dict[str, Any]], options: argparse.Namespace
-) -> None:
-    """Show the table and write it, with the machine, to benchmarks/results/."""
+) -> Path:
+    """Show the table and write it, with the machine, to benchmarks/results/; return the file."""
     now = datetime.now(timezone.utc)
     facts = machine()
     show(f"{name}: torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}", columns, rows)
@@ -110,3 +110,11 @@ def finish(
     content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "machine": facts, "options": vars(options)}
     path.write_text(json.dumps(content | {"results": rows}, indent=1) + "\n")
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return path
+
+
+def markdown(columns: list[Column], rows: list[dict[str, Any]]) -> str:
+    """Return the table as Markdown."""
+    head = [[c.title for c in columns], ["---" if c.form == "{}" else "---:" for c in columns]]
+    lines = head + [[c.cell(row) for c in columns] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -66,7 +66,7 @@ def compile(
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
     in_backward = checked.update == "in-backward"
     if optimizer is not None:
-        check_before(optimizer, layout.shard_size > 1, in_backward)
+        check_before(optimizer, layout, in_backward)
     store = ShardStore.build(
         model, layout, world, in_backward=in_backward, folder=checked.offload.path
     )

@@ -53,6 +53,8 @@ class Buffer:
     updated: of a shard, the update that has overwritten it.
     is_away: of a shard and of a reduction's result, that the bucket lives off the device.
     offloaded: of such a result, the launch of the copy that takes it there.
+    sent: of a reloaded shard, the gathered buffers that are made of it.
+    behind: of a copy that stays, an earlier refresh that was under way: this one brings nothing.
     """
 
     kind: Kind
@@ -71,13 +73,15 @@ class Buffer:
     updated: fx.Node | None = None
     is_away: bool = False
     offloaded: fx.Node | None = None
+    sent: list[Buffer] = field(default_factory=list)
+    behind: Buffer | None = None
 
     @property
     def in_flight(self) -> bool:
         """Whether a transfer writes to it or reads from it now."""
         if self.kind is Kind.PACKED:
             return self.reduced is not None and not self.landed
-        return not self.landed
+        return not self.landed or any(not b.landed for b in self.sent)
 
     def is_open_to(self, target: Any) -> bool:
         """Say whether a node of this kind may read it now."""

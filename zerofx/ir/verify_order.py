@@ -100,7 +100,7 @@ class Walk(Sources):
                 f"{reader} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
                 "puts another buffer there; give one of the two another slot, or move them apart",
             )
-        if buffer.kind in _MEANT:
+        if buffer.kind in _MEANT and not (buffer.released and node.target is ops.release):
             self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
 
     # -- what leaves the graph --------------------------------------------------------------------

@@ -32,7 +32,7 @@ class StepsInBackward:
     _options: list[dict[str, Any]] | None = None  # as the last backward found them
     _laid: dict[int, Any]
     _layout: Callable[[int], Any]
-    _work: Callable[[Any, Callable[[Owner], bool]], Any]
+    _works: Callable[[Any, Callable[[Owner], bool]], Any]
     _update_all: Callable[..., None]
 
     def update_in_backward(self) -> None:
@@ -74,7 +74,8 @@ class StepsInBackward:
             return owner[0] is ledger and owner[1] is not None and owner[1].index == bucket
 
         with torch.inference_mode(False):
-            work = [self._work(self._laid[i], is_due) for i in range(len(self.param_groups))]
+            laid = [self._laid[number] for number in range(len(self.param_groups))]
+            work = self._works(laid, is_due)
         groups = [dict(group) for group in self.param_groups]
 
         @torch.no_grad()

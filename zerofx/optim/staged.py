@@ -19,25 +19,38 @@ Groups = list[Work]  # a group's runs each
 
 
 def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
-    """Divide runs by where they live: in memory, and on NVMe those of each bucket by themselves."""
+    """Divide runs by where they live: in memory, and on NVMe those of each bucket by themselves.
+
+    Buckets come in an order that all ranks have in common: an update may ask other ranks.
+    """
     near: Groups = [[] for _ in work]
     far: dict[tuple[int, int], Groups] = {}
     for number, pairs in enumerate(work):
         for run, grad in pairs:
             into = near
             if run.bucket is not None and run.bucket.home is Tier.NVME:
-                key = id(run.ledger), run.bucket.index
+                assert run.ledger is not None
+                key = run.ledger.number, run.bucket.index
                 into = far.setdefault(key, [[] for _ in work])
             into[number].append((run, grad))
-    return near, list(far.values())
+    return near, [far[key] for key in sorted(far)]
 
 
 def update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
     """Update each bucket in host memory, the next one's reads and the last one's writes beside it.
 
     Raises:
-        NvmeError: a read or write failed; names file, offset and bucket.
+        NvmeError: a read or write failed; names file, offset and bucket. Nothing is under way then.
     """
+    try:
+        _update_staged(far, update)
+    except BaseException:
+        for groups in far:
+            _home_of(groups).drain()
+        raise
+
+
+def _update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
     coming = map(_Stage, far)
     stage = next(coming, None)
     while stage is not None:
@@ -59,6 +72,7 @@ class _Stage:
         self._bucket: Bucket = run.bucket
         kinds = [PARAMETERS, *dict.fromkeys(k for r in _runs(groups) for k in r.states)]
         self._coming: dict[str, Arrival] = {k: self._take(k) for k in kinds}
+        self._home.drop_early(self._bucket.index)  # states that this optimizer does not have
         self._held: dict[str, Tensor] = {}
 
     def _take(self, kind: str) -> Arrival:

@@ -74,6 +74,7 @@ class BucketUpdates:
         if is_whole and self._store.updates is not None:
             if not self._delayed:
                 self._pending.join()
+            self._store.homes.drop_early()
             self._store.updates.end()
 
     def abandon(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
+from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_tier import HostTier, host_memory
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
@@ -29,32 +30,38 @@ class Homes:
         self._device, self._writes = device, writes
         self.host = HostTier(device)
         self.nvme: NvmeHome | None = None
+        self._far: dict[int, int] = {}  # bucket on NVMe -> bytes of its shard
+        self._trained: set[int] = set()  # those that had something to train when they were made
         self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
         self._states: dict[tuple[str, int], list[Range]] = {}  # of a shard that states were made of
         self._maps: dict[int, mmap.mmap] = {}  # address -> the host memory there
 
     def open(self, folder: str | os.PathLike[str], rank: int, layout: Layout, keeps: bool) -> None:
-        """Make the files of a layout's buckets that live on NVMe.
+        """Make the files of a layout's buckets that live on NVMe; `far_bytes` says how large.
 
         keeps: whether gradients stay between backward and the optimizer's step.
 
         Raises:
-            NvmeError: the folder cannot be used, or has too little space for parameters, gradients
-                and AdamW's states together; both numbers are said.
+            NvmeError: the folder cannot be used, or has too little space for what will lie there;
+                both numbers are said.
         """
-        sizes = {
-            b.index: layout.shard_numel(b) * b.dtype.itemsize
-            for b in layout.buckets
-            if b.home is Tier.NVME
-        }
-        trained = {i: size for i, size in sizes.items() if layout.buckets[i].trainable}
-        self.nvme = NvmeHome(folder, rank, self.host, self._writes)
-        self.nvme.need_space(
-            sum(sizes.values()) + (ADAMW_STATES + keeps) * sum(trained.values()), len(sizes)
-        )
-        self.nvme.reserve(PARAMETERS, sizes)
-        if keeps and trained:
-            self.nvme.reserve(GRADIENTS, trained)
+        far = [b for b in layout.buckets if b.home is Tier.NVME]
+        self._far = {b.index: layout.shard_numel(b) * b.dtype.itemsize for b in far}
+        self._trained = {b.index for b in far if b.trainable}
+        names = {b.index: full_name(b) for b in far}
+        self.nvme = NvmeHome(folder, rank, self.host, names, self._writes)
+        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(far)} buckets")
+        try:
+            self._reserve(PARAMETERS, self._far)
+            if keeps and self._trained:
+                self._reserve(GRADIENTS, self._trained)
+        except BaseException:
+            self.nvme.close()
+            raise
+
+    def _reserve(self, kind: str, buckets: Collection[int]) -> None:
+        assert self.nvme is not None
+        self.nvme.reserve(kind, {index: self._far[index] for index in buckets})
 
     def shard(self, bucket: Bucket, numel: int) -> Tensor:
         """Return zeros for a bucket's shard, or for that of a block which begins with it."""
@@ -69,25 +76,21 @@ class Homes:
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
-        if not self.nvme.has(GRADIENTS) or key in self._lent:
+        if not self.nvme.has(*key) or key in self._lent:
             return self.zeros(numel, bucket.dtype, Tier.HOST)
         self._lent.add(key)
         return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
 
-    def state(self, key: str, bucket: Bucket, numel: int, offset: int, layout: Layout) -> Tensor:
+    def state(self, key: str, bucket: Bucket, numel: int, offset: int) -> Tensor:
         """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on."""
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
-        if not self.nvme.has(key):
-            self.nvme.reserve(
-                key,
-                {
-                    b.index: layout.shard_numel(b) * b.dtype.itemsize
-                    for b in layout.buckets
-                    if b.home is Tier.NVME and b.trainable
-                },
-            )
+        if not self.nvme.has(key, bucket.index):
+            is_trained = (
+                bucket.index in self._trained
+            )  # else it was frozen when the files were made
+            self._reserve(key, self._trained if is_trained else {bucket.index})
         held = self.nvme.place(key, bucket.index, bucket.dtype)[offset : offset + numel]
         ranges = self._states.setdefault((key, bucket.index), [])
         if any(start < offset + numel and offset < stop for start, stop in ranges):
@@ -123,10 +126,22 @@ class Homes:
         if self.nvme is not None:
             self.nvme.drain()
 
+    def drop_early(self) -> None:
+        """Let go of reads from NVMe for updates that did not come."""
+        if self.nvme is not None:
+            self.nvme.drop_early()
+
     def rest(self) -> None:
         """Give back the memory that looking at what lives on NVMe has taken."""
         if self.nvme is not None:
             self.nvme.rest()
+
+
+def far_bytes(layout: Layout, keeps: bool) -> int:
+    """Return what a rank will have on NVMe: parameters, AdamW states, gradients if `keeps`."""
+    far = [b for b in layout.buckets if b.home is Tier.NVME]
+    sizes = [(layout.shard_numel(b) * b.dtype.itemsize, b.trainable) for b in far]
+    return sum(size * (1 + is_trained * (ADAMW_STATES + keeps)) for size, is_trained in sizes)
 
 
 def shrink(flat: Tensor) -> None:

@@ -8,6 +8,7 @@ first need and kept.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,12 +109,14 @@ class HostTier:
         self._free: dict[int, list[Place]] = {}  # by bytes
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
+        self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
 
     @property
     def nbytes(self) -> int:
         """Bytes of all places, lent or free."""
-        free = sum(p.nbytes for places in self._free.values() for p in places)
-        return free + sum(p.nbytes for p, _ in self._lent.values())
+        with self._lock:
+            free = sum(p.nbytes for places in self._free.values() for p in places)
+            return free + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
@@ -163,8 +166,9 @@ class HostTier:
 
     def count(self, lane: str, nbytes: int) -> None:
         """Note what was moved on a lane."""
-        self.moved[lane].calls += 1
-        self.moved[lane].nbytes += nbytes
+        with self._lock:
+            self.moved[lane].calls += 1
+            self.moved[lane].nbytes += nbytes
 
     def settle(self, copy: Copy) -> None:
         """Let the host itself wait for the end of a copy, what it is about to read."""
@@ -191,29 +195,32 @@ class HostTier:
 
     def _take(self, nbytes: int) -> Place:
         """Return the smallest free place that fits; else a new one, instead of a free smaller."""
-        if same := self._free.get(nbytes):
-            return same.pop()
-        sizes = [size for size, places in self._free.items() if places]
-        if fitting := [size for size in sizes if size > nbytes]:
-            return self._free[min(fitting)].pop()
-        if sizes:
-            self._free[max(sizes)].pop()
+        with self._lock:
+            if same := self._free.get(nbytes):
+                return same.pop()
+            sizes = [size for size, places in self._free.items() if places]
+            if fitting := [size for size in sizes if size > nbytes]:
+                return self._free[min(fitting)].pop()
+            if sizes:
+                self._free[max(sizes)].pop()
         return Place(nbytes, self.device)
 
     def _lend(self, place: Place, like: Tensor, nbytes: int) -> Tensor:
         """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
         flat = place.memory[:nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
-        back = partial(_give_back, self._lent, self._free, place.memory.data_ptr())
-        self._lent[place.memory.data_ptr()] = place, weakref.ref(tensor, back)
+        places = self._lock, self._lent, self._free
+        back = partial(_give_back, places, place.memory.data_ptr())
+        with self._lock:
+            self._lent[place.memory.data_ptr()] = place, weakref.ref(tensor, back)
         return tensor
 
 
-def _give_back(
-    lent: dict[int, tuple[Place, weakref.ref]], free: dict[int, list[Place]], address: int, _: Any
-) -> None:
-    place, _ = lent.pop(address)
-    free.setdefault(place.nbytes, []).append(place)
+def _give_back(places: tuple[Any, dict[int, Any], dict[int, list[Place]]], at: int, _: Any) -> None:
+    lock, lent, free = places
+    with lock:
+        place, _ = lent.pop(at)
+        free.setdefault(place.nbytes, []).append(place)
 
 
 def dense_bytes(x: Tensor) -> int:

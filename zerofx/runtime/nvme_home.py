@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -46,7 +47,9 @@ class NvmeHome:
     """Files with one place a bucket: parameters, gradients, and each kind of optimizer state.
 
     A place is seen through a tensor that is the file's own memory (`place`), and moved through
-    buffers on the host (`read`, `write`).
+    buffers on the host (`read`, `write`), by the schedule and by the thread of its updates.
+
+    names: what errors call each bucket.
     """
 
     def __init__(
@@ -54,67 +57,74 @@ class NvmeHome:
         folder: str | os.PathLike[str],
         rank: int,
         host: HostTier,
+        names: Mapping[int, str],
         writes: Callable[[], int],
     ) -> None:
-        self._folder, self._rank, self._host = folder, rank, host
+        self._folder, self._rank, self._host, self._names = folder, rank, host, names
         self._writes_of_others, self._seen = writes, -1
-        self._stores: dict[str, NvmeStore] = {}
+        self._stores: dict[tuple[str, int], NvmeStore] = {}  # of a kind and bucket
         self._places: dict[tuple[str, int], Mapped] = {}
         self._writes: list[Request] = []
         self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are taken
+        self._lock = threading.RLock()
 
     def reserve(self, kind: str, sizes: Mapping[int, int]) -> None:
-        """Make the file of a kind, with room in bytes for each bucket.
+        """Make a file of a kind, with room in bytes for each bucket.
 
         Raises:
             NvmeError: the folder cannot be used, or has too little space.
         """
-        extents = {f"bucket {index}": nbytes for index, nbytes in sizes.items()}
-        self._stores[kind] = NvmeStore.create(
-            self._folder, extents, label=f"rank{self._rank}-{kind}"
-        )
+        extents = {self._names[index]: nbytes for index, nbytes in sizes.items()}
+        store = NvmeStore.create(self._folder, extents, label=f"rank{self._rank}-{kind}")
+        with self._lock:
+            self._stores |= {(kind, index): store for index in sizes}
 
-    def need_space(self, nbytes: int, num_buckets: int) -> None:
+    def need_space(self, nbytes: int, what: str) -> None:
         """Check that the folder has room for all that is going to lie there.
 
         Raises:
             NvmeError: it cannot be used, or has too little space; both numbers are said.
         """
-        prepare(self._folder, nbytes, f"what lives there of {num_buckets} buckets")
+        prepare(self._folder, nbytes, what)
 
-    def has(self, kind: str) -> bool:
-        """Say whether there is a file of this kind."""
-        return kind in self._stores
+    def has(self, kind: str, bucket: int) -> bool:
+        """Say whether a file of this kind has room for a bucket."""
+        return (kind, bucket) in self._stores
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(store.nbytes for store in self._stores.values())
+        return sum(store.nbytes for store in self._files)
 
     @property
-    def kinds(self) -> list[str]:
-        """The kinds there are files of."""
-        return list(self._stores)
+    def _files(self) -> list[NvmeStore]:
+        return list(dict.fromkeys(self._stores.values()))
+
+    def close(self) -> None:
+        """Remove the files, where a model could not be made."""
+        for store in self._files:
+            store.close()
 
     def place(self, kind: str, bucket: int, dtype: torch.dtype) -> Tensor:
         """Return a bucket's place in the file of a kind, as a 1-D tensor."""
         key = kind, bucket
-        if key not in self._places:
-            self._places[key] = Mapped(self._stores[kind], f"bucket {bucket}")
-        with torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False):
+            if key not in self._places:
+                self._places[key] = Mapped(self._stores[key], self._names[bucket])
             return self._places[key].memory.view(dtype)
 
     # -- ways in and out --------------------------------------------------------------------
     def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
-        mapped = self._places[kind, bucket]
-        self._settle_parameters()
-        if not mapped.is_settled:
-            mapped.settle()
-        out = self._host.borrow_flat(mapped.memory.numel() // dtype.itemsize, dtype)
-        if not mapped.is_written:
-            return Arrival(out.zero_(), None)
-        request = self._stores[kind].read(f"bucket {bucket}", out)
+        with self._lock:
+            mapped = self._places[kind, bucket]
+            self._settle_parameters()
+            if not mapped.is_settled:
+                mapped.settle()
+            out = self._host.borrow_flat(mapped.memory.numel() // dtype.itemsize, dtype)
+            if not mapped.is_written:
+                return Arrival(out.zero_(), None)
+            request = self._stores[kind, bucket].read(self._names[bucket], out)
         self._host.count(NVME_READ, out.nbytes)
         return Arrival(out, request)
 
@@ -134,20 +144,28 @@ class NvmeHome:
 
         Nothing while those of another bucket have not been taken, since each holds host memory.
         """
-        if self._early:
-            return
-        for kind in self._stores:
-            if kind != GRADIENTS and (kind, bucket) in self._places:
-                self._early[kind, bucket] = self.read(kind, bucket, dtype)
+        with self._lock:
+            if self._early:
+                return
+            for key in self._places:
+                if key[1] == bucket and key[0] != GRADIENTS:
+                    self._early[key] = self.read(*key, dtype)
 
     def take(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Return a read that was launched early, or launch it now."""
-        return self._early.pop((kind, bucket), None) or self.read(kind, bucket, dtype)
+        with self._lock:
+            return self._early.pop((kind, bucket), None) or self.read(kind, bucket, dtype)
+
+    def drop_early(self, bucket: int | None = None) -> None:
+        """Let go of early reads that an update did not take: of a bucket, or all."""
+        with self._lock:
+            for key in [k for k in self._early if bucket in (None, k[1])]:
+                self._early.pop(key).drop()
 
     def write(self, kind: str, bucket: int, values: Tensor) -> None:
         """Launch the write of a bucket's place from a buffer on the host."""
         self._places[kind, bucket].is_written = True
-        self._writes.append(self._stores[kind].write(f"bucket {bucket}", values))
+        self._writes.append(self._stores[kind, bucket].write(self._names[bucket], values))
         self._host.count(NVME_WRITE, values.nbytes)
 
     def join(self, leave: int = 0) -> None:
@@ -161,14 +179,13 @@ class NvmeHome:
 
     def drain(self) -> None:
         """Wait for all that is under way, behind an exception which is the one to see."""
-        for arrival in self._early.values():
-            arrival.drop()
-        self._early.clear()
+        self.drop_early()
         for request in self._writes:
             request.join()  # where it failed, the place has no checksum: who reads it is told
         self._writes.clear()
 
     def rest(self) -> None:
         """Give back the memory in which pages of the files lie."""
-        for mapped in self._places.values():
-            mapped.rest()
+        with self._lock:
+            for mapped in self._places.values():
+                mapped.rest()

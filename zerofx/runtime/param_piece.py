@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from zerofx.runtime.world import World
 
 
+_NUMBERS = itertools.count()
+
+
 class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
@@ -31,6 +35,7 @@ class Ledger:
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
     a model frees its shards at once.
 
+    number: grows from model to model, so that all ranks have two of them in one order.
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
     pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
@@ -40,6 +45,7 @@ class Ledger:
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
         self.layout = layout
         self.world = world
+        self.number = next(_NUMBERS)
         self.writes = 0
         self.own_writes = 0
         self.handouts = 0

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.errors import GradientError
+from zerofx.errors import GradientError, NvmeError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
+from zerofx.runtime.nvme_space import claim_space
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.shard_bindings import Bindings
@@ -24,6 +25,7 @@ from zerofx.runtime.sharded_parameter import (
     sharded_parameter,
 )
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import together
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
@@ -47,7 +49,7 @@ class ShardStore:
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
         self.homes = self.ledger.homes
-        if any(b.home is Tier.NVME for b in layout.buckets):
+        if _is_far(layout):
             assert folder is not None, "a plan with the tier nvme has a path"
             self.homes.open(folder, world.rank, layout, keeps=not in_backward)
         with torch.inference_mode(False):
@@ -86,10 +88,27 @@ class ShardStore:
         tree = ParameterTree(model)
         tree.check()
         _check_layout(tree, layout)
-        store = cls(layout, world, in_backward, folder)
+        store = cls._make(layout, world, in_backward, folder)
         fill_shards(store, model, tree, seed)
         store._watch(tree)
         return store
+
+    @classmethod
+    def _make(
+        cls, layout: Layout, world: World, in_backward: bool, folder: str | None
+    ) -> ShardStore:
+        """Return a store without values: on every rank, or where files are needed on none."""
+        if not _is_far(layout):
+            return cls(layout, world, in_backward, folder)
+        assert folder is not None, "a plan with the tier nvme has a path"
+        claim_space(world, folder, layout, keeps=not in_backward)
+        made: list[ShardStore] = []
+
+        def make() -> None:
+            made.append(cls(layout, world, in_backward, folder))
+
+        together(world, f"making the files in {folder}", make, NvmeError)
+        return made[0]
 
     @classmethod
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
@@ -99,6 +118,8 @@ class ShardStore:
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
+                store.homes.rest()
+                other.homes.rest()
         for name, param in other.params.items():
             tree.place(name, store._parameter(name, param))
         store._watch(tree)
@@ -302,6 +323,11 @@ class ShardStore:
             views = {name: self.local_view(name) for name in self.params}
         self._bindings = Bindings(tree, self.ledger, self.params, views)
         self._versions = sum(s._version for s in self.shards)
+
+
+def _is_far(layout: Layout) -> bool:
+    """Tell whether anything lives on NVMe."""
+    return any(b.home is Tier.NVME for b in layout.buckets)
 
 
 def _check_layout(tree: ParameterTree, layout: Layout) -> None:

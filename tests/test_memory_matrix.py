@@ -1,0 +1,58 @@
+"""Predicted and measured peaks: some cells of the matrix always, all of it in the full run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pool import Pool
+
+from benchmarks.memory_cells import CHOICES, Cell, cover, run
+from benchmarks.memory_matrix import COUNT, PROMISED, error_of
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
+QUICK = [
+    Cell("gpt", 3, 2, "recompute", "pattern", "aten", layers=1),
+    Cell("gpt", 0, 2, "keep", "off", "aten", layers=1),
+    Cell("gpt", 3, 1, "auto", "off", "aten", layers=2),
+    Cell("gpt2", 1, 2, "half", "off", "aten", layers=1),
+    Cell("llama", 2, 1, "recompute", "off", "aten", layers=1),
+    Cell("bert", 3, 1, "offload", "off", "aten", layers=1),
+    Cell("vit", 3, 1, "half", "off", "aten", layers=1),
+    Cell("resnet", 3, 1, "recompute", "off", "aten", layers=1),
+]
+
+
+def check(pool: Pool, cell: Cell, timeout_s: float = 120.0) -> None:
+    if cell.model != "gpt":
+        pytest.importorskip("transformers")
+    for answer in pool.run(cell.world, run, cell, timeout_s=timeout_s):
+        error = error_of(answer["predicted_bytes"], answer["low_bytes"], answer["high_bytes"])
+        assert abs(error) <= PROMISED, answer
+        assert answer["high_bytes"] > 2**20  # small costs of the loop are no part of the answer
+        if answer["budget_bytes"] is not None and cell.kernels == "aten":
+            assert answer["low_bytes"] <= answer["budget_bytes"]
+
+
+@pytest.mark.parametrize("cell", QUICK, ids=str)
+def test_some_cells(pool: Pool, cell: Cell) -> None:
+    check(pool, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", cover(COUNT), ids=str)
+def test_every_cell(pool: Pool, cell: Cell) -> None:
+    check(pool, cell, timeout_s=900.0)
+
+
+def test_every_pair_of_choices_is_in_the_matrix() -> None:
+    cells = cover(COUNT)
+    assert len(set(cells)) == COUNT >= 60
+    for name, values in CHOICES.items():
+        assert {getattr(cell, name) for cell in cells} == set(values)
+
+
+def test_the_error_is_the_distance_from_what_was_measured() -> None:
+    assert error_of(105, 90, 100) == pytest.approx(0.05)
+    assert error_of(95, 90, 100) == 0.0
+    assert error_of(81, 90, 100) == pytest.approx(-0.1)

@@ -1,0 +1,171 @@
+"""What the value of a node lies in: memory of its own, a slot, or that of an argument."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.analysis.storage import CATEGORY_OF, Category, Storage, is_view, slot_of, span_bytes
+from zerofx.ir import ops
+from zerofx.ir.graphs import is_in_place
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import FORWARD, Program
+from zerofx.runtime.tiers import Tier
+
+
+class Places:
+    """The storages of a program's values, as a walk through its graphs finds them.
+
+    held: node of the graph that is walked -> what its value lies in; start: the time of the first.
+    """
+
+    graph: str
+    start: int
+
+    def __init__(self, program: Program, packs_apart: bool) -> None:
+        self.program, self.packs_apart = program, packs_apart
+        self.storages: list[Storage] = []
+        self.held: dict[fx.Node, tuple[Storage, ...]] = {}
+        self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share
+        self.saved: dict[int, tuple[Storage, ...]] = {}
+        self.forever: list[Storage] = []
+
+    def hold(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what the value of the node that runs at `time` lies in."""
+        if node.op == "placeholder":
+            return self._placeholder(node)
+        if node.op == "get_attr":
+            return self._own(node, Category.BUFFERS, value(node), time, forever=True)
+        target = node.target
+        if target is operator.getitem:
+            source = node.all_input_nodes[0]
+            parts, index = self.held[source], node.args[1]
+            is_taken_apart = not is_view(source) and len(parts) > 1
+            return (parts[index],) if is_taken_apart else parts  # type: ignore[index]
+        if target in ops.ALL and target not in _MAKES:
+            return self._communication(node, time)
+        if is_view(node):
+            return self.held[next(a for a in node.args if isinstance(a, fx.Node))]
+        val = value(node)
+        if isinstance(val, (tuple, list)):
+            made = [self._own(node, self.category(node), v, time) for v in val]
+            return tuple(m[0] if m else self._nothing(node, time) for m in made)
+        return self._own(node, self.category(node), val, time)
+
+    def _own(
+        self, node: fx.Node, category: Category, val: Any, time: int,
+        slot: int = -1, forever: bool = False, name: str = "",
+    ) -> tuple[Storage, ...]:  # fmt: skip
+        if not isinstance(val, torch.Tensor):
+            return ()
+        where = info(node)
+        name = name or where.name or node.name
+        made = Storage(category, span_bytes(val), name, time, time, where, slot)
+        self.storages.append(made)
+        if forever:
+            made.birth = 0
+            self.forever.append(made)
+        return (made,)
+
+    def _nothing(self, node: fx.Node, time: int) -> Storage:
+        return Storage(Category.TEMPORARIES, 0, node.name, time, time, info(node))
+
+    def _placeholder(self, node: fx.Node) -> tuple[Storage, ...]:
+        where = info(node)
+        if where.role is Role.SAVED and where.index in self.saved:
+            return self.saved[where.index]
+        is_early = where.role is Role.TANGENT or self.graph == FORWARD
+        key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
+        if key not in self.given:
+            category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
+            if where.role is Role.SHARD:
+                category = CATEGORY_OF.get(self._home(node), category)
+            birth = self.start if is_early else 0
+            is_forever = where.role is not Role.TANGENT
+            self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
+        return self.given[key]
+
+    def _communication(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what a zerofx op's result lies in: a slot, memory of its own, or its argument."""
+        target = node.target
+        if target in ops.COPIES:
+            return self._copy(node, time)
+        if target is ops.wait and node.all_input_nodes[0].target in _HOLD_SOURCE:
+            return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
+        if target is ops.offload_grad:
+            return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
+        if is_in_place(node, self.program.layout) and not self.packs_apart:
+            return ()  # the gradient's own memory
+        if target is ops.read_shard:
+            return self._own(node, Category.HOST, value(node), time)
+        if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
+            is_grad = target is ops.grad_buffer
+            category = Category.GRADIENTS if is_grad else Category.GATHERED
+            slot = slot_of(node)
+            name = where.unit if (where := info(node)).unit else node.name
+            made = self._own(node, category, value(node), time, slot, name=name)
+            return made if target is not ops.reload_shard else made + self._staged(node)
+        if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
+            return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
+        if target in ops.REDUCES and not self._reduces_apart(node):
+            return ()  # the gradient's shard, or what is lent for it
+        if target in (ops.refresh, ops.refresh_shard, ops.resident):
+            return ()  # a copy that stays
+        if target is ops.release:
+            return ()
+        return self.held[next(iter(node.all_input_nodes))]
+
+    def _staged(self, node: fx.Node) -> tuple[Storage, ...]:
+        """Return what a reload holds until its wait: what was read for it."""
+        return self.held[node.all_input_nodes[0]]
+
+    def _reduces_apart(self, node: fx.Node) -> bool:
+        """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
+        layout = self.program.layout
+        return (
+            self.packs_apart
+            and layout is not None
+            and layout.reduces_in_place(layout.buckets[info(node).index])
+        )
+
+    def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
+        assert self.program.layout is not None
+        bucket = self.program.layout.buckets[info(node).index]
+        if bucket.reduce_dtype is bucket.dtype and not self.packs_apart:
+            return (self._nothing(node, time),)
+        return self._own(node, Category.HOST, value(node), time)
+
+    def _home(self, node: fx.Node) -> Tier:
+        layout = self.program.layout
+        return Tier.DEVICE if layout is None else layout.buckets[info(node).index].home
+
+    def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return where a copy arrives, and behind that its source, which is held until the wait."""
+        source = self.held[node.all_input_nodes[0]]
+        category = Category.HOST if node.target is ops.offload else Category.ACTIVATIONS
+        for storage in source:
+            if storage.category is Category.TEMPORARIES:
+                storage.category = Category.ACTIVATIONS
+        return self._own(node, category, value(node), time) + source
+
+    def category(self, node: fx.Node) -> Category:
+        """Return what fresh memory is for."""
+        if any(user.target is ops.pack for user in node.users):
+            return Category.GRADIENTS
+        return Category.TEMPORARIES
+
+
+_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard}
+_MAKES = frozenset({ops.sync_buffers})
+_GIVEN = {
+    Role.PARAM: Category.PARAMETERS,
+    Role.SHARD: Category.PARAMETERS,
+    Role.BUFFER: Category.BUFFERS,
+    Role.INPUT: Category.INPUTS,
+    Role.TANGENT: Category.OUTPUTS,
+    Role.SAVED: Category.ACTIVATIONS,
+}
