@@ -69,7 +69,7 @@ def _two_places(nbytes: int) -> tuple[Tensor, Tensor]:
 def copies(model: zerofx.CompiledModule) -> Callable[[], None]:
     """Return a function that copies what a step of `model` copies between device and host."""
     moved = model.programs[0].memory().traffic.moved
-    pieces = []
+    pieces: list[tuple[Tensor, Tensor]] = []
     for lane in (D2H, H2D):
         sent = moved[lane]
         nbytes = sent.sent_bytes // sent.calls
