@@ -7,8 +7,9 @@ ratios are taken within a round, and their median over the rounds is shown. All 
 page cache and keep `--depth` requests under way: libaio in one thread, psync and zerofx in as many
 threads. CPU is user and system time of the job itself, as fio reports its own.
 
-zerofx           zerofx.nvme.File, one request submitted for each request of fio, aligned memory
-zerofx merged    the same with pieces of 4 MiB, up to which neighbouring requests are merged
+zerofx           zerofx.nvme.File with one request for each request of fio, as it comes: pieces of
+                 4 MiB, by which large requests are split and small neighbouring ones merged
+zerofx unmerged  pieces of the size of a request, so that each is one call, as in fio
 zerofx checked   zerofx.nvme.NvmeStore: an extent a request, with a checksum for every 256 KiB
 zerofx plain     zerofx.nvme.File with tensors of torch.empty, which are copied to be aligned
 """
@@ -34,11 +35,11 @@ import torch
 
 from benchmarks.report import Column, finish
 from zerofx import nvme
+from zerofx.runtime.nvme.engine import PIECE_BYTES
 from zerofx.sizes import format_bytes, parse_bytes
 
 FIO = ("fio libaio", "fio psync")
-SYSTEMS = ("zerofx", "zerofx merged", "zerofx checked", "zerofx plain", *FIO)
-MERGED_BYTES = 4 << 20
+SYSTEMS = ("zerofx", "zerofx unmerged", "zerofx checked", "zerofx plain", *FIO)
 
 
 @dataclass
@@ -94,7 +95,7 @@ def our_store(folder: Path, memory: torch.Tensor, size: int, depth: int) -> Iter
     names = [f"extent{i}" for i in range(len(parts))]
     extents = dict.fromkeys(names, size)
     with (
-        nvme.IOEngine(depth, size) as engine,
+        nvme.IOEngine(depth) as engine,
         nvme.NvmeStore.create(folder, extents, label="benchmark", engine=engine) as store,
     ):
 
@@ -142,13 +143,12 @@ def measures(
     fill(aligned)
     made: dict[str, Measure] = {}
     if "zerofx" in systems:
-        made["zerofx"] = stack.enter_context(our_file(path, aligned, size, depth, size))
-    if "zerofx merged" in systems:
-        piece = max(size, MERGED_BYTES)
-        made["zerofx merged"] = stack.enter_context(our_file(path, aligned, size, depth, piece))
+        made["zerofx"] = stack.enter_context(our_file(path, aligned, size, depth, PIECE_BYTES))
+    if "zerofx unmerged" in systems:
+        made["zerofx unmerged"] = stack.enter_context(our_file(path, aligned, size, depth, size))
     if "zerofx plain" in systems:
         plain = aligned.clone()
-        made["zerofx plain"] = stack.enter_context(our_file(path, plain, size, depth, size))
+        made["zerofx plain"] = stack.enter_context(our_file(path, plain, size, depth, PIECE_BYTES))
     if "zerofx checked" in systems:
         made["zerofx checked"] = stack.enter_context(our_store(folder, aligned, size, depth))
     for system in set(systems) & set(FIO):
@@ -252,6 +252,7 @@ def main() -> None:
             file.reserve(nbytes)
         for size in options.sizes.split(","):
             lines += measure(parse_bytes(size), systems, options, Path(home))
+    del options.folder  # its name is no condition of the figures
     finish("nvme_io", COLUMNS, lines, options)
 
 

@@ -31,7 +31,13 @@ class Group:
     """`ranks` processes that serve the same job, each blocked on its pipe unless called."""
 
     def __init__(
-        self, name: str, job: str, args: dict[str, Any], ranks: int, env: Mapping[str, str]
+        self,
+        name: str,
+        job: str,
+        args: dict[str, Any],
+        ranks: int,
+        env: Mapping[str, str],
+        python: str = sys.executable,
     ) -> None:
         self.name = name
         # open as long as the workers write to them: close() closes them
@@ -41,7 +47,7 @@ class Group:
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self._workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker"],
+                [python, "-m", "benchmarks.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

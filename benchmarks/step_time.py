@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from benchmarks.systems import SYSTEMS, Trainer
 AGREEMENT = 0.15  # CPU-seconds ratio within this of the step-time ratio
 BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound for one rank
 NUM_BATCHES = 16  # made before the clock starts, then taken in turn
+WARMUP_STEPS = 2
 QUICK_ROUNDS, QUICK_PART = 3, 3
 DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "fsdp2-heap"]
 # what stage 3 is to reach, as a fraction of FSDP2's step time
@@ -87,33 +89,53 @@ class Rounds:
             kept.extend(answer["losses"])
 
 
-def measure(name: str, size: Size, names: list[str], rounds: int, ranks: int) -> dict[str, Rounds]:
+def start(
+    system: str, name: str, batch: int, ranks: int, python: str = sys.executable
+) -> tuple[Group, Rounds]:
+    """Start the processes of a system, wait until they can train, and warm them up."""
+    args = {"system": system, "size": name, "batch": batch}
+    group = Group(system, "benchmarks.step_time:Job", args, ranks, SYSTEMS[system].env, python)
+    rounds = Rounds([], [], [], [[] for _ in range(ranks)])
+    try:
+        group.ready()
+        rounds.add_losses(group.call("steps", count=WARMUP_STEPS))
+    except BaseException:
+        group.close()
+        raise
+    return group, rounds
+
+
+def interleave(groups: dict[str, Group], data: dict[str, Rounds], steps: int, rounds: int) -> None:
     """Run all systems in turn, `rounds` times, each time starting with the next one."""
-    data = {system: Rounds([], [], [], [[] for _ in range(ranks)]) for system in names}
+    names = list(groups)
+    for number in range(rounds):
+        first = number % len(names)
+        for system in names[first:] + names[:first]:
+            data[system].add(groups[system].call("steps", count=steps), steps)
+
+
+def measure(name: str, size: Size, names: list[str], rounds: int, ranks: int) -> dict[str, Rounds]:
+    """Start all systems and time them in interleaved rounds."""
     with ExitStack() as stack:
-        groups = {}
+        groups, data = {}, {}
         for system in names:
-            args = {"system": system, "size": name, "batch": size.batch}
-            group = Group(system, "benchmarks.step_time:Job", args, ranks, SYSTEMS[system].env)
-            groups[system] = stack.enter_context(group)
-            group.ready()
-            data[system].add_losses(group.call("steps", count=2))
-        for number in range(rounds):
-            start = number % len(names)
-            for system in names[start:] + names[:start]:
-                data[system].add(groups[system].call("steps", count=size.steps), size.steps)
+            groups[system], data[system] = start(system, name, size.batch, ranks)
+            stack.enter_context(groups[system])
+        interleave(groups, data, size.steps, rounds)
     return data
 
 
-def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
-    """Return the largest relative difference of any rank's loss at any step.
+def loss_error(
+    mine: list[list[float]], baseline: list[list[float]], communicates: bool = True
+) -> float:
+    """Return the largest relative difference of any rank's loss at any step; both [rank][step].
 
     Without communication the ranks train apart, so only their first loss can agree.
     """
     last = None if communicates else 1
     return max(
         abs(a - b) / abs(b)
-        for my_rank, its_rank in zip(mine.losses, baseline.losses, strict=True)
+        for my_rank, its_rank in zip(mine, baseline, strict=True)
         for a, b in zip(my_rank[:last], its_rank[:last], strict=True)
     )
 
@@ -121,7 +143,7 @@ def loss_error(mine: Rounds, baseline: Rounds, communicates: bool) -> float:
 def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, Any]:
     """Return one system's line; refuse one that did not train what its baseline trained."""
     kind = SYSTEMS[system]
-    error = loss_error(mine, baseline, kind.communicates)
+    error = loss_error(mine.losses, baseline.losses, kind.communicates)
     if not error <= kind.loss_tolerance:
         raise SystemExit(
             f"{system} at {name}: losses differ from {kind.baseline}'s by {error:.1e} relative, "

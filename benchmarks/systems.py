@@ -9,12 +9,14 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import peers
 from zerofx.demo.gpt import GPT, GPTConfig
 
 BASELINE = "fsdp2"
@@ -28,19 +30,35 @@ KEEP_HEAP = {
 }
 
 
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as torch has it, in one fused call."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def flat_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as zerofx has it, with the same hyperparameters."""
+    import zerofx  # here, so that the peers' processes stay free of it
+
+    return zerofx.optim.AdamW(model.parameters(), lr=LR)
+
+
 @dataclass(frozen=True)
 class System:
     """How to make a system: `wrap` takes the plain model; `env` is that of its processes.
 
+    optimizer: takes the wrapped model; has `step` and `zero_grad`.
     baseline: the system that it is measured against, and whose losses it must reproduce within
     `loss_tolerance`, relative.
+    package: a peer's; it lives in an environment of its own.
     """
 
     wrap: Callable[[GPT], nn.Module]
     env: dict[str, str] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], Any] = fused_adamw
     communicates: bool = True
     baseline: str = BASELINE
     loss_tolerance: float = 1e-4
+    package: str | None = None
 
 
 def ddp(model: GPT) -> nn.Module:
@@ -48,17 +66,28 @@ def ddp(model: GPT) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fsdp2(model: GPT, dtype: torch.dtype | None = None, device: str = "cpu") -> nn.Module:
-    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights."""
+def fsdp2(
+    model: GPT, dtype: torch.dtype | None = None, device: str = "cpu", offloads: bool = False
+) -> nn.Module:
+    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights.
+
+    offloads: with its CPUOffloadPolicy; on a CPU, where shards lie on the host anyhow, a no-op.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     reduce = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if offloads else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 
@@ -78,6 +107,10 @@ def _in_bf16(wrap: Callable[[GPT], nn.Module]) -> System:
     return System(wrap, baseline="fsdp2-bf16", loss_tolerance=2e-2)
 
 
+def _offloaded(tiers: dict[str, str], **plan: Any) -> System:
+    return System(compiled(3, offload=tiers, **plan), optimizer=flat_adamw)
+
+
 SYSTEMS: dict[str, System] = {
     "fsdp2": System(fsdp2),
     "fsdp2-heap": System(fsdp2, KEEP_HEAP),
@@ -85,6 +118,22 @@ SYSTEMS: dict[str, System] = {
     "ddp-heap": System(ddp, KEEP_HEAP),
     "nocomm": System(lambda model: model, communicates=False),
     "fsdp2-bf16": _in_bf16(lambda model: fsdp2(model, torch.bfloat16)),
+    "fsdp2-offload": System(partial(fsdp2, offloads=True)),
+    "deepspeed-offload": System(
+        partial(peers.deepspeed, lr=LR), optimizer=peers.engine, package="deepspeed"
+    ),
+    "torchao-offload": System(
+        lambda model: model,
+        optimizer=partial(peers.torchao, lr=LR),
+        communicates=False,
+        package="torchao",
+    ),
+    "zerofx-3-flat": System(compiled(3), optimizer=flat_adamw),
+    "zerofx-3-host-states": _offloaded({"optimizer": "cpu"}),
+    "zerofx-3-host": _offloaded({"optimizer": "cpu", "parameters": "cpu"}),
+    "zerofx-3-host-in-backward": _offloaded(
+        {"optimizer": "cpu", "parameters": "cpu"}, update="in-backward"
+    ),
     **{
         f"zerofx-{stage}-bf16": _in_bf16(compiled(stage, precision="bf16"))
         for stage in (3, 2, 1, 0)
@@ -99,14 +148,18 @@ SYSTEMS: dict[str, System] = {
 
 def add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
     """Add the options that choose systems and their ranks."""
-    known = f"all, or of {', '.join(SYSTEMS)}; what one is measured against always runs"
+    known = (
+        f"all that need no environment of their own, or of {', '.join(SYSTEMS)}; "
+        "what one is measured against always runs"
+    )
     parser.add_argument("--systems", default=",".join(systems), help=known)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
     """Return the names of the chosen systems, their baselines first."""
-    wanted = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
+    here = [name for name, system in SYSTEMS.items() if system.package is None]
+    wanted = here if options.systems == "all" else options.systems.split(",")
     unknown = set(wanted) - set(SYSTEMS)
     if unknown:
         raise SystemExit(
@@ -125,7 +178,7 @@ class Trainer:
             dist.init_process_group("gloo")
         torch.manual_seed(SEED)
         self.model = SYSTEMS[system].wrap(GPT(config))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        self.optimizer = SYSTEMS[system].optimizer(self.model)
 
     def step(self, x: Tensor, y: Tensor) -> float:
         """Train one step and return the loss."""

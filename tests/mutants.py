@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from oracle_cases import Choice, final
+from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, Choice, final
 from torch import Tensor, fx
 
 from zerofx.ir import ops
@@ -60,10 +60,9 @@ class Mutant:
         return f"#{self.number} {self.kind}{where}: {self.what} ({base})"
 
 
-# Finer units than blocks: more buckets than slots, so that places change hands.
-FINE = ("blocks.*.attn", "blocks.*.mlp")
 TILED = (("blocks.1.mlp", 4), ("blocks.0.attn", 2), ("position", 2))
 AWAY = (("blocks.0.attn", "recompute"), ("*", "offload"))
+HALF = (*OPTIMIZER, ("device_fraction", 0.5))
 BASES = [
     Base("gpt", Choice(3, units=FINE)),
     Base("convnet", Choice(3)),
@@ -84,6 +83,16 @@ BASES = [
     Base("branches", Choice(0, activations=AWAY, prefetch=2)),
     Base("gpt", Choice(3, units=FINE, update="in-backward")),
     Base("gpt", Choice(0, update="in-backward")),
+    Base("gpt", Choice(3, units=FINE, offload=BOTH)),
+    Base("gpt", Choice(3, units=FINE, offload=OPTIMIZER, update="in-backward")),
+    Base("gpt", Choice(3, units=FINE, offload=BOTH, precision="bf16", update="in-backward")),
+    Base("gpt", Choice(3, 1, units=FINE, offload=BOTH)),
+    Base("gpt", Choice(1, units=FINE, offload=OPTIMIZER, precision="bf16")),
+    Base("gpt", Choice(2, 1, offload=HALF, update="in-backward")),
+    Base("adapters", Choice(3, prefetch=2, offload=PARAMETERS)),
+    Base("gpt", Choice(3, 1, budget=1 << 20, offload=BOTH)),
+    Base("gpt", Choice(3, tiling=TILED, offload=BOTH)),
+    Base("gpt", Choice(3, prefetch=3, activations=AWAY, units=FINE, offload=BOTH)),
 ]
 
 

@@ -40,6 +40,19 @@ from mutants_move import (
     swap_two,
     wait_late,
 )
+from mutants_shards import (
+    drop_grad_offload,
+    drop_shard_reload,
+    duplicate_move,
+    duplicate_move_launch,
+    move_move,
+    move_near,
+    other_verb,
+    release_near,
+    rename_move,
+    retarget_move,
+    swap_moves,
+)
 from mutants_value import (
     retarget_compute,
     retarget_op,
@@ -71,6 +84,8 @@ KINDS: list[Kind] = [
     release_late, reorder_compute, retarget_compute, retarget_op, retarget_parameter,
     retarget_result, wrong_view_offset, wrong_pack_offset, wrong_scale, wrong_bucket, wrong_slot,
     wrong_zero, wrong_saved, one_rank, drop_offload, drop_reload, duplicate_copy, move_copy,
-    offload_early, retarget_copy, swap_copies,
+    offload_early, retarget_copy, swap_copies, drop_shard_reload, drop_grad_offload, duplicate_move,
+    duplicate_move_launch, move_move, move_near, release_near, retarget_move, rename_move,
+    swap_moves, other_verb,
 ]  # fmt: skip
 ON_ONE_RANK: list[Kind] = [one_rank]

@@ -8,7 +8,8 @@ from torch import Tensor, fx
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info, set_info, value
 
-SLOTTED = {ops.all_gather: 3, ops.grad_buffer: 4, ops.release: 1}  # where the slot stands
+# where the slot stands
+SLOTTED = {ops.all_gather: 3, ops.reload_shard: 3, ops.grad_buffer: 4, ops.release: 1}
 
 
 def retarget_compute(edit: Editor) -> str | None:
@@ -145,7 +146,7 @@ def wrong_slot(edit: Editor) -> str | None:
     slots = range(-1, len(edit.program.slots["bytes"]) + 1)
     new = edit.rng.choice([s for s in slots if s != old])
     changed = [node]
-    if node.target is ops.all_gather and edit.rng.random() < 0.5:
+    if node.target in (ops.all_gather, ops.reload_shard) and edit.rng.random() < 0.5:
         waits = [u for u in node.users if u.target is ops.wait]
         changed += [u for w in waits for u in w.users if u.target is ops.release]
     for each in changed:

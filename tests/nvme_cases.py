@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from zerofx import nvme
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES
 
 Call = Callable[[int, Any, int], int]
 
@@ -78,3 +82,39 @@ def without_direct(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refusing)
+
+
+# -- stores -----------------------------------------------------------------------------------
+SIZES = {"a": 10, "empty": 0, "b": 2 * BLOCK_BYTES, "c": 5 * BLOCK_BYTES + 123}
+
+
+@pytest.fixture
+def store_engine() -> Any:
+    with nvme.IOEngine(num_threads=3, piece_bytes=2 * BLOCK_BYTES) as engine:
+        yield engine
+
+
+def filled(folder: Path, engine: Any, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    store = nvme.NvmeStore.create(folder, SIZES, label="rank0-opt", engine=engine, **options)
+    data = {name: random_bytes(n, i) for i, (name, n) in enumerate(SIZES.items())}
+    for name, x in data.items():
+        store.write(name, x)
+    return store, data
+
+
+@pytest.fixture
+def kept(tmp_path: Path, store_engine: Any) -> Any:
+    """A store that was closed to be read back: its path, its data, and where things lie."""
+    store, data = filled(tmp_path, store_engine)
+    layout = store._layout
+    store.close(delete=False)
+    return Path(store.path), data, layout
+
+
+def change(path: Path, offset: int, new: bytes | None = None) -> None:
+    """Flip a bit of the byte at `offset`, or replace bytes."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(1)
+        file.seek(offset)
+        file.write(new or bytes([old[0] ^ 1]))

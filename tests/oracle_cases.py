@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from models import CASES
@@ -17,12 +18,19 @@ from zerofx.passes.base import Pass
 from zerofx.passes.pipeline import Setting, build, run_pass
 from zerofx.plan import Plan
 
+# Finer units than blocks: more buckets than slots, so that places change hands.
+FINE = ("blocks.*.attn", "blocks.*.mlp")
+OPTIMIZER = (("optimizer", "cpu"),)
+PARAMETERS = (("parameters", "cpu"),)
+BOTH = OPTIMIZER + PARAMETERS
+
 
 @cache
-def captured(case: str, units: tuple[str, ...] = ()) -> Program:
+def captured(case: str, units: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Program:
     """Return the captured training call of a case. Do not change it: tests share it."""
     args, kwargs = CASES[case].batch(0)
-    return capture(CASES[case].make(), args, kwargs, units=units or "auto")
+    model = CASES[case].make()
+    return capture(model, args, kwargs, units=units or "auto", compute_dtype=dtype)
 
 
 def captured_inference(case: str) -> Program:
@@ -88,6 +96,8 @@ class Choice:
     persist_below: int = 100
     update: str = "step"
     tiling: tuple[tuple[str, int], ...] = ()
+    offload: tuple[tuple[str, Any], ...] = ()
+    precision: str = "fp32"
 
     def __str__(self) -> str:
         chosen = self.activations
@@ -100,7 +110,14 @@ class Choice:
         parts += ["units"] if self.units else []
         parts += ["tiled"] if self.tiling else []
         parts += [self.update] if self.update != "step" else []
+        parts += [f"{k}-{v}" for k, v in self.offload]
+        parts += [self.precision] if self.precision != "fp32" else []
         return "-".join(parts)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The format that a program is captured in for this."""
+        return {"fp32": None, "bf16": torch.bfloat16}[self.precision]
 
     def plan(self) -> Plan:
         return Plan(
@@ -116,6 +133,8 @@ class Choice:
             persist_below=self.persist_below,
             update=self.update,
             tiling=dict(self.tiling) or "off",
+            offload=dict(self.offload),
+            precision=self.precision,
         )
 
     def setting(self) -> Setting:
@@ -138,4 +157,4 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
 @cache
 def final(case: str, choice: Choice) -> Program:
     """Return the program behind the whole pipeline. Do not change it: tests share it."""
-    return stages(captured(case, choice.units), choice)[-1][1]
+    return stages(captured(case, choice.units, choice.dtype), choice)[-1][1]

@@ -9,6 +9,7 @@ import torch
 from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_sum
 from oracle_host import Host, HostCopy, Parked
 from oracle_memory import Memory, OracleError
+from oracle_shards import Far, Move, Shards
 from torch import Tensor, fx
 
 Blocking = Generator[None, None, Any]
@@ -23,11 +24,12 @@ class Communication:
     ) -> None:
         self.rank, self.layout, self.memory, self.exchange = rank, layout, memory, exchange
         self.shards = shards  # bucket -> this rank's slice
+        self.away = Shards(memory, exchange.delivery)
         self.host = Host()
         self.packed: dict[int, set[str]] = {}  # bucket -> parameters whose gradient was reduced
         self._reducing: dict[int, int] = {}  # address of a reduction's result -> bucket
         self._filling: dict[int, tuple[int, set[str]]] = {}  # address of a gradient buffer
-        self._stored: dict[int, Tensor] = {}  # bucket -> the gradient that an update may take
+        self._stored: dict[int, Tensor | Far] = {}  # bucket -> the gradient that an update may take
 
     @property
     def group(self) -> range:
@@ -41,6 +43,7 @@ class Communication:
         self.exchange.send_pending(self.rank)
         self.exchange.check_landed(self.rank)
         self.host.check_landed()
+        self.away.end_call()
         self._reducing.clear()
         self._filling.clear()
         self._stored.clear()
@@ -73,9 +76,17 @@ class Communication:
             raise OracleError(f"bucket {bucket} has {found.numel} elements, not {numel}")
         return found
 
-    def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
-        if shard is not self.shards[bucket]:
+    def shard(self, bucket: int) -> Tensor | Far:
+        """Return what stands for this rank's slice in a graph: itself, or a handle."""
+        return self.away.far.get(bucket, self.shards[bucket])
+
+    def _own(self, shard: Any, bucket: int, kind: str) -> Tensor:
+        """Return this rank's slice of a bucket, which is what an op must have been given."""
+        if shard is not self.shard(bucket):
             raise OracleError(f"{kind} of bucket {bucket} is given something else than its shard")
+        return self.shards[bucket]
+
+    def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
         group, shard = self.group, shard.to(dest.dtype)
         signature = (kind, bucket, dest.numel(), dest.dtype)
 
@@ -86,21 +97,46 @@ class Communication:
         return self._launch(dest, signature, [shard], land)
 
     def _all_gather(
-        self, shard: Tensor, bucket: int, numel: int, slot: int, dtype: Format
+        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
     ) -> Blocking:
         b = self._bucket(bucket, numel)
-        dest = self.memory.place(slot, b.numel, dtype or shard.dtype)
-        return (yield from self._gather_into(dest, shard, bucket, "all-gather"))
+        is_away = bucket in self.away.far
+        sent = self.away.sent(bucket, shard) if is_away else self._own(shard, bucket, "all-gather")
+        dest = self.memory.place(slot, b.numel, dtype or b.dtype)
+        return (yield from self._gather_into(dest, sent, bucket, "all-gather"))
 
-    def _refresh(self, shard: Tensor, bucket: int, numel: int, dtype: Format) -> Blocking:
-        b = self._bucket(bucket, numel)
-        dest = self.memory.resident_copy(bucket, b.numel, dtype or shard.dtype)
-        return (yield from self._gather_into(dest, shard, bucket, "refresh"))
+    def _refresh(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
+        b, mine = self._bucket(bucket, numel), self._own(shard, bucket, "refresh")
+        dest = self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
+        return (yield from self._gather_into(dest, mine, bucket, "refresh"))
 
-    def _resident(self, shard: Tensor, bucket: int, numel: int, dtype: Format) -> Blocking:
+    def _resident(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
         b = self._bucket(bucket, numel)
         yield from ()
-        return self.memory.resident_copy(bucket, b.numel, dtype or shard.dtype)
+        return self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
+
+    # -- shards off the device: nobody else takes part in their copies -------------------------
+    def _reload_shard(
+        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
+    ) -> Blocking:
+        yield from ()
+        mine = self._slice(shard, bucket, numel, "reload")
+        return self.away.reload(bucket, slot, numel, dtype or mine.dtype)
+
+    def _refresh_shard(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
+        yield from ()
+        mine = self._slice(shard, bucket, numel, "refresh")
+        return self.away.refresh(bucket, numel, dtype or mine.dtype)
+
+    def _slice(self, shard: Any, bucket: int, numel: int, kind: str) -> Tensor:
+        mine = self._own(shard, bucket, kind)
+        if numel != mine.numel():
+            raise OracleError(f"a shard of bucket {bucket} has {mine.numel()}, not {numel}")
+        return mine
+
+    def _offload_grad(self, reduced: Tensor, bucket: int) -> Blocking:
+        yield from ()
+        return self.away.offload(self._reduced(reduced, bucket, "offloaded"), bucket)
 
     # -- copies between device and host: nobody else takes part, so they never block ----------
     def _offload(self, x: Tensor) -> Blocking:
@@ -115,9 +151,11 @@ class Communication:
             raise OracleError("a reload of what is not on the host")
         return self.host.launch(HostCopy(host, None), self.exchange.delivery)
 
-    def _wait(self, launched: Transfer | HostCopy) -> Blocking:
+    def _wait(self, launched: Transfer | HostCopy | Move) -> Blocking:
         if isinstance(launched, HostCopy):
             return self.host.finish(launched)
+        if isinstance(launched, Move):
+            return self.away.finish(launched)
         if not isinstance(launched, Transfer):
             raise OracleError("a wait for something that was not launched")
         launched.send()
@@ -134,14 +172,15 @@ class Communication:
 
     def _release(self, full: Tensor, slot: int) -> Blocking:
         yield from ()
+        self.away.check_release(full)
         self.memory.release(full, slot)
 
     def _grad_buffer(
-        self, like: Tensor, bucket: int, numel: int, zero: bool, slot: int, dtype: Format
+        self, like: Any, bucket: int, numel: int, zero: bool, slot: int, dtype: Format
     ) -> Blocking:
         yield from ()
         b = self._bucket(bucket, numel)
-        buffer = self.memory.place(slot, b.numel, dtype or like.dtype)
+        buffer = self.memory.place(slot, b.numel, dtype or b.dtype)
         covered = torch.zeros(b.numel, dtype=torch.bool)
         for param in b.params:
             covered[param.offset : param.offset + param.numel] = not zero
@@ -186,25 +225,32 @@ class Communication:
     def _all_reduce(self, **given: Any) -> Blocking:
         return self._reduce("all-reduce", **given)
 
-    def _store_grad(self, reduced: Tensor, bucket: int, dtype: Format) -> Blocking:
+    def _store_grad(self, reduced: Any, bucket: int, dtype: Format) -> Blocking:
         yield from ()
-        if self._reducing.pop(reduced.data_ptr(), None) != bucket:
-            raise OracleError(f"a gradient stored as bucket {bucket}'s was not reduced as its")
-        reduced = reduced.to(dtype or reduced.dtype)
+        if isinstance(reduced, Far):
+            grad: Tensor = self.away.take(reduced, bucket)
+        elif bucket in self.away.far:
+            raise OracleError(f"bucket {bucket} is off the device, the gradient stored is not")
+        else:
+            grad = self._reduced(reduced, bucket, "stored")
+        grad = grad.to(dtype or grad.dtype)
         before = self.memory.grads.get(bucket)
-        self.memory.grads[bucket] = reduced.clone() if before is None else before + reduced
-        self._stored[bucket] = reduced
+        self.memory.grads[bucket] = grad.clone() if before is None else before + grad
+        self._stored[bucket] = Far(bucket, grad) if isinstance(reduced, Far) else grad
+        return self._stored[bucket]
+
+    def _reduced(self, reduced: Tensor, bucket: int, verb: str) -> Tensor:
+        if self._reducing.pop(reduced.data_ptr(), None) != bucket:
+            raise OracleError(f"a gradient {verb} as bucket {bucket}'s was not reduced as its")
         return reduced
 
-    def _update(self, stored: Tensor, shard: Tensor, bucket: int) -> Blocking:
+    def _update(self, stored: Any, shard: Any, bucket: int) -> Blocking:
         yield from ()
-        if shard is not self.shards[bucket]:
-            raise OracleError(
-                f"an update of bucket {bucket} is given something else than its shard"
-            )
+        mine = self._own(shard, bucket, "update")
         if stored is not self._stored.pop(bucket, None):
             raise OracleError(f"an update of bucket {bucket} with what is not its gradient")
-        shard.sub_(stored.to(shard.dtype), alpha=0.5)
+        grad = stored.content if isinstance(stored, Far) else stored
+        mine.sub_(grad.to(mine.dtype), alpha=0.5)
 
     def _sync_buffers(self, values: list[Tensor]) -> Blocking:
         received: list[Tensor] = []

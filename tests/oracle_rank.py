@@ -8,6 +8,7 @@ import torch
 from oracle_exchange import Exchange
 from oracle_memory import Memory
 from oracle_ops import Blocking, Communication
+from oracle_shards import Far
 from torch import Tensor, fx
 
 from zerofx.ir.meta import OutputInfo, Role, info
@@ -34,6 +35,7 @@ class Rank:
         self.shards = self._cut_shards()
         self.memory = Memory(program.slots.get("bytes", []))
         self.ops = Communication(rank, program.layout, self.memory, self.shards, exchange)
+        self.ops.away.far, self.ops.away.stays = self._far()
         self.saved: list[Any] = []
         self.results: list[tuple[OutputInfo, Any]] = []
         self.full_grads: dict[str, Tensor] = {}
@@ -51,7 +53,20 @@ class Rank:
             shards[bucket.index] = flat[first : first + length].clone()
         return shards
 
-    def _feed(self, node: fx.Node) -> Tensor:
+    def _far(self) -> tuple[dict[int, Far], set[int]]:
+        """Return handles of slices off the device, once there are ops to move them, and who stays.
+
+        Between one owner and the device nothing is gathered: what stays there is the bucket.
+        """
+        layout = self.program.layout
+        if not any(fact.name == "SHARDS_OFFLOADED" for fact in self.program.facts):
+            return {}, set()
+        assert layout is not None
+        away = [b for b in layout.buckets if b.home.value != "device"]
+        stays = {b.index for b in away if b.source.value == "device" and layout.shard_size > 1}
+        return {b.index: Far(b.index, self.shards[b.index]) for b in away}, stays
+
+    def _feed(self, node: fx.Node) -> Any:
         what = info(node)
         if what.role is Role.PARAM:
             return self.params[self.aliases.get(what.name, what.name)]
@@ -62,7 +77,7 @@ class Rank:
         if what.role is Role.TANGENT:
             return self.tangents[what.index]
         if what.role is Role.SHARD:
-            return self.shards[what.index]
+            return self.ops.shard(what.index)
         assert what.role is Role.SAVED, node
         return self.saved[what.index]
 

@@ -4,6 +4,8 @@ gather 0          launch of bucket 0's all-gather     region 2 layers.0   comput
 wait gather 0     its wait                            grads 0             a gradient buffer
 view 0: w, b      its parameters                      pack 0: w           gradients packed
 release 0                                             reduce 0, store 0
+reload 0          bucket 0's shard on its way         copy 0              where a copy stays there
+release shard 0   its copy given back                 offload 0           its gradient's way back
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _WORDS = {
     ops.all_reduce: "all-reduce",
     ops.store_grad: "store",
     ops.update: "update",
+    ops.reload_shard: "reload",
+    ops.refresh_shard: "copy",
+    ops.offload_grad: "offload",
 }
 
 
@@ -51,6 +56,9 @@ def _row(program: Program, node: fx.Node, views: bool) -> str | None:
     where = info(node)
     if where.region is not None:
         return f"region {where.region} {where.unit}".rstrip()
+    if node.target is ops.release and node.args[0].args[0].target in ops.RELOADS:  # type: ignore[union-attr]
+        is_shard = any(u.target is ops.all_gather for u in node.args[0].users)  # type: ignore[union-attr]
+        return f"release {'shard ' if is_shard else ''}{where.index}"
     if node.target in _WORDS:
         return f"{_WORDS[node.target]} {where.index}"  # type: ignore[index]
     if node.target is ops.wait:
@@ -86,7 +94,7 @@ def final(case: str, choice: Choice) -> Program:
 def _behind(case: str, choice: Choice, count: int) -> Program:
     """Return the program behind the first `count` passes, without the runner's checks."""
     if count == 0:
-        program = captured(case, choice.units).clone()
+        program = captured(case, choice.units, choice.dtype).clone()
         setting = choice.setting()
         program.plan, program.machine = setting.plan, setting.machine
         return program

@@ -23,6 +23,7 @@ from zerofx.errors import ProgramError
 from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.plan_parts import Offload
 
 CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("gpt", 2, True, {}),
@@ -38,6 +39,9 @@ CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("stage", 2, True, {}),
     ("lstm", 2, True, {}),
     ("binary", 2, True, {"stage": 2}),
+    ("gpt", 2, True, {"offload": Offload(optimizer="cpu", parameters="cpu"), "precision": "bf16"}),
+    ("gpt", 2, True, {"offload": Offload(optimizer="cpu", device_fraction=0.3)}),
+    ("gpt", 1, True, {"stage": 1, "offload": Offload(optimizer="cpu"), "update": "in-backward"}),
 ]
 
 

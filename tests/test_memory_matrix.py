@@ -1,4 +1,4 @@
-"""The matrix of predicted and measured peaks: some cells of it, and all in the full run."""
+"""Predicted and measured peaks: some cells of the matrix always, all of it in the full run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mutants_kinds import KINDS
 from zerofx.ir.meta import info
 from zerofx.ir.verify import verify
 
-FEW = [*BASES[:4], *BASES[-5:]]
+FEW = [*BASES[:3], *BASES[15:22], BASES[-1]]
 
 
 def tally(count: int, seed: int, bases: list = BASES) -> Tally:
@@ -43,10 +43,10 @@ def test_verify_tells_harm_from_harmless() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", range(100, 108))
 def test_verify_tells_harm_from_harmless_on_many(seed: int) -> None:
-    """A good thousand over the four seeds."""
-    check(tally(8 * len(KINDS), seed), 0.05)
+    """A good thousand over the eight seeds."""
+    check(tally(4 * len(KINDS), seed), 0.05)
 
 
 def test_the_order_of_random_draws_is_part_of_the_program() -> None:

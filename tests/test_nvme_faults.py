@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import resource
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nvme_cases import Disk, disk, random_bytes  # noqa: F401  (a fixture)
+from nvme_cases import Disk, random_bytes
 
 from zerofx import nvme
 from zerofx.errors import NvmeError, ZerofxError
@@ -51,7 +47,7 @@ def test_a_write_that_fails(
     code: int,
     way_out: str,
     file: Any,
-    disk: Disk,  # noqa: F811
+    disk: Disk,
 ) -> None:
     disk.fails("pwritev", code, lambda offset: offset == 512 * KIB)
     request = file.submit_write(random_bytes(MIB), 0, "blocks.3.mlp.fc1.weight")
@@ -71,7 +67,7 @@ def test_a_write_that_fails(
     assert torch.equal(file.read(torch.empty_like(x)), x)
 
 
-def test_a_read_that_fails(file: Any, disk: Disk) -> None:  # noqa: F811
+def test_a_read_that_fails(file: Any, disk: Disk) -> None:
     disk.fails("preadv", errno.EIO)
     with pytest.raises(NvmeError, match=r"read of .*file, 10 bytes of w at offset 7: .*\(EIO\)"):
         file.read(torch.empty(10, dtype=torch.uint8), 7, "w")
@@ -79,7 +75,7 @@ def test_a_read_that_fails(file: Any, disk: Disk) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 1000, 100_001], ids=str)
 @pytest.mark.parametrize("skew", [0, 1])
-def test_short_moves_are_continued(most: int, skew: int, file: Any, disk: Disk) -> None:  # noqa: F811
+def test_short_moves_are_continued(most: int, skew: int, file: Any, disk: Disk) -> None:
     x = random_bytes(300_000)
     disk.moves_at_most(most)
     file.write(x, skew)
@@ -89,7 +85,7 @@ def test_short_moves_are_continued(most: int, skew: int, file: Any, disk: Disk) 
     assert len(disk.calls) >= 2 * 300_000 // most
 
 
-def test_a_write_without_progress_is_an_error(file: Any, disk: Disk) -> None:  # noqa: F811
+def test_a_write_without_progress_is_an_error(file: Any, disk: Disk) -> None:
     disk.faults.append(lambda name, *_: 0 if name == "pwritev" else None)
     with pytest.raises(NvmeError, match="the file system takes no bytes at offset 0"):
         file.write(random_bytes(PAGE))
@@ -121,7 +117,7 @@ def test_a_device_that_is_really_full(tmp_path: Path, engine: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_of_merged_requests_only_those_fail_that_must(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+def test_of_merged_requests_only_those_fail_that_must(tmp_path: Path, disk: Disk) -> None:
     """One call for all fails; each is then tried by itself."""
     with nvme.IOEngine(1, 256 * KIB) as engine, nvme.File(tmp_path / "f", "w", engine=engine) as f:
         f.reserve(MIB)
@@ -149,7 +145,7 @@ def test_of_merged_requests_only_those_fail_that_must(tmp_path: Path, disk: Disk
                 request.wait()
 
 
-def test_a_read_behind_a_failed_write_fails(file: Any, disk: Disk) -> None:  # noqa: F811
+def test_a_read_behind_a_failed_write_fails(file: Any, disk: Disk) -> None:
     x = random_bytes(MIB)
     file.write(x)
     disk.fails("pwritev", errno.EIO)
@@ -171,7 +167,7 @@ def test_a_read_behind_a_failed_write_fails(file: Any, disk: Disk) -> None:  # n
     assert torch.equal(file.read(torch.empty_like(x)), x)
 
 
-def test_faults_that_nobody_waits_for_come_up(tmp_path: Path, engine: Any, disk: Disk) -> None:  # noqa: F811
+def test_faults_that_nobody_waits_for_come_up(tmp_path: Path, engine: Any, disk: Disk) -> None:
     disk.fails("pwritev", errno.EIO, lambda offset: offset < MIB)
     with nvme.File(tmp_path / "file", "w", engine=engine) as file:
         seen = file.submit_write(random_bytes(10), 0, "a")
@@ -200,7 +196,7 @@ def test_a_flush_that_fails(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         file.flush()
 
 
-def test_errors_that_are_no_fault_of_the_disk(file: Any, disk: Disk) -> None:  # noqa: F811
+def test_errors_that_are_no_fault_of_the_disk(file: Any, disk: Disk) -> None:
     """Whatever a thread meets reaches who waits; the thread goes on."""
 
     def broken(*_: Any) -> None:
@@ -254,7 +250,7 @@ def test_paths_and_options_that_cannot_be(tmp_path: Path, engine: Any) -> None:
             nvme.IOEngine(**options)
 
 
-def test_waiting_has_an_end(file: Any, disk: Disk) -> None:  # noqa: F811
+def test_waiting_has_an_end(file: Any, disk: Disk) -> None:
     disk.gate.clear()
     request = file.submit_write(torch.ones(10), 0, "w")
     with pytest.raises(TimeoutError, match=r"write of .* of w at offset 0: still under way"):
@@ -262,79 +258,3 @@ def test_waiting_has_an_end(file: Any, disk: Disk) -> None:  # noqa: F811
     assert not request.is_done
     disk.gate.set()
     assert torch.equal(request.wait(30), torch.ones(10))
-
-
-# -- engines end ----------------------------------------------------------------------------
-
-
-def test_an_engine_that_is_closed(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
-    before = threading.active_count()
-    engine = nvme.IOEngine(2, 256 * KIB)
-    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
-        disk.gate.clear()
-        x = random_bytes(MIB)
-        file.submit_write(x)
-        read = file.submit_read(torch.empty_like(x))
-        closer = threading.Thread(target=engine.close)
-        closer.start()
-        disk.gate.set()
-        closer.join(30)
-        assert not closer.is_alive() and threading.active_count() == before
-        assert torch.equal(read.wait(), x)  # what was submitted has ended
-        with pytest.raises(NvmeError, match="the engine is closed; make another"):
-            file.submit_read(x)
-        engine.close()
-
-
-def test_an_engine_that_is_dropped(tmp_path: Path) -> None:
-    """Its threads end what was submitted, and then go."""
-    engine = nvme.IOEngine(2, 256 * KIB)
-    file = nvme.File(tmp_path / "file", "w", engine=engine)
-    file.write(torch.ones(10))
-    mine = list(engine._threads)
-    request = file.submit_write(torch.ones(MIB))
-    del file, engine
-    gc.collect()
-    request.wait()
-    for thread in mine:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # that is what it is about
-def test_files_do_not_follow_a_fork(file: Any) -> None:
-    file.write(torch.ones(10))
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - another process
-        try:
-            file.submit_read(torch.ones(10))
-        except NvmeError as error:
-            os._exit(0 if "do not follow a fork" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    file.read(torch.ones(10))
-
-
-AT_EXIT = """
-import sys, torch
-from zerofx import nvme
-store = nvme.NvmeStore.create(sys.argv[1], {"w": 40_000_000}, label="left")
-file = nvme.File(sys.argv[1] + "/file", "w")
-file.submit_write(torch.full((10_000_000,), 7, dtype=torch.int32))
-store.write("w", torch.ones(10_000_000))
-print(store.path)
-"""
-
-
-def test_the_interpreter_ends_in_peace(tmp_path: Path) -> None:
-    """With requests under way and nothing closed: they end, the store goes, nothing is printed."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", AT_EXIT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    assert not Path(run.stdout.strip()).exists()
-    data = torch.frombuffer(bytearray((tmp_path / "file").read_bytes()), dtype=torch.int32)
-    assert data.numel() == 10_000_000 and bool((data == 7).all())

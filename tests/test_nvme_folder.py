@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,19 @@ import torch
 
 from zerofx import nvme
 from zerofx.errors import NvmeError
+from zerofx.runtime.nvme import folder
 
 
-def made(folder: Path, label: str = "rank0-opt") -> Any:
-    store = nvme.NvmeStore.create(folder, {"w": 40}, label=label)
+def made(home: Path, label: str = "rank0-opt") -> Any:
+    store = nvme.NvmeStore.create(home, {"w": 40}, label=label)
     store.write("w", torch.ones(10)).wait()
     return store
 
 
-def left_behind(folder: Path) -> Path:
+def left_behind(home: Path) -> Path:
     """A file as a killed process leaves it: whole, and no longer locked."""
-    store = made(folder)
-    path = folder / "zerofx-rank0-opt-host-1-00000000.nvme"
+    store = made(home)
+    path = home / "zerofx-rank0-opt-host-1-00000000.nvme"
     path.write_bytes(Path(store.path).read_bytes())
     store.close()
     return path
@@ -118,8 +120,23 @@ def test_what_a_dead_job_left_is_removed(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "zerofx"):
         store = made(tmp_path)
     assert not path.exists() and Path(store.path).exists()
-    assert f"{path}: removed, left behind by a dead process (made by process" in caplog.text
+    assert f"{path}: removed, left behind by process" in caplog.text
     store.close()
+
+
+def test_what_another_host_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lock need not be seen here, so that it may be alive."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(folder, "_boot", lambda: "another boot")
+    path = left_behind(tmp_path)
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        assert nvme.remove_left_behind(tmp_path) == []
+    assert path.exists() and "on elsewhere, at" in caplog.text and "may still use it" in caplog.text
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    assert nvme.remove_left_behind(tmp_path) == [path]
 
 
 def test_what_died_while_it_was_made_is_removed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvme_cases import Disk, disk, random_bytes, without_direct  # noqa: F401  (a fixture)
+from nvme_cases import Disk, random_bytes, without_direct
 
 from zerofx import nvme
 from zerofx.runtime.nvme.aligned import PAGE
@@ -110,7 +110,7 @@ def test_a_file_system_that_refuses_direct_transfers(
 def test_a_file_system_that_refuses_them_only_when_asked(
     tmp_path: Path,
     engine: Any,
-    disk: Disk,  # noqa: F811
+    disk: Disk,
 ) -> None:
     """Some open a file with O_DIRECT and then take no transfer: what is lost is only the try."""
     refused: list[int] = []
@@ -143,7 +143,7 @@ def test_aligned_memory_moves_without_a_copy(tmp_path: Path, engine: Any) -> Non
     assert counts.read_bytes == counts.written_bytes == x.nbytes
 
 
-def test_large_requests_are_split(tmp_path: Path, engine: Any, disk: Disk) -> None:  # noqa: F811
+def test_large_requests_are_split(tmp_path: Path, engine: Any, disk: Disk) -> None:
     x = in_memory(MIB + 100, 0)
     with nvme.File(tmp_path / "file", "w", engine=engine) as file:
         file.write(x, 0)
@@ -152,7 +152,7 @@ def test_large_requests_are_split(tmp_path: Path, engine: Any, disk: Disk) -> No
     assert pieces == [(i * 256 * KIB, 256 * KIB) for i in range(4)] + [(MIB, 100)]
 
 
-def test_small_neighbours_are_merged(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+def test_small_neighbours_are_merged(tmp_path: Path, disk: Disk) -> None:
     """While the only thread is busy, 100 small requests queue up; they leave in one call."""
     with nvme.IOEngine(1, 256 * KIB) as engine, nvme.File(tmp_path / "f", "w", engine=engine) as f:
         f.reserve(2 * MIB)
@@ -178,7 +178,7 @@ def test_small_neighbours_are_merged(tmp_path: Path, disk: Disk) -> None:  # noq
     assert torch.equal(back, torch.cat(data))
 
 
-def test_merging_stops_at_the_size_of_a_piece(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+def test_merging_stops_at_the_size_of_a_piece(tmp_path: Path, disk: Disk) -> None:
     with nvme.IOEngine(1, 256 * KIB) as engine, nvme.File(tmp_path / "f", "w", engine=engine) as f:
         f.reserve(4 * MIB)
         disk.gate.clear()
@@ -192,7 +192,7 @@ def test_merging_stops_at_the_size_of_a_piece(tmp_path: Path, disk: Disk) -> Non
     assert sizes == [256 * KIB, 128 * KIB]
 
 
-def test_a_read_follows_the_write_before_it(tmp_path: Path, engine: Any, disk: Disk) -> None:  # noqa: F811
+def test_a_read_follows_the_write_before_it(tmp_path: Path, engine: Any, disk: Disk) -> None:
     path = tmp_path / "file"
     old, new = random_bytes(MIB, 1), random_bytes(MIB, 2)
     with nvme.File(path, "w", engine=engine) as file:
@@ -228,7 +228,7 @@ def test_reads_of_the_same_bytes_run_in_parallel(
         assert all(torch.equal(request.wait(), x) for request in requests)
 
 
-def test_reads_and_writes_take_turns(tmp_path: Path, disk: Disk) -> None:  # noqa: F811
+def test_reads_and_writes_take_turns(tmp_path: Path, disk: Disk) -> None:
     """A read that is submitted behind many writes does not wait for all of them."""
     with nvme.IOEngine(1, 256 * KIB) as engine, nvme.File(tmp_path / "f", "w", engine=engine) as f:
         f.reserve(8 * MIB)

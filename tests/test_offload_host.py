@@ -52,7 +52,7 @@ def test_bytes_are_counted_by_direction() -> None:
     away = host.offload(torch.randn(10)).wait()
     for _ in range(2):
         host.reload(away).wait()
-    assert host.moved == {"d2h": Moved(1, 40), "h2d": Moved(2, 80)}
+    assert (host.moved["d2h"], host.moved["h2d"]) == (Moved(1, 40), Moved(2, 80))
     assert dense_bytes(torch.randn(4, 3).t()) == 48
 
 

@@ -12,6 +12,10 @@ import pytest
 from models import CASES, FOREIGN, OWN
 from oracle import differences, execute, has_garbage
 from oracle_cases import (
+    BOTH,
+    FINE,
+    OPTIMIZER,
+    PARAMETERS,
     Choice,
     captured,
     captured_inference,
@@ -24,6 +28,7 @@ from oracle_exchange import Delivery
 
 PLENTY = 1 << 30
 AWAY = (("blocks.0", "recompute"), ("*", "offload"))
+HALF = (("optimizer", "cpu"), ("device_fraction", 0.5))
 
 FAST = [
     ("gpt", Choice(3)),
@@ -43,6 +48,12 @@ FAST = [
     ("convnet", Choice(0, update="in-backward")),
     ("gpt", Choice(3, activations=AWAY, budget=PLENTY)),
     ("convnet", Choice(0, activations=AWAY, prefetch=2)),
+    ("gpt", Choice(3, offload=BOTH)),
+    ("gpt", Choice(3, 1, offload=BOTH, budget=PLENTY)),
+    ("gpt", Choice(3, offload=OPTIMIZER, update="in-backward", units=FINE)),
+    ("gpt", Choice(2, 1, offload=HALF)),
+    ("convnet", Choice(1, offload=OPTIMIZER)),
+    ("adapters", Choice(3, 4, offload=PARAMETERS, shard_axis_size=2, prefetch=2)),
 ]
 
 ACTIVATIONS: list[str | float] = ["keep", "recompute", 0.5]
@@ -57,6 +68,10 @@ SLOW = [
             *[Choice(s, 2, AWAY) for s in range(4)],
             *[Choice(s, 4, "keep") for s in range(4)],
             *[Choice(s, 4, "recompute", shard_axis_size=2, prefetch=2) for s in (1, 2, 3)],
+            *[Choice(s, w, offload=OPTIMIZER) for s, w in product((1, 2, 3), (1, 2))],
+            *[Choice(3, w, AWAY, b, offload=BOTH) for w, b in product((1, 2), (None, PLENTY))],
+            Choice(3, offload=PARAMETERS, prefetch=0),
+            Choice(3, offload=HALF, update="in-backward"),
         ]
     ],
     *[

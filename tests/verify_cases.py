@@ -22,24 +22,26 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import machine_for
 from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan
 
 SMALL = {"bucket_bytes": 4096, "persist_below": 256, "kernels": "aten"}
 
 
 @cache
-def captured(case: str, is_training: bool = True) -> Program:
-    """Return a captured call; tests share it."""
+def captured(case: str, is_training: bool = True, dtype: torch.dtype | None = None) -> Program:
+    """Return a captured call, computing in a format; tests share it."""
     args, kwargs = CASES[case].batch(0)
     model = CASES[case].make().train(is_training)
     with torch.set_grad_enabled(is_training):
-        return capture(model, args, kwargs)
+        return capture(model, args, kwargs, compute_dtype=dtype)
 
 
 @cache
 def _rewritten(case: str, world: int, is_training: bool, plan: tuple[Any, ...]) -> Program:
     setting = Setting(Plan(**{**SMALL, **dict(plan)}), world, machine_for("cpu"))
-    return run(captured(case, is_training), setting)
+    dtype = compute_dtype(setting.plan.precision)
+    return run(captured(case, is_training, dtype), setting)
 
 
 def program(case: str = "gpt", world: int = 2, is_training: bool = True, **plan: Any) -> Program:

@@ -66,12 +66,16 @@ def compile(
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
     in_backward = checked.update == "in-backward"
     if optimizer is not None:
-        check_before(optimizer, layout.shard_size > 1, in_backward)
-    store = ShardStore.build(model, layout, world, in_backward=in_backward)
+        check_before(optimizer, layout, in_backward)
+    store = ShardStore.build(
+        model, layout, world, in_backward=in_backward, folder=checked.offload.path
+    )
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
     setting = Setting(checked, world.size, described, layout)
-    engine = Engine(store, make_scaler(checked, world), poison=checked.debug)
+    engine = Engine(
+        store, make_scaler(checked, world), checked.debug, delayed=checked.offload.delayed
+    )
     return CompiledModule(model, setting, engine)
 
 

@@ -145,7 +145,10 @@ class Offload:
     """What leaves the device between uses, and to which tier: `"none"`, `"cpu"`, `"nvme"`.
 
     path: folder on the NVMe device, needed by and only by that tier.
-    delayed: apply the host optimizer's result one step late, beside the next step's compute.
+    delayed: apply the host optimizer's result one step late, beside the next step's compute. This
+        changes the mathematics: gradients are those of the parameters before the last update. A
+        parameter that is looked at between steps may be under update; state_dict, save, load and
+        deepcopy wait for it.
     device_fraction: the part of the optimizer states that stays on the device.
     """
 

@@ -19,26 +19,12 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"Plan.shard_axis_size = {plan.shard_axis_size} contradicts stage = 0, which shards "
             "nothing; drop shard_axis_size, or use stage 1, 2 or 3"
         )
-    if plan.stage < 3 and plan.offload.parameters != "none":
-        yield (
-            f"Plan.offload.parameters = {plan.offload.parameters!r} contradicts stage = "
-            f"{plan.stage}: only stage 3 shards parameters; use stage 3, or drop it"
-        )
-    if plan.stage == 0 and plan.offload.optimizer != "none":
-        yield (
-            f"Plan.offload.optimizer = {plan.offload.optimizer!r} contradicts stage = 0: every "
-            "host would keep all states; use stage 1, 2 or 3, or drop it"
-        )
     if plan.activations == "auto" and plan.memory_budget is None:
         yield (
             "Plan.activations = 'auto' solves under memory_budget, which is None; set "
             "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction"
         )
-    if plan.host_budget is not None and not (plan.offload.is_used or _offloaded_patterns(plan)):
-        yield (
-            f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
-            "but nothing is offloaded; set offload, or drop host_budget"
-        )
+    yield from _against_offload(plan)
     yield from _against_tiling(plan)
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
@@ -75,6 +61,30 @@ def contradictions(plan: Plan) -> Iterator[str]:
         )
 
 
+def _against_offload(plan: Plan) -> Iterator[str]:
+    if plan.stage < 3 and plan.offload.parameters != "none":
+        yield (
+            f"Plan.offload.parameters = {plan.offload.parameters!r} contradicts stage = "
+            f"{plan.stage}: only stage 3 shards parameters; use stage 3, or drop it"
+        )
+    if plan.stage == 0 and plan.offload.optimizer != "none":
+        yield (
+            f"Plan.offload.optimizer = {plan.offload.optimizer!r} contradicts stage = 0: every "
+            "host would keep all states; use stage 1, 2 or 3, or drop it"
+        )
+    if plan.host_budget is not None and not (plan.offload.is_used or _offloaded_patterns(plan)):
+        yield (
+            f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} bounds what offload holds, "
+            "but nothing is offloaded; set offload, or drop host_budget"
+        )
+    if plan.offload.delayed and (plan.update == "step" or plan.offload.optimizer != "cpu"):
+        yield (
+            f"Plan.offload.delayed = True contradicts update = {plan.update!r} with optimizer = "
+            f"{plan.offload.optimizer!r}: what runs one step late are updates that backward starts "
+            "on the host; use update='in-backward' and optimizer='cpu', or drop delayed"
+        )
+
+
 def _against_tiling(plan: Plan) -> Iterator[str]:
     if plan.tiling == "auto" and plan.memory_budget is None:
         yield (
@@ -90,8 +100,10 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if "nvme" in plan.offload.tiers.values() or plan.offload.delayed:
+    if plan.offload.activations == "nvme":
         yield "offload", plan.offload.to_plain(), "cpu"
+    if plan.tiling != "off" and "nvme" in (plan.offload.parameters, plan.offload.optimizer):
+        yield "tiling", plan.tiling, "off"
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

@@ -39,6 +39,7 @@ class Memory:
     in_slots: what lies in slots, whose own bytes are among `storages`.
     curve: total bytes at each of `life`'s times.
     on_host: what waits in host memory, which is counted apart from all of the above.
+    on_nvme: what lies in files.
     micro: which micro-batch of the step it is: the one in which most is held.
     """
 
@@ -47,7 +48,13 @@ class Memory:
     in_slots: tuple[Storage, ...]
     curve: tuple[int, ...]
     on_host: tuple[Storage, ...] = ()
+    on_nvme: tuple[Storage, ...] = ()
     micro: Micro = field(default_factory=Micro)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """The bytes that lie in files, but for their headers."""
+        return max(_curve(self.on_nvme, len(self.life.nodes)), default=0)
 
     @property
     def host_bytes(self) -> int:
@@ -76,7 +83,7 @@ class Memory:
     def by_category(self, time: int) -> dict[Category, int]:
         """Return the bytes of each category at a time; every category is there."""
         found = dict.fromkeys(Category, 0)
-        for storage in _at((*self.storages, *self.on_host), time):
+        for storage in _at((*self.storages, *self.on_host, *self.on_nvme), time):
             found[storage.category] += storage.nbytes
         return found
 
@@ -86,7 +93,7 @@ class Memory:
         for s in self.storages:
             if s.birth == 0 and s.death == self.life.end:
                 found[s.category] += s.nbytes
-        found[Category.HOST] = self.host_bytes
+        found[Category.HOST], found[Category.NVME] = self.host_bytes, self.nvme_bytes
         return found
 
 
@@ -134,10 +141,12 @@ def _of(
     life = lifetimes(program, compiled, keeps_results, micro.packs_apart)
     beside = standing(program, life, optimizer_bytes, micro)
     placed = [s for s in (*life.storages, *beside) if s.slot < 0]
-    storages = tuple(s for s in placed if s.category is not Category.HOST)
-    on_host = tuple(s for s in placed if s.category is Category.HOST)
+    apart = (Category.HOST, Category.NVME)
+    storages = tuple(s for s in placed if s.category not in apart)
+    on_host, on_nvme = (tuple(s for s in placed if s.category is kind) for kind in apart)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)
-    return Memory(life, storages, in_slots, _curve(storages, len(life.nodes)), on_host, micro)
+    curve = _curve(storages, len(life.nodes))
+    return Memory(life, storages, in_slots, curve, on_host, on_nvme, micro)
 
 
 def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.storage import Category, Storage, is_view, slot_of, span_bytes
+from zerofx.analysis.storage import CATEGORY_OF, Category, Storage, is_view, slot_of, span_bytes
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, Program
+from zerofx.runtime.tiers import Tier
 
 
 class Places:
@@ -80,8 +81,8 @@ class Places:
         key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
         if key not in self.given:
             category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
-            if where.role is Role.SHARD and self._is_away(node):
-                category = Category.HOST
+            if where.role is Role.SHARD:
+                category = CATEGORY_OF.get(self._home(node), category)
             birth = self.start if is_early else 0
             is_forever = where.role is not Role.TANGENT
             self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
@@ -98,13 +99,16 @@ class Places:
             return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
         if is_in_place(node, self.program.layout) and not self.packs_apart:
             return ()  # the gradient's own memory
+        if target is ops.read_shard:
+            return self._own(node, Category.HOST, value(node), time)
         if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
             is_grad = target is ops.grad_buffer
             category = Category.GRADIENTS if is_grad else Category.GATHERED
             slot = slot_of(node)
             name = where.unit if (where := info(node)).unit else node.name
-            return self._own(node, category, value(node), time, slot, name=name)
-        if target in ops.REDUCES and self._is_away(node):  # until it has left
+            made = self._own(node, category, value(node), time, slot, name=name)
+            return made if target is not ops.reload_shard else made + self._staged(node)
+        if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
             return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
         if target in ops.REDUCES and not self._reduces_apart(node):
             return ()  # the gradient's shard, or what is lent for it
@@ -113,6 +117,10 @@ class Places:
         if target is ops.release:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
+
+    def _staged(self, node: fx.Node) -> tuple[Storage, ...]:
+        """Return what a reload holds until its wait: what was read for it."""
+        return self.held[node.all_input_nodes[0]]
 
     def _reduces_apart(self, node: fx.Node) -> bool:
         """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
@@ -131,9 +139,9 @@ class Places:
             return (self._nothing(node, time),)
         return self._own(node, Category.HOST, value(node), time)
 
-    def _is_away(self, node: fx.Node) -> bool:
+    def _home(self, node: fx.Node) -> Tier:
         layout = self.program.layout
-        return layout is not None and layout.buckets[info(node).index].is_away
+        return Tier.DEVICE if layout is None else layout.buckets[info(node).index].home
 
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""
@@ -151,7 +159,7 @@ class Places:
         return Category.TEMPORARIES
 
 
-_HOLD_SOURCE = ops.COPIES | {ops.offload_grad}
+_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard}
 _MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {
     Role.PARAM: Category.PARAMETERS,

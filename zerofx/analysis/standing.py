@@ -7,12 +7,15 @@ from itertools import zip_longest
 
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.scratch import lent_buffers
-from zerofx.analysis.storage import Category, Lifetimes, Storage, slot_of, span_bytes
+from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, slot_of, span_bytes
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
+
+IN_STAGES = 3  # buckets on NVMe that are in host memory for their updates at one time
 
 
 def standing(
@@ -22,7 +25,7 @@ def standing(
     found = [*_unread_shards(program, life), *_resident(life)]
     found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
-    found += _casts(program, life)
+    found += [*_casts(program, life), *_staging(program, life, optimizer_bytes)]
     return found + lent_buffers(program, life, micro)
 
 
@@ -69,13 +72,21 @@ def _casts(program: Program, life: Lifetimes) -> list[Storage]:
             b.label(), life,
         )
         for b in (layout.buckets if layout else ())
-        if b.index in read and b.is_cast
+        if _has_copy(program, b, b.index in read)
     ]  # fmt: skip
+
+
+def _has_copy(program: Program, bucket: Bucket, is_reloaded: bool) -> bool:
+    """Tell whether a copy of a shard stays on the host, for gathers to read."""
+    if bucket.is_away and bucket.trainable and program.plan.offload.delayed:
+        return True
+    is_apart = bucket.is_cast or bucket.home is Tier.NVME
+    return is_reloaded and bucket.source is Tier.HOST and is_apart
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
     """Return the category of what lives with a bucket: apart where that is off the device."""
-    return Category.HOST if bucket.is_away else category
+    return CATEGORY_OF.get(bucket.home, category)
 
 
 def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
@@ -102,7 +113,7 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
         if bucket.is_away:
-            found.append(_always(Category.HOST, size, "p.grad", bucket.label(), life))
+            found.append(_away_gradient(bucket, size, info(node), updated, time, life))
             continue
         whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
         rests = whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated
@@ -142,6 +153,36 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
         name = "sum of no_sync"
         found.append(Storage(Category.GRADIENTS, size, name, birth, death, where[block]))
     return found
+
+
+def _staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return the host memory through which buckets on NVMe pass for their updates.
+
+    One is updated, one read and one written at a time; where they are updated inside backward, as
+    many gradients wait for that.
+    """
+    layout = program.layout
+    if layout is None or not program.is_training:
+        return []
+    sizes = {
+        layout.shard_numel(b): b.dtype.itemsize
+        for b in layout.buckets
+        if b.home is Tier.NVME and b.trainable
+    }
+    if not sizes:
+        return []
+    numel = max(sizes)
+    nbytes = numel * (sizes[numel] + optimizer_bytes)
+    return [_always(Category.HOST, IN_STAGES * nbytes, "update staging", "", life)]
+
+
+def _away_gradient(
+    bucket: Bucket, size: int, where: Info, updated: dict[int, int], time: int, life: Lifetimes
+) -> Storage:
+    """Return what a gradient takes that lies off the device: for good, or until its update."""
+    if bucket.home is Tier.NVME and bucket.index in updated:
+        return Storage(Category.HOST, size, "p.grad", time, updated[bucket.index], where)
+    return Storage(_where(bucket, Category.GRADIENTS), size, "p.grad", 0, life.end, where)
 
 
 def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:

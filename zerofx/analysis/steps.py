@@ -26,6 +26,7 @@ class Lane(str, Enum):
     HOST = "host"
     D2H = "to host"
     H2D = "from host"
+    NVME = "from nvme"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Step:
     """One step of a schedule.
 
     kind: "region", "pack", "launch", "wait", "release", "update" or "sync".
-    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H" or "H2D".
+    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H", "H2D" or "RD".
     bucket: whose parameters it moves; of a copy to or from the host, the number of its value.
     heaviest: the costliest op of a region, empty where there is none to name.
     is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
@@ -74,12 +75,12 @@ class Schedule:
 _VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
     ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
-    **dict.fromkeys(ops.RELOADS, "H2D"),
+    **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD",
 }  # fmt: skip
 _LANES: dict[Any, Lane] = {
     **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
     ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
-    **dict.fromkeys(ops.RELOADS, Lane.H2D),
+    **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME,
 }  # fmt: skip
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 

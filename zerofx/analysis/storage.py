@@ -19,6 +19,7 @@ from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
+from zerofx.runtime.tiers import Tier
 
 
 class Category(str, Enum):
@@ -35,6 +36,10 @@ class Category(str, Enum):
     OUTPUTS = "outputs"
     BUFFERS = "buffers"
     HOST = "host"  # in host memory: no part of what the device holds
+    NVME = "nvme"  # in files
+
+
+CATEGORY_OF = {Tier.HOST: Category.HOST, Tier.NVME: Category.NVME}  # of what lives away
 
 
 @dataclass(eq=False)

@@ -15,7 +15,12 @@ from zerofx.ir import ops
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
-from zerofx.runtime.host_tier import D2H, H2D, dense_bytes
+from zerofx.runtime.homes import ADAMW_STATES
+from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.tiers import Tier
+
+LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Sent:
 class Traffic:
     """What one rank sends in one forward and its backward, by kind of collective.
 
-    moved: what it copies between device and host, by direction.
+    moved: what it copies between device, host and NVMe, by lane; the step of AdamW included.
     """
 
     kinds: dict[str, Sent]
@@ -52,14 +57,29 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
     Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
     and NCCL's large-message algorithms.
     """
-    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys((D2H, H2D), Sent())
+    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys(LANES, Sent())
     for name, gm in program.graphs.items():
         for node in gm.graph.nodes:
             for kind, sent_bytes, itemsize in _collectives(program, node, rank):
                 kinds[kind] = _more(kinds[kind], sent_bytes, itemsize)
             for lane, nbytes_moved, itemsize in _copies(program, name, node):
                 moved[lane] = _more(moved[lane], nbytes_moved, itemsize)
+    for bucket in _stepped_on_nvme(program):
+        size, itemsize = bucket.numel * bucket.dtype.itemsize, bucket.dtype.itemsize
+        for lane in (NVME_READ, NVME_WRITE):
+            for _ in range(1 + ADAMW_STATES):
+                assert program.layout is not None
+                moved[lane] = _more(moved[lane], size // program.layout.shard_size, itemsize)
     return Traffic(kinds, moved)
+
+
+def _stepped_on_nvme(program: Program) -> list[Bucket]:
+    """Return the buckets whose step reads and writes parameters and states on NVMe."""
+    if program.layout is None or BACKWARD not in program.graphs:
+        return []
+    stored = [n for n in program.graph(BACKWARD).nodes if n.target is ops.store_grad]
+    buckets = [program.layout.buckets[info(n).index] for n in stored]
+    return [b for b in buckets if b.home is Tier.NVME]
 
 
 def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int, int]]:
@@ -67,6 +87,8 @@ def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int,
     if node.target not in ops.COPIES | ops.MOVES | {ops.refresh}:
         return []
     copied = value(node)
+    if node.target is ops.read_shard:
+        return [(NVME_READ, nbytes(copied), copied.element_size())]
     leaves = node.target in (ops.offload, ops.offload_grad)
     nbytes_moved = dense_bytes(copied)
     if node.target is ops.refresh:  # of a shard that lives off the device: this rank's slice

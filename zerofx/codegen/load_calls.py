@@ -75,6 +75,12 @@ class Calls:
         numel = self._layout.shard_numel(b)
         return self._recorder.communicate(target, node, bucket, numel, *slot, named=cast, **_of(b))
 
+    def read_shard(self, shard: Tensor, bucket: int) -> Launch:
+        b = self._bucket(bucket)
+        node = self._recorder.node(shard, f"the shard of bucket {bucket}")
+        numel = self._layout.shard_numel(b)
+        return Launch(self._recorder.communicate(ops.read_shard, node, bucket, numel, **_of(b)))
+
     def offload_grad(self, reduced: Tensor, bucket: int) -> Launch:
         b = self._bucket(bucket)
         node = self._recorder.node(reduced, "the reduced slice")

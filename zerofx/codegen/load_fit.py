@@ -49,6 +49,11 @@ def _difference(a: Bucket, b: Bucket) -> str:
                 f"bucket {a.index} has {left.name}{list(left.shape)} at {left.offset}, the model's "
                 f"{right.name}{list(right.shape)} at {right.offset}"
             )
+    if (a.home, a.source) != (b.home, b.source):
+        return (
+            f"bucket {a.index} ({a.label()}) lives on the {a.home.value} and is gathered from the "
+            f"{a.source.value}, the model's on the {b.home.value} and from the {b.source.value}"
+        )
     return (
         f"bucket {a.index} has {len(a.params)} parameters in {a.numel} elements of {a.dtype}, the "
         f"model's {len(b.params)} in {b.numel} of {b.dtype}"

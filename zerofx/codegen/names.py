@@ -15,7 +15,7 @@ _STEMS = {
     ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
     ops.grad_buffer: "grads", ops.reduce_scatter: "reduce", ops.all_reduce: "reduce",
     ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
-    ops.refresh_shard: "refresh", ops.offload_grad: "offload",
+    ops.refresh_shard: "refresh", ops.read_shard: "read", ops.offload_grad: "offload",
 }  # fmt: skip
 
 

@@ -81,6 +81,12 @@ def _reload(node: fx.Node, names: Names, program: Program) -> Statement:
     return f"{names.bind(node)} = {call}", note.strip()
 
 
+def _read(node: fx.Node, names: Names, program: Program) -> Statement:
+    shard = buffer(node.all_input_nodes[0], names)
+    call = f"rt.read_shard({shard}, bucket={info(node).index})"
+    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}"
+
+
 def _offload_grad(node: fx.Node, names: Names, program: Program) -> Statement:
     reduced = names.bind(node.all_input_nodes[0])
     call = f"rt.offload_grad({reduced}, bucket={info(node).index})"
@@ -143,6 +149,7 @@ _WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
     ops.all_gather: _into_slot("all_gather"),
     ops.reload_shard: _into_slot("reload_shard"),
     ops.refresh_shard: _full("refresh_shard"),
+    ops.read_shard: _read,
     ops.offload_grad: _offload_grad,
     ops.refresh: _full("refresh"),
     ops.resident: _full("resident"),

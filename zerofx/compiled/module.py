@@ -178,7 +178,10 @@ class CompiledModule(nn.Module):
         scaler = make_scaler(self._setting.plan, store.world)
         if self.loss_scale is not None and scaler is not None:
             scaler.load_state_dict(self.loss_scale.state_dict())
-        engine = Engine(ShardStore.copy_of(store, model), scaler, self._engine.slots.poison)
+        store.ledger.pending.join()
+        copied = ShardStore.copy_of(store, model)
+        poison, delayed = self._engine.slots.poison, self._setting.plan.offload.delayed
+        engine = Engine(copied, scaler, poison, delayed)
         made = CompiledModule(model, self._setting, engine)
         made.__dict__["_programs"] = ProgramTable(model, self._setting, engine, self._programs)
         memo[id(self)] = made

@@ -15,7 +15,7 @@ STEMS: dict[Any, str] = {
     ops.grad_buffer: "grads", ops.pack: "packed", ops.reduce_scatter: "reduce",
     ops.all_reduce: "reduce", ops.store_grad: "stored", ops.update: "update",
     ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
-    ops.refresh_shard: "refresh", ops.offload_grad: "offload",
+    ops.refresh_shard: "refresh", ops.read_shard: "read", ops.offload_grad: "offload",
 }  # fmt: skip
 
 
@@ -70,5 +70,7 @@ def move_stem(wait: fx.Node) -> str:
     index = info(wait).index
     if wait.all_input_nodes[0].target is ops.offload_grad:
         return f"away_{index}"
+    if wait.all_input_nodes[0].target is ops.read_shard:
+        return f"staged_{index}"
     is_sent = any(u.target is ops.all_gather for u in wait.users)
     return f"shard_{index}" if is_sent else f"full_{index}"

@@ -16,7 +16,8 @@ left out where nothing changes. The real bodies take the formats from the layout
 the CPU.
 
 `reload_shard` copies a shard that lives off the device to it, `refresh_shard` brings a copy there
-that stays up to date, `offload_grad` copies a reduced slice to where its shard lives: launches too.
+that stays up to date, `offload_grad` copies a reduced slice to where its shard lives, `read_shard`
+brings a shard from NVMe to the host: launches too.
 
 `update` runs the optimizer over a shard, in place: what backward does where the plan says so.
 """
@@ -218,6 +219,11 @@ refresh_shard = _define(
     _real_refresh_shard,
     _fake_full,
 )
+read_shard = _define(
+    "read_shard(Tensor shard, int bucket, int numel) -> Tensor",
+    lambda shard, bucket, numel: current_calls().read_shard(shard, bucket),
+    lambda shard, bucket, numel: shard.new_empty(numel, device="cpu"),
+)
 offload_grad = _define(
     "offload_grad(Tensor reduced, int bucket) -> Tensor",
     lambda reduced, bucket: current_calls().offload_grad(reduced, bucket),
@@ -237,7 +243,7 @@ REDUCES = frozenset({reduce_scatter, all_reduce})
 LAUNCHES = GATHERS | REDUCES  # what the ranks agree on
 COPIES = frozenset({offload, reload})  # launches too, but each rank's own
 RELOADS = frozenset({reload_shard, refresh_shard})  # what brings a shard to the device
-MOVES = RELOADS | {offload_grad}  # launches of a rank's own that are about a bucket
+MOVES = RELOADS | {read_shard, offload_grad}  # launches of a rank's own that are about a bucket
 TRANSFERS = LAUNCHES | COPIES | MOVES  # all that `wait` takes
 ALL = TRANSFERS | {
     resident, wait, param_view, release, grad_buffer, pack, store_grad, update, sync_buffers,

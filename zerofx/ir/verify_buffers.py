@@ -30,11 +30,12 @@ class Kind(Enum):
     LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
     HOSTED = "hosted"  # its copy on the host
     RELOADED = "reloaded"  # and back on the device
+    STAGED = "shard read from NVMe"  # into host memory
     NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
 
 
 FULL = (Kind.GATHERED, Kind.RESIDENT, Kind.KEPT)  # what holds a whole bucket's parameters
-PARAMETERS = (*FULL, Kind.SHARD, Kind.NEAR, Kind.PARAM)  # what holds parameters at all
+PARAMETERS = (*FULL, Kind.SHARD, Kind.STAGED, Kind.NEAR, Kind.PARAM)  # what holds parameters at all
 
 
 @dataclass(eq=False)
@@ -52,6 +53,8 @@ class Buffer:
     updated: of a shard, the update that has overwritten it.
     is_away: of a shard and of a reduction's result, that the bucket lives off the device.
     offloaded: of such a result, the launch of the copy that takes it there.
+    sent: of a reloaded shard, the gathered buffers that are made of it.
+    behind: of a copy that stays, an earlier refresh that was under way: this one brings nothing.
     """
 
     kind: Kind
@@ -70,13 +73,15 @@ class Buffer:
     updated: fx.Node | None = None
     is_away: bool = False
     offloaded: fx.Node | None = None
+    sent: list[Buffer] = field(default_factory=list)
+    behind: Buffer | None = None
 
     @property
     def in_flight(self) -> bool:
         """Whether a transfer writes to it or reads from it now."""
         if self.kind is Kind.PACKED:
             return self.reduced is not None and not self.landed
-        return not self.landed
+        return not self.landed or any(not b.landed for b in self.sent)
 
     def is_open_to(self, target: Any) -> bool:
         """Say whether a node of this kind may read it now."""
@@ -90,6 +95,8 @@ class Buffer:
             return self.landed and target is self._next_of_reduced()
         if self.kind is Kind.SHARD and self.is_away:
             return target in _FROM_AFAR
+        if self.kind is Kind.STAGED:
+            return self.landed and target in ops.RELOADS
         return self.landed and (self.kind is not Kind.NEAR or target in _SENDS)
 
     def _next_of_reduced(self) -> Any:
@@ -99,7 +106,7 @@ class Buffer:
 
 
 # what may be given a shard off the device, and a copy of it there
-_FROM_AFAR = {*ops.RELOADS, ops.refresh, ops.resident, ops.grad_buffer, ops.update}
+_FROM_AFAR = {*ops.RELOADS, ops.read_shard, ops.refresh, ops.resident, ops.grad_buffer, ops.update}
 _SENDS = frozenset({ops.all_gather, ops.release})
 
 Roots = tuple[Buffer, ...]

@@ -33,10 +33,7 @@ class Order(ShardOrder):
 
     def gather(self, node: fx.Node) -> None:
         bucket = self.bucket(node)
-        if node.target is ops.all_gather:
-            self.sent_shard(node, bucket)
-        else:
-            self.own_shard(node, bucket)
+        near = self.sent_shard(node, bucket)
         self.numel(node, bucket.numel, f"bucket {bucket.index}")
         self.dtype(node, bucket.compute_dtype, f"bucket {bucket.index} gathered")
         if node.target is ops.all_gather:
@@ -56,6 +53,9 @@ class Order(ShardOrder):
             self.crossing.refreshed.add(bucket.index)
         landed = node.target is ops.resident
         buffer = Buffer(kind, node, bucket.index, slot, landed=landed)
+        buffer.behind = self.under_way(node, bucket)
+        if near is not None:
+            near.sent.append(buffer)
         self.add(node, buffer)
         self.claim(node, buffer)
 
@@ -83,6 +83,7 @@ class Order(ShardOrder):
         (buffer,) = self.roots[launch]
         if buffer.released is not None or buffer.taken is not None:
             self.fail(node, f"{node.name} waits for {self.label(buffer)} after its release")
+        self.check_landed(node, buffer)
         buffer.landed = True
         if buffer.source is not None:
             buffer.source.landed = True
@@ -121,6 +122,7 @@ class Order(ShardOrder):
                 f"{node.name} gives back slot {slot_of(node)}, but {self.label(buffer)} lies in "
                 f"slot {buffer.slot}",
             )
+        self.may_go(node, buffer)
         buffer.released = buffer.released or node
 
     def sync(self, node: fx.Node) -> None:

@@ -57,7 +57,7 @@ class Walk(Sources):
     def finish(self) -> None:
         """Check what must have happened by the end of the graph."""
         for buffer in self.buffers:
-            if buffer.kind in (Kind.GATHERED, Kind.RESIDENT, Kind.NEAR) and not buffer.landed:
+            if buffer.kind in (Kind.GATHERED, Kind.RESIDENT, *_MOVED) and not buffer.landed:
                 self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
 
     # -- what a node reads ------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Walk(Sources):
                 f"{reader} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
                 "puts another buffer there; give one of the two another slot, or move them apart",
             )
-        if buffer.kind in _MEANT:
+        if buffer.kind in _MEANT and not (buffer.released and node.target is ops.release):
             self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
 
     # -- what leaves the graph --------------------------------------------------------------------
@@ -152,12 +152,14 @@ def _reader(node: fx.Node) -> str:
     return name_of(node) if node.op == "output" else node.name
 
 
+_MOVED = (Kind.STAGED, Kind.NEAR)
 _UNDER_WAY = ops.TRANSFERS
 _MEANT = {
     Kind.PACKED: "a gradient buffer is for pack and reduce only",
     Kind.REDUCED: "a reduced slice is for store_grad only, behind offload_grad where the bucket "
     "lives off the device",
     Kind.SHARD: "it lives off the device; reload it first",
+    Kind.STAGED: "it lies in host memory; reload it first",
     Kind.NEAR: "a reloaded shard is for the all-gather of its bucket only",
     Kind.HOSTED: "a value on the host is for reload only",
 }

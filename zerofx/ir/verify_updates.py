@@ -39,7 +39,7 @@ class BackwardOrder(GradientOrder):
         if not is_shard or held[0].bucket != bucket.index:
             self.fail(node, f"{node.name} updates {label}, but is given {shard} as its shard")
         for buffer in self.buffers:
-            is_sent = buffer.kind in (*FULL, Kind.NEAR) and not buffer.landed
+            is_sent = buffer.kind in (*FULL, Kind.STAGED, Kind.NEAR) and not buffer.landed
             if buffer.bucket == bucket.index and is_sent:
                 self.fail(
                     node,

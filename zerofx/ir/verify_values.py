@@ -220,6 +220,7 @@ _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
     ops.resident: Numbering._bucket,
     ops.reload_shard: Numbering._bucket,
     ops.refresh_shard: Numbering._bucket,
+    ops.read_shard: Numbering._bucket,
     ops.offload_grad: Numbering._same,
     ops.wait: Numbering._same,
     ops.param_view: Numbering._view,

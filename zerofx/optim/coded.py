@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.errors import OptimizerError
 from zerofx.optim.codes import Codes
 from zerofx.optim.parts import overlaps, parts
 from zerofx.optim.places import local_of, shown
 from zerofx.optim.stretch import Run, Stretch, fill
 from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.tiers import Tier
 
 # Whether a state has both signs: those that are kept in 8 bits.
 IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -73,6 +75,11 @@ class CodedStretch(Stretch):
             (p._piece.ranges[0][0] if isinstance(p, ShardedTensor) else 0, stop - start)
             for p, (start, stop) in zip(self.params, self._bounds, strict=True)
         ]
+        if self.bucket is not None and self.bucket.home is Tier.NVME:
+            raise OptimizerError(
+                f"{self.bucket.label()}: 8-bit states do not go to NVMe; use state_bits=32, or "
+                "Plan.offload.optimizer = 'cpu'"
+            )
         device = self.flat.device
         self.coded = {key: Codes.zeros(pieces, IS_SIGNED[key], device) for key in keys}
         new: list[MutableMapping[str, Any]] = []

@@ -18,7 +18,9 @@ from zerofx.optim.casts import StepCasts
 from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import Owner, StepsInBackward, is_stepped, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
+from zerofx.optim.staged import divide, update_staged
 from zerofx.optim.stretch import Run, Stretch
+from zerofx.runtime.param_piece import Ledger
 
 Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
 
@@ -64,6 +66,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
     grad_norm: Tensor | None
     _laid: dict[int, _Group]
     _casts: StepCasts | None = None  # within a step
+    _half_made: str | None = None  # what ended a step in the middle, since the last load
 
     def _begin(self, max_grad_norm: float | None) -> None:
         """Set what the constructor adds to torch's.
@@ -127,14 +130,14 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_whole()
         self._note_step()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0.0:
             return loss
         with torch.inference_mode(False):
             laid = [self._layout(number) for number in range(len(self.param_groups))]
-            work = [self._work(each, is_stepped) for each in laid]
-            self._update_and_count(laid, work)
+            self._update_and_count(laid, self._works(laid, is_stepped))
         return loss
 
     def _update_and_count(self, laid: Sequence[_Group], work: Sequence[Work]) -> None:
@@ -144,20 +147,48 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         casts = self._casts = StepCasts(ledgers, (run for pairs in work for run, _ in pairs))
         try:
             self._update_all(work)
+        except BaseException as error:
+            self._note_fault(ledgers, error)
+            raise
         finally:
             self._casts = None
             for ledger in ledgers:
-                ledger.writes += 1
+                ledger.note_update()
         casts.end()
 
-    def _update_all(self, work: Sequence[Work]) -> None:
+    def _note_fault(self, ledgers: Sequence[Ledger], error: BaseException) -> None:
+        """Tell all ranks of a step over NVMe that failed in the middle, and take no further one."""
+        for ledger in ledgers:
+            if ledger.homes.nvme is not None:
+                self._half_made = f"{type(error).__name__}: {error}"
+                ledger.world.report_failure(repr(error))
+
+    def _check_whole(self) -> None:
+        if self._half_made is not None:
+            raise OptimizerError(
+                f"the last step of this {type(self).__name__} failed after some parameters were "
+                f"updated and before others were ({self._half_made}); zerofx.load an earlier state "
+                "before going on"
+            )
+
+    def _update_all(
+        self, work: Sequence[Work], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Update runs, of each group some, with the groups' options or with those of `groups`."""
         grad_scale = getattr(self, "grad_scale", None)
         norm = None
         if self.max_grad_norm is not None:
             norm = global_norm(pair for pairs in work for pair in pairs)
             self.grad_norm = norm if grad_scale is None else norm / grad_scale
         scale = divisor(norm, self.max_grad_norm, grad_scale)
-        self.update_groups(list(zip(self.param_groups, work, strict=True)), scale)
+        near, far = divide(work)
+
+        def update(part: Sequence[Work]) -> None:
+            self.update_groups(list(zip(groups or self.param_groups, part, strict=True)), scale)
+
+        if any(near) or not far:
+            update(near)
+        update_staged(far, update)
 
     @property
     def state_bytes(self) -> int:
@@ -166,6 +197,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return states and groups as the torch optimizer of this name would."""
+        self._settle()
         found = super().state_dict()
         found["state"] = {
             k: dict(v) if isinstance(v, Mapping) else v for k, v in found["state"].items()
@@ -173,8 +205,10 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle()
         super().load_state_dict(state_dict)
         self._laid.clear()
+        self._half_made = None
         with torch.inference_mode(False), torch.no_grad():
             for number in range(len(self.param_groups)):
                 self._layout(number)
@@ -191,13 +225,21 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         super().__setstate__(state)
 
     # -- layout -------------------------------------------------------------------------------
+    def _works(self, laid: Sequence[_Group], is_due: Callable[[Owner], bool]) -> list[Work]:
+        """Return each group's runs that are due and have gradients; counts a step of each.
+
+        States are made where there are none yet: for all groups before any step is counted, since
+        there may be no room for them.
+        """
+        for each in laid:
+            fresh = [p for p in each.waiting if is_due(owner_of(p)) and p.grad is not None]
+            if fresh:
+                each.stretches += self._stretches(fresh, each.keys)
+                made = set(map(id, fresh))
+                each.waiting = [p for p in each.waiting if id(p) not in made]
+        return [self._work(each, is_due) for each in laid]
+
     def _work(self, laid: _Group, is_due: Callable[[Owner], bool]) -> Work:
-        """Return the runs of a group that are due and have gradients; counts a step of each."""
-        fresh = [p for p in laid.waiting if is_due(owner_of(p)) and p.grad is not None]
-        if fresh:
-            laid.stretches += self._stretches(fresh, laid.keys)
-            made = set(map(id, fresh))
-            laid.waiting = [p for p in laid.waiting if id(p) not in made]
         work: Work = []
         for stretch in laid.stretches:
             if is_due((stretch.ledger, stretch.bucket)):

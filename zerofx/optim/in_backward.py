@@ -32,8 +32,8 @@ class StepsInBackward:
     _options: list[dict[str, Any]] | None = None  # as the last backward found them
     _laid: dict[int, Any]
     _layout: Callable[[int], Any]
-    _work: Callable[[Any, Callable[[Owner], bool]], Any]
-    _update_all: Callable[[Any], None]
+    _works: Callable[[Any, Callable[[Owner], bool]], Any]
+    _update_all: Callable[..., None]
 
     def update_in_backward(self) -> None:
         """Take over the updates of all parameters whose model has them inside backward.
@@ -64,15 +64,27 @@ class StepsInBackward:
                 self._layout(number)
 
     @torch.no_grad()
-    def update_bucket(self, ledger: Ledger, bucket: int) -> None:
-        """Update the parameters of a bucket that have a gradient now."""
+    def take_bucket(self, ledger: Ledger, bucket: int) -> Callable[[], None]:
+        """Take the gradients that a bucket's parameters have now; return what updates with them.
+
+        It updates with the options that the groups have now.
+        """
 
         def is_due(owner: Owner) -> bool:
             return owner[0] is ledger and owner[1] is not None and owner[1].index == bucket
 
         with torch.inference_mode(False):
-            groups = range(len(self.param_groups))
-            self._update_all([self._work(self._laid[number], is_due) for number in groups])
+            laid = [self._laid[number] for number in range(len(self.param_groups))]
+            work = self._works(laid, is_due)
+        groups = [dict(group) for group in self.param_groups]
+
+        @torch.no_grad()
+        def update() -> None:
+            with torch.inference_mode(False):
+                self._update_all(work, groups)
+            work.clear()  # which holds the gradients
+
+        return update
 
     def _note_step(self) -> None:
         """Tell the models that the loop has come to `step()`.
@@ -104,6 +116,12 @@ class StepsInBackward:
                     f"{name_of(param)}.grad was set by hand, but {_PLAN} makes all updates inside "
                     "backward; set it to None, or use Plan(update='step')"
                 )
+
+    def _settle(self) -> None:
+        """Wait for updates that run beside the schedule: states are about to be looked at."""
+        owners = [owner_of(p)[0] for group in self.param_groups for p in group["params"]]
+        for ledger in {id(owner): owner for owner in owners if owner is not None}.values():
+            ledger.pending.join()
 
     def _note_load(self) -> None:
         """Take over anew after a load; no step is owed for what came before it."""

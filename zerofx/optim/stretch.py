@@ -16,6 +16,7 @@ from zerofx.optim.places import Place, flat_from, local_of, name_of, shown
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor, local_value
+from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Stretch:
         self, old: Sequence[MutableMapping[str, Any]], keys: Sequence[str]
     ) -> Sequence[MutableMapping[str, Any]]:
         """Return each parameter's states, with `keys` laid out; made where there were none."""
-        self.states = {key: self._zeros() for key in keys}
-        new = [dict(values) for values in old]
+        new = [self._detached(values, keys) for values in old]
+        self.states = {key: self._zeros(key) for key in keys}
         for number, (param, values) in enumerate(zip(self.params, new, strict=True)):
             start, stop = self._bounds[number]
             for key, flat in self.states.items():
@@ -118,11 +119,19 @@ class Stretch:
                 values[key] = view
         return new
 
-    def _zeros(self) -> Tensor:
-        """Return zeros like the parameters, where their bucket lives."""
-        if self.ledger is None or self.bucket is None or not self.bucket.is_away:
+    def _zeros(self, key: str) -> Tensor:
+        """Return zeros like the parameters for a state, where their bucket lives."""
+        ledger, bucket = self.ledger, self.bucket
+        if ledger is None or bucket is None or not bucket.is_away:
             return torch.zeros_like(self.flat)
-        return self.ledger.homes.zeros(self.numel, self.flat.dtype, self.bucket.home)
+        return ledger.homes.state(key, bucket, self.numel, self._offset)
+
+    def _detached(self, values: MutableMapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+        """Return a parameter's states, off the place on NVMe that new ones are about to get."""
+        found = dict(values)
+        if self.bucket is not None and self.bucket.home is Tier.NVME:
+            found |= {k: found[k].clone() for k in keys if found.get(k) is not None}
+        return found
 
     def _states_of(self, first: int, last: int) -> dict[str, Any]:
         """Return the flat states of the parameters first:last."""

@@ -140,8 +140,7 @@ def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
     graph.erase_node(backward)
     shard = launch.all_input_nodes[0]
     graph.erase_node(launch)
-    if shard.target is ops.wait:
-        _erase_reload(graph, shard)
+    _erase_moves(graph, shard)
     return size
 
 
@@ -157,12 +156,14 @@ def _is_sent(launch: fx.Node) -> bool:
     return any(u.target is ops.all_gather for u in wait.users)
 
 
-def _erase_reload(graph: fx.Graph, held: fx.Node) -> None:
-    """Erase the reload of a shard that no gather sends any more."""
-    _erase_release(graph, held)
-    launch = held.all_input_nodes[0]
-    graph.erase_node(held)
-    graph.erase_node(launch)
+def _erase_moves(graph: fx.Graph, held: fx.Node) -> None:
+    """Erase what brought a shard here that nothing takes any more: its reload, and its read."""
+    while held.target is ops.wait:
+        _erase_release(graph, held)
+        launch = held.all_input_nodes[0]
+        graph.erase_node(held)
+        held = launch.all_input_nodes[0]
+        graph.erase_node(launch)
 
 
 def _erase_release(graph: fx.Graph, full: fx.Node) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graphs import call
-from zerofx.ir.meta import info, set_info
+from zerofx.ir.meta import info, set_info, value
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.runtime.layout import Bucket, Layout
@@ -25,7 +25,8 @@ class OffloadShards(Pass):
     of one bucket overlap with those of others. Where one rank owns a whole bucket, the reload is
     the gather. What stays on the device as a copy is refreshed there, which moves nothing unless
     the shard has changed. A reduced slice leaves when its reduction has ended; it is stored behind
-    the next one's launch, so that one is on its way beside the compute.
+    the next one's launch, so that one is on its way beside the compute. What is gathered from NVMe
+    is read into host memory `read_distance` reloads ahead of its own.
     """
 
     name: ClassVar[str] = "offload-shards"
@@ -34,6 +35,7 @@ class OffloadShards(Pass):
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED, Fact.UPDATES_PLACED})
 
     distance: int = 1
+    read_distance: int = 1
 
     def run(self, program: Program) -> Report:
         layout = program.layout
@@ -48,25 +50,27 @@ class OffloadShards(Pass):
         gathers = [n for n in graph.nodes if n.target is ops.all_gather]
         away = [n for n in gathers if layout.buckets[info(n).index].is_away]
         if layout.shard_size == 1:
-            for gather in away:
-                _replace(graph, gather)
-            return len(away)
-        ahead = {n: gathers[max(k - self.distance, 0)] for k, n in enumerate(gathers)}
-        for gather in away:
-            _insert(graph, gather, ahead[gather], layout)
+            reloads = [_replace(graph, gather) for gather in away]
+        else:
+            ahead = {n: gathers[max(k - self.distance, 0)] for k, n in enumerate(gathers)}
+            reloads = [_insert(graph, gather, ahead[gather], layout) for gather in away]
+        for k, reload in enumerate(reloads):
+            if layout.buckets[info(reload).index].source is Tier.NVME:
+                _read(graph, reload, reloads[max(k - self.read_distance, 0)])
         return len(away)
 
 
-def _replace(graph: fx.Graph, gather: fx.Node) -> None:
+def _replace(graph: fx.Graph, gather: fx.Node) -> fx.Node:
     """Let a reload stand for a gather among one rank."""
     with graph.inserting_before(gather):
         launch = call(graph, ops.reload_shard, gather.args[:3], named=dict(gather.kwargs))
     launch.meta["zfx"] = info(gather)
     gather.replace_all_uses_with(launch)
     graph.erase_node(gather)
+    return launch
 
 
-def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -> None:
+def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -> fx.Node:
     """Put a reload before another gather's launch, and give this gather what it delivers."""
     bucket = layout.buckets[info(gather).index]
     shard = gather.all_input_nodes[0]
@@ -84,6 +88,18 @@ def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -
         gathered = next(u for u in gather.users if u.target is ops.wait)
         with graph.inserting_after(gathered):
             _describe([call(graph, ops.release, (held,))], gather)
+    return launch
+
+
+def _read(graph: fx.Graph, reload: fx.Node, before: fx.Node) -> None:
+    """Put the read of a shard from NVMe before another reload, and give this one what arrives."""
+    shard = reload.all_input_nodes[0]
+    with graph.inserting_before(before):
+        launch = call(graph, ops.read_shard, (shard, info(reload).index, value(shard).numel()))
+    with graph.inserting_before(reload):
+        arrived = call(graph, ops.wait, (launch,))
+    _describe([launch, arrived], reload)
+    reload.replace_input_with(shard, arrived)
 
 
 def _offload_gradients(program: Program, layout: Layout) -> int:

@@ -23,6 +23,7 @@ from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.decide import Choices, budget_bytes, decide
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
@@ -216,6 +217,7 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
 
     Raises:
         PlanError: no pass has that name.
+        BudgetError: memory_budget or host_budget is too small; the least that would do is said.
     """
     passes = build(setting)
     names = ["capture", *(p.name for p in passes)]
@@ -243,6 +245,8 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
             program.decisions = choices.decisions
         report = _apply(program, passes[i])
         note(passes[i].spec(), report.summary)
+    if until is None:
+        check_host_budget(program)
     return program
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
+from zerofx.runtime.nvme_home import PARAMETERS, Arrival
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 
@@ -16,19 +17,28 @@ if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
 
 
+Stamp = tuple[int, int]  # writes that were or may have been made, updates that were published
+NEVER: Stamp = (-1, -1)
+
+
 class AwayShards:
     """The moves of one model's shards and reduced gradients between tiers, on one rank.
 
     What is computed in another format than the shard's travels in that format. Its cast copy on the
     host stays where gathers read from the host, twice a step; where the copy on the device stays,
-    it is made for the way only.
+    it is made for the way only. With `delayed` updates all have such a copy: what gathers read,
+    while the shard itself is updated.
     """
 
-    def __init__(self, store: ShardStore, slots: SlotPool, host: HostTier) -> None:
-        self._store, self._slots, self._host = store, slots, host
+    def __init__(
+        self, store: ShardStore, slots: SlotPool, host: HostTier, delayed: bool = False
+    ) -> None:
+        self._store, self._slots, self._host, self._delayed = store, slots, host, delayed
+        self._published: dict[int, int] = {}  # bucket -> how often
         self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
         self._casts: dict[int, Tensor] = {}  # bucket -> its shard's copy in the compute format
-        self._fresh: dict[int, int] = {}  # bucket -> weight epoch of either
+        self._fresh: dict[int, Stamp] = {}  # bucket -> what its copy on the device was made of
+        self._cast: dict[int, int] = {}  # bucket -> what its copy on the host was made of
         self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
 
     # -- to the device ----------------------------------------------------------------------
@@ -48,36 +58,64 @@ class AwayShards:
                     shard.numel(), dtype=b.compute_dtype, device=self._store.world.device
                 )
             self._near[bucket] = near
-        elif self._fresh.get(bucket) == self._store.epoch:
+        elif self._fresh.get(bucket) == self.stamp(bucket):
             return Flight(near, None, bucket)
-        self._fresh[bucket] = self._store.epoch
+        self._fresh[bucket] = self.stamp(bucket)
         return self._host.move(near, self._as_sent(shard, bucket), H2D)
 
     def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
         return self._host.move(out, self._as_sent(shard, bucket), H2D).wait()
 
+    def read(self, shard: Tensor, bucket: int) -> Arrival:
+        """Launch the read of a shard that lives on NVMe, into memory of the host."""
+        nvme = self._store.homes.nvme
+        assert nvme is not None, f"bucket {bucket} does not live on NVMe"
+        return nvme.read(PARAMETERS, bucket, shard.dtype)
+
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
-        """Return the host's tensor that travels: the shard, or a copy in the compute format."""
+        """Return the host's tensor that travels: the shard, or a copy in the compute format.
+
+        Of what lives on NVMe and is gathered from the host, that copy is all that lies there.
+        """
         b = self._store.layout.buckets[bucket]
-        if not b.is_cast:
+        stays = b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
+        stays |= self._delayed and b.trainable
+        if not b.is_cast and not stays:
             return shard
-        stays = b.source is not Tier.DEVICE
         cast = self._casts.get(bucket)
-        if cast is not None and self._fresh.get(bucket) == self._store.epoch:
+        if cast is not None and self._cast.get(bucket) == self._writes():
             return cast
+        if self._delayed:  # somebody else wrote: what is under way comes first
+            self._store.ledger.pending.join()
         if cast is None:
             cast = self._host.borrow(shard, b.compute_dtype)
             if stays:
                 self._casts[bucket] = cast
         if stays:
-            self._fresh[bucket] = self._store.epoch
+            self._cast[bucket] = self._writes()
         with torch.no_grad():
             return cast.copy_(shard)
+
+    def stamp(self, bucket: int) -> Stamp:
+        """Return what changes whenever what gathers read of a bucket does."""
+        return self._writes(), self._published.get(bucket, 0)
+
+    def _writes(self) -> int:
+        """Count the writes after which copies are outdated: delayed updates are published."""
+        return self._store.ledger.foreign_writes if self._delayed else self._store.epoch
+
+    def publish(self, bucket: int) -> None:
+        """Let gathers read, from the next one on, what a bucket's last update left."""
+        self._published[bucket] = self._published.get(bucket, 0) + 1
+        if (cast := self._casts.get(bucket)) is not None:
+            with torch.no_grad():
+                cast.copy_(self._store.shards[bucket])
 
     def forget(self) -> None:
         """Take every copy that stays for outdated."""
         self._fresh.clear()
+        self._cast.clear()
 
     # -- gradients --------------------------------------------------------------------------
     def offload_grad(self, reduced: Tensor, bucket: int, into: Tensor | None) -> Copy:

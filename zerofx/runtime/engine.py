@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zerofx.runtime.away_shards import AwayShards
+from zerofx.runtime.away_shards import NEVER, AwayShards, Stamp
+from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
-from zerofx.runtime.host_tier import Copy, HostTier
+from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool
 
@@ -30,17 +32,25 @@ class Engine:
     """
 
     def __init__(
-        self, store: ShardStore, scaler: LossScaler | None = None, poison: bool = False
+        self,
+        store: ShardStore,
+        scaler: LossScaler | None = None,
+        poison: bool = False,
+        delayed: bool = False,
     ) -> None:
         self.store = store
         self.world = store.world
         self.layout = store.layout
         self.slots = SlotPool(store.world.device, poison)
         self.views = BucketViews(store.layout, self._is_lasting)
-        self.gradients = Gradients(store, self.slots, self.views, scaler)
+        self.host = store.ledger.homes.host
+        self.host.poison = poison
+        self.away = AwayShards(store, self.slots, self.host, delayed)
+        self.updates = BucketUpdates(store, self.away, delayed)
+        self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.keeps_memory = False  # between calls too: recordings work at fixed addresses
         self._resident: dict[int, Tensor] = {}
-        self._fresh: dict[int, int] = {}  # bucket -> weight epoch of its resident copy
+        self._fresh: dict[int, Stamp] = {}  # bucket -> what its resident copy was made of
         self._forward_slots: set[int] = set()
         self._gather_labels = [label("all-gather", b) for b in self.layout.buckets]
         # What a schedule calls in other rooms, without a detour.
@@ -50,14 +60,12 @@ class Engine:
         self.reduce_scatter = self.gradients.reduce
         self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
         self.store_grad = self.gradients.store
-        self.update = self.gradients.update
-        self.host = HostTier(store.world.device, poison)
+        self.update = self.updates.update
         self.offload = self.host.offload
         self.reload = self.host.reload
-        self.away = AwayShards(store, self.slots, self.host)
-        self.gradients.away = self.away
         self.reload_shard = self.away.reload
         self.refresh_shard = self.away.refresh
+        self.read_shard = self.away.read
         self.offload_grad = self.gradients.offload
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
@@ -86,6 +94,7 @@ class Engine:
         try:
             self.gradients.finish()
             self.away.settle_all()
+            self.store.homes.rest()
         except BaseException:
             self.abandon()
             raise
@@ -126,10 +135,10 @@ class Engine:
             with torch.inference_mode(False):  # it outlives the mode that first asked for it
                 full = torch.empty(b.numel, dtype=b.compute_dtype, device=self.world.device)
             self._resident[bucket] = full
-        elif self._fresh[bucket] == self.store.epoch:
+        elif self._fresh[bucket] == self.away.stamp(bucket):
             return Flight(full, None, bucket)
         mine = self._cast_resident(shard, full, bucket)
-        self._fresh[bucket] = self.store.epoch
+        self._fresh[bucket] = self.away.stamp(bucket)
         work = self.world.all_gather(full, mine, self._gather_labels[bucket])
         return Flight(full, work, bucket)
 
@@ -145,7 +154,8 @@ class Engine:
         copy = ledger.copies.get(bucket)
         if copy is None or copy.full is not full:
             copy = ledger.copies[bucket] = CastCopy(ledger, full, b)
-        is_forced = self._fresh.get(bucket) == -1  # model.refresh(): for writes that were not seen
+        # by model.refresh(), for writes that were not seen
+        is_forced = self._fresh.get(bucket) == NEVER
         if copy.is_current and not is_forced:
             return copy.part(0, shard.numel())
         mine = self._cast(shard, full)
@@ -158,18 +168,17 @@ class Engine:
 
     def stale(self) -> list[int]:
         """Return the resident buckets that a forward would refresh now."""
-        epoch = self.store.epoch
-        return [b for b, fresh in self._fresh.items() if fresh != epoch]
+        return [b for b, fresh in self._fresh.items() if fresh != self.away.stamp(b)]
 
     def forget_resident(self) -> None:
         """Force a refresh of every copy that stays, at the next forward."""
-        self._fresh = dict.fromkeys(self._fresh, -1)
+        self._fresh = dict.fromkeys(self._fresh, NEVER)
         self.away.forget()
 
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
-    def wait(self, flight: Flight | Copy) -> Tensor | None:
+    def wait(self, flight: Flight | Copy | Arrival) -> Tensor | None:
         """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
         return flight.wait()
 

@@ -7,10 +7,15 @@ from torch import Tensor
 from zerofx.runtime.layout import Bucket
 
 
-def label(verb: str, bucket: Bucket) -> str:
-    """Name a collective for the watchdog: its bucket's units and its first parameters."""
+def full_name(bucket: Bucket) -> str:
+    """Name a bucket for errors: its units and its first parameters."""
     names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
-    return f"{verb} of bucket {bucket.index} ({bucket.label()}: {names})"
+    return f"bucket {bucket.index} ({bucket.label()}: {names})"
+
+
+def label(verb: str, bucket: Bucket) -> str:
+    """Name a collective for the watchdog."""
+    return f"{verb} of {full_name(bucket)}"
 
 
 class Flight:
@@ -28,4 +33,5 @@ class Flight:
         if self.work is not None:
             self.work.wait()  # type: ignore[attr-defined]
             self.work = None
-        return self.tensor
+        tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
+        return tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +12,13 @@ from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.collectives import Scratch
 from zerofx.runtime.flight import Flight, label
-from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
     from zerofx.runtime.away_shards import AwayShards
+    from zerofx.runtime.bucket_updates import BucketUpdates
     from zerofx.runtime.host_tier import Copy
     from zerofx.runtime.shards import ShardStore
 
@@ -32,18 +31,22 @@ class Gradients:
     """
 
     def __init__(
-        self, store: ShardStore, slots: SlotPool, views: BucketViews, scaler: LossScaler | None
+        self,
+        store: ShardStore,
+        slots: SlotPool,
+        views: BucketViews,
+        scaler: LossScaler | None,
+        away: AwayShards,
+        updates: BucketUpdates,
     ) -> None:
         self.no_sync = False
         self.discards = False
         self.lends = True
-        self.scaler = scaler
+        self.scaler, self.away, self.updates = scaler, away, updates
         self.publish = store.publish_grads  # of a bucket, for these names
-        self.away: AwayShards  # set by the engine
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
-        self._stored: dict[int, frozenset[str]] = {}  # bucket -> whose gradients wait for an update
         self._packed: dict[int, tuple[tuple[int, ...], ...]] = {}  # bucket -> positions packed
         self._names: dict[tuple, frozenset[str]] = {}
         # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
@@ -52,7 +55,6 @@ class Gradients:
         self._lent: dict[int, Tensor] = {}  # bucket in flight -> its slice
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
-        self._host_updates = HostUpdates()
         self._labels = [label("reduction", b) for b in self._layout.buckets]
 
     # -- what a schedule calls --------------------------------------------------------------
@@ -103,6 +105,7 @@ class Gradients:
         if self.no_sync:
             self._sums.add(bucket, buffer, self._packed_names(bucket), scale, loss_scale)
             return Flight(None, None, bucket)
+        self.updates.prepare(bucket)
         if bucket not in self._targets:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
@@ -158,26 +161,7 @@ class Gradients:
         names = self._packed_names(bucket)
         names = names | summed if summed else names
         self.publish(bucket, names)
-        self._stored[bucket] = names
-
-    def update(self, shard: Tensor, bucket: int) -> None:
-        """Let the optimizers update a bucket's shard, and free its gradients.
-
-        Where it lives on the host they do so beside the compute, until the end of backward.
-        """
-        names = self._stored.pop(bucket, None)
-        if names is None:  # this backward runs for inputs alone
-            return
-        if self._layout.buckets[bucket].is_away and self._store.may_update_beside(names):
-            self._host_updates.launch(partial(self._update_away, bucket, names))
-            return
-        self._host_updates.join()
-        self._update_away(bucket, names)
-
-    def _update_away(self, bucket: int, names: frozenset[str]) -> None:
-        """Update a bucket whose gradient may still be on its way to the host."""
-        self.away.settle(bucket)
-        self._store.update_bucket(bucket, names)
+        self.updates.note(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:
         """Return the parameters whose gradients this backward has packed into the bucket."""
@@ -189,20 +173,13 @@ class Gradients:
             self._names[key] = names
         return names
 
-    # -- the beginning and the end of a backward ----------------------------------------------
-    def begin(self) -> None:
-        """Check, before anything is launched, that a backward may do what it will do."""
-        if not self.discards:
-            self._store.begin_updates()
-
+    # -- the end of a backward ------------------------------------------------------------------
     def finish(self) -> None:
         """End a backward: reduce what no_sync left, and drop all if any of it overflowed."""
-        self._stored.clear()
-        if self.no_sync or self.discards:
+        is_whole = not (self.no_sync or self.discards)
+        self.updates.finish(is_whole)
+        if not is_whole:
             return
-        if self._store.updates is not None:
-            self._host_updates.join()
-            self._store.updates.end()
         self._reduce_left()
         if self.scaler is not None:
             self._look_for_overflow(self.scaler)
@@ -242,15 +219,11 @@ class Gradients:
 
     def abandon(self) -> None:
         """Forget what was packed, launched, or stored for an update that did not come."""
-        if self._store.updates is not None:
-            self._host_updates.drain()
-            self._store.updates.abandon()
-            for bucket in self._stored:
-                self._store.drop_grads(bucket)
+        self.updates.abandon()
+        self._store.homes.abandon()
         self._store.abandon_grads()
         self._packed.clear()
         self._targets.clear()
-        self._stored.clear()
         self._lent.clear()
         self._slices = Scratch()
 

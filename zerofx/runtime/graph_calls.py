@@ -16,6 +16,7 @@ from torch import Tensor
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import Copy
+from zerofx.runtime.nvme_home import Arrival
 
 _CURRENT = threading.local()
 
@@ -32,7 +33,7 @@ class GraphCalls:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._pending: dict[int, list[Flight | Copy]] = {}  # data_ptr -> launched flights
+        self._pending: dict[int, list[Flight | Copy | Arrival]] = {}  # data_ptr -> launched flights
         self._filling: dict[int, int] = {}  # data_ptr of a gradient buffer -> bucket
 
     @contextlib.contextmanager
@@ -45,7 +46,7 @@ class GraphCalls:
         finally:
             _CURRENT.calls = before
 
-    def _launch(self, flight: Flight | Copy, key: Tensor) -> Tensor:
+    def _launch(self, flight: Flight | Copy | Arrival, key: Tensor) -> Tensor:
         self._pending.setdefault(key.data_ptr(), []).append(flight)
         return key
 
@@ -65,6 +66,9 @@ class GraphCalls:
     def refresh_shard(self, shard: Tensor, bucket: int) -> Tensor:
         return self._moved(self.engine.refresh_shard(shard, bucket))
 
+    def read_shard(self, shard: Tensor, bucket: int) -> Tensor:
+        return self._moved(self.engine.read_shard(shard, bucket))
+
     def offload_grad(self, reduced: Tensor, bucket: int) -> Tensor:
         gradients = self.engine.gradients
         is_kept = gradients.no_sync or gradients.discards
@@ -73,7 +77,7 @@ class GraphCalls:
             return torch.empty_like(reduced, device="cpu")
         return self._moved(flight)
 
-    def _moved(self, flight: Flight | Copy) -> Tensor:
+    def _moved(self, flight: Flight | Copy | Arrival) -> Tensor:
         assert flight.tensor is not None
         return self._launch(flight, flight.tensor)
 

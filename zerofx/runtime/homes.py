@@ -2,23 +2,157 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Callable, Collection
+
 import torch
 from torch import Tensor
 
-from zerofx.runtime.host_tier import host_memory
+from zerofx.runtime.flight import full_name
+from zerofx.runtime.host_tier import HostTier, host_memory
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.tiles import Range
+
+ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size
 
 
 class Homes:
-    """Hands out memory of each tier, for one model on one rank."""
+    """Hands out memory of each tier, for one model on one rank.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    writes: a number that grows when parameters were or may have been written past the optimizer.
+    host: the host's memory for values on their way. nvme: the files, where anything lives there.
+    """
+
+    def __init__(self, device: torch.device, writes: Callable[[], int] = int) -> None:
+        self._device, self._writes = device, writes
+        self.host = HostTier(device)
+        self.nvme: NvmeHome | None = None
+        self._far: dict[int, int] = {}  # bucket on NVMe -> bytes of its shard
+        self._trained: set[int] = set()  # those that had something to train when they were made
+        self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
+        self._states: dict[tuple[str, int], list[Range]] = {}  # of a shard that states were made of
+        self._maps: dict[int, mmap.mmap] = {}  # address -> the host memory there
+
+    def open(self, folder: str | os.PathLike[str], rank: int, layout: Layout, keeps: bool) -> None:
+        """Make the files of a layout's buckets that live on NVMe; `far_bytes` says how large.
+
+        keeps: whether gradients stay between backward and the optimizer's step.
+
+        Raises:
+            NvmeError: the folder cannot be used, or has too little space for what will lie there;
+                both numbers are said.
+        """
+        far = [b for b in layout.buckets if b.home is Tier.NVME]
+        self._far = {b.index: layout.shard_numel(b) * b.dtype.itemsize for b in far}
+        self._trained = {b.index for b in far if b.trainable}
+        names = {b.index: full_name(b) for b in far}
+        self.nvme = NvmeHome(folder, rank, self.host, names, self._writes)
+        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(far)} buckets")
+        try:
+            self._reserve(PARAMETERS, self._far)
+            if keeps and self._trained:
+                self._reserve(GRADIENTS, self._trained)
+        except BaseException:
+            self.nvme.close()
+            raise
+
+    def _reserve(self, kind: str, buckets: Collection[int]) -> None:
+        assert self.nvme is not None
+        self.nvme.reserve(kind, {index: self._far[index] for index in buckets})
+
+    def shard(self, bucket: Bucket, numel: int) -> Tensor:
+        """Return zeros for a bucket's shard, or for that of a block which begins with it."""
+        if bucket.home is not Tier.NVME:
+            return self.zeros(numel, bucket.dtype, bucket.home)
+        assert self.nvme is not None
+        return self.nvme.place(PARAMETERS, bucket.index, bucket.dtype)
+
+    def gradient(self, bucket: Bucket, numel: int) -> Tensor:
+        """Return memory for the gradient of that; every call returns another."""
+        key = GRADIENTS, bucket.index
+        if bucket.home is not Tier.NVME:
+            return self.zeros(numel, bucket.dtype, bucket.home)
+        assert self.nvme is not None
+        if not self.nvme.has(*key) or key in self._lent:
+            return self.zeros(numel, bucket.dtype, Tier.HOST)
+        self._lent.add(key)
+        return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
+
+    def state(self, key: str, bucket: Bucket, numel: int, offset: int) -> Tensor:
+        """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on."""
+        if bucket.home is not Tier.NVME:
+            return self.zeros(numel, bucket.dtype, bucket.home)
+        assert self.nvme is not None
+        if not self.nvme.has(key, bucket.index):
+            is_trained = (
+                bucket.index in self._trained
+            )  # else it was frozen when the files were made
+            self._reserve(key, self._trained if is_trained else {bucket.index})
+        held = self.nvme.place(key, bucket.index, bucket.dtype)[offset : offset + numel]
+        ranges = self._states.setdefault((key, bucket.index), [])
+        if any(start < offset + numel and offset < stop for start, stop in ranges):
+            held.zero_()  # an earlier optimizer's
+        ranges.append((offset, offset + numel))
+        return held
+
+    def rests(self, bucket: Bucket) -> tuple[Callable[[Tensor], None] | None, Callable[..., None]]:
+        """Return how a bucket's gradient is freed between steps, and made usable again.
+
+        What waits for its step on the host keeps its memory; what is on its way to NVMe does not.
+        """
+        if bucket.home is Tier.DEVICE:
+            return shrink, regrow
+        return (self._drop_pages if bucket.home is Tier.NVME else None), _nothing
+
+    def _drop_pages(self, flat: Tensor) -> None:
+        if (held := self._maps.get(flat.data_ptr())) is not None:
+            held.madvise(mmap.MADV_DONTNEED)
 
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """Return `numel` zeros on a tier. Off the device they lie outside torch's allocator."""
-        if tier is Tier.DEVICE:
-            with torch.inference_mode(False):
-                return torch.zeros(numel, dtype=dtype, device=self._device)
+        """Return `numel` zeros of the device or the host, there outside torch's allocator."""
         with torch.inference_mode(False):
-            return host_memory(numel * dtype.itemsize, self._device).view(dtype)
+            if tier is Tier.DEVICE:
+                return torch.zeros(numel, dtype=dtype, device=self._device)
+            memory, held = host_memory(numel * dtype.itemsize, self._device)
+            if held is not None:
+                self._maps[memory.data_ptr()] = held
+            return memory.view(dtype)
+
+    def abandon(self) -> None:
+        """Let go of what is under way to and from NVMe, after an exception."""
+        if self.nvme is not None:
+            self.nvme.drain()
+
+    def drop_early(self) -> None:
+        """Let go of reads from NVMe for updates that did not come."""
+        if self.nvme is not None:
+            self.nvme.drop_early()
+
+    def rest(self) -> None:
+        """Give back the memory that looking at what lives on NVMe has taken."""
+        if self.nvme is not None:
+            self.nvme.rest()
+
+
+def far_bytes(layout: Layout, keeps: bool) -> int:
+    """Return what a rank will have on NVMe: parameters, AdamW states, gradients if `keeps`."""
+    far = [b for b in layout.buckets if b.home is Tier.NVME]
+    sizes = [(layout.shard_numel(b) * b.dtype.itemsize, b.trainable) for b in far]
+    return sum(size * (1 + is_trained * (ADAMW_STATES + keeps)) for size, is_trained in sizes)
+
+
+def shrink(flat: Tensor) -> None:
+    """Free a flat tensor's memory; the tensor and its views stay."""
+    flat.untyped_storage().resize_(0)
+
+
+def regrow(flat: Tensor) -> None:
+    """Give a flat tensor memory again."""
+    flat.untyped_storage().resize_(flat.nbytes)
+
+
+def _nothing(flat: Tensor) -> None:
+    """Pages come back by themselves when they are next written."""

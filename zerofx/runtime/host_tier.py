@@ -8,7 +8,9 @@ first need and kept.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 from zerofx.runtime.copy_lanes import Lane, lanes_for
 
 D2H, H2D = "d2h", "h2d"
+NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
 
 
 @dataclass
@@ -29,13 +32,16 @@ class Moved:
     nbytes: int = 0
 
 
+HUGE_BYTES = 8 << 20  # from which on rounding up to huge pages is small
+
+
 class Place:
     """A stretch of host memory, and the last copy out of it or into it."""
 
     __slots__ = ("event", "memory")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = host_memory(nbytes, device)
+        self.memory, _ = host_memory(nbytes, device)
         self.event: Any = None
 
     @property
@@ -43,16 +49,22 @@ class Place:
         return self.memory.numel()
 
 
-def host_memory(nbytes: int, device: torch.device) -> Tensor:
+def host_memory(nbytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
     """Return bytes of host memory that copies from and to a device can use, all zero.
+
+    With them comes the map they lie in, None where they are pinned.
 
     They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
     device alone.
     """
     with torch.inference_mode(False):  # it outlives the mode that first asked for it
         if device.type == "cuda":
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), None
+        held = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # an advice: fewer faults, and fewer pages for disks to pin
+                held.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], held
 
 
 class Copy:
@@ -92,17 +104,19 @@ class HostTier:
         self, device: torch.device, poison: bool = False, lanes: tuple[Lane, Lane] | None = None
     ) -> None:
         self.device, self.poison = device, poison
-        self.moved = {D2H: Moved(), H2D: Moved()}
+        self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
         self._lanes = lanes
         self._free: dict[int, list[Place]] = {}  # by bytes
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
+        self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
 
     @property
     def nbytes(self) -> int:
         """Bytes of all places, lent or free."""
-        free = sum(p.nbytes for places in self._free.values() for p in places)
-        return free + sum(p.nbytes for p, _ in self._lent.values())
+        with self._lock:
+            free = sum(p.nbytes for places in self._free.values() for p in places)
+            return free + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
@@ -113,6 +127,15 @@ class HostTier:
     def offload(self, x: Tensor) -> Copy:
         """Launch the copy of a whole storage to the host; `x` is held until its wait."""
         return self.move(self.borrow(x, x.dtype), x, D2H)
+
+    def borrow_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory of `numel` elements, which the host may fill at once."""
+        form = torch.empty(numel, dtype=dtype, device="meta")
+        nbytes = dense_bytes(form)
+        place = self._take(nbytes)
+        if place.event is not None:  # a copy from it to the device may be under way
+            self._lane(H2D).settle(place.event)
+        return self._lend(place, form, nbytes)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory of the form of `like`, lent until nobody holds the tensor."""
@@ -136,11 +159,16 @@ class HostTier:
         event = self._lane(lane).copy(out, source, behind)
         if place is not None:
             place.event = event
-        self.moved[lane].calls += 1
-        self.moved[lane].nbytes += dense_bytes(out)
+        self.count(lane, dense_bytes(out))
         copy = Copy(self, out, source, lane, event)
         self._under_way[copy] = None
         return copy
+
+    def count(self, lane: str, nbytes: int) -> None:
+        """Note what was moved on a lane."""
+        with self._lock:
+            self.moved[lane].calls += 1
+            self.moved[lane].nbytes += nbytes
 
     def settle(self, copy: Copy) -> None:
         """Let the host itself wait for the end of a copy, what it is about to read."""
@@ -167,29 +195,32 @@ class HostTier:
 
     def _take(self, nbytes: int) -> Place:
         """Return the smallest free place that fits; else a new one, instead of a free smaller."""
-        if same := self._free.get(nbytes):
-            return same.pop()
-        sizes = [size for size, places in self._free.items() if places]
-        if fitting := [size for size in sizes if size > nbytes]:
-            return self._free[min(fitting)].pop()
-        if sizes:
-            self._free[max(sizes)].pop()
+        with self._lock:
+            if same := self._free.get(nbytes):
+                return same.pop()
+            sizes = [size for size, places in self._free.items() if places]
+            if fitting := [size for size in sizes if size > nbytes]:
+                return self._free[min(fitting)].pop()
+            if sizes:
+                self._free[max(sizes)].pop()
         return Place(nbytes, self.device)
 
     def _lend(self, place: Place, like: Tensor, nbytes: int) -> Tensor:
         """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
         flat = place.memory[:nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
-        back = partial(_give_back, self._lent, self._free, place.memory.data_ptr())
-        self._lent[place.memory.data_ptr()] = place, weakref.ref(tensor, back)
+        places = self._lock, self._lent, self._free
+        back = partial(_give_back, places, place.memory.data_ptr())
+        with self._lock:
+            self._lent[place.memory.data_ptr()] = place, weakref.ref(tensor, back)
         return tensor
 
 
-def _give_back(
-    lent: dict[int, tuple[Place, weakref.ref]], free: dict[int, list[Place]], address: int, _: Any
-) -> None:
-    place, _ = lent.pop(address)
-    free.setdefault(place.nbytes, []).append(place)
+def _give_back(places: tuple[Any, dict[int, Any], dict[int, list[Place]]], at: int, _: Any) -> None:
+    lock, lent, free = places
+    with lock:
+        place, _ = lent.pop(at)
+        free.setdefault(place.nbytes, []).append(place)
 
 
 def dense_bytes(x: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -13,7 +13,7 @@ log = logging.getLogger("zerofx")
 
 
 class HostUpdates:
-    """Runs updates on a thread of its own, so that backward goes on meanwhile.
+    """Runs updates on a thread of its own, so that the schedule goes on meanwhile.
 
     One thread: the order in which an optimizer's states and step counts change is that of the
     schedule, and torch's fused kernels use as many threads as they are allowed anyway.
@@ -21,18 +21,30 @@ class HostUpdates:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._launched: list[Future[None]] = []
+        self._launched: dict[int, Future[None]] = {}  # by bucket
 
-    def launch(self, update: Callable[[], None]) -> None:
-        """Run an update behind those launched before. What it raises, `join` raises."""
+    def launch(self, bucket: int, update: Callable[[], None], at_most: int | None = None) -> None:
+        """Run an update behind those launched before. What it raises, `join` raises.
+
+        at_most: how many may be unfinished with it, since each holds memory; waits for the others.
+        """
+        assert bucket not in self._launched, f"bucket {bucket} is updated twice at a time"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-update")
             weakref.finalize(self, self._thread.shutdown, wait=False)
-        self._launched.append(self._thread.submit(_run, update))
+        unfinished = [future for future in self._launched.values() if not future.done()]
+        if at_most is not None and len(unfinished) >= at_most:
+            wait(unfinished[: len(unfinished) - at_most + 1])
+        self._launched[bucket] = self._thread.submit(_run, update)
 
-    def join(self) -> None:
-        """Wait for all that was launched; raise the first failure."""
-        if failures := self._failures():
+    @property
+    def is_idle(self) -> bool:
+        """Whether no update has been launched that nobody has waited for."""
+        return not self._launched
+
+    def join(self, bucket: int | None = None) -> None:
+        """Wait for a bucket's update, or for all that was launched; raise the first failure."""
+        if failures := self._failures(bucket):
             raise failures[0]
 
     def drain(self) -> None:
@@ -40,8 +52,12 @@ class HostUpdates:
         for error in self._failures():
             log.error("an update on the host failed as well: %s", error)
 
-    def _failures(self) -> list[BaseException]:
-        launched, self._launched = self._launched, []
+    def _failures(self, bucket: int | None = None) -> list[BaseException]:
+        if bucket is None:
+            launched, self._launched = [*self._launched.values()], {}
+        else:
+            one = self._launched.pop(bucket, None)
+            launched = [] if one is None else [one]
         errors = [future.exception() for future in launched]
         return [error for error in errors if error is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.runtime.homes import Homes
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
@@ -21,15 +23,21 @@ if TYPE_CHECKING:
     from zerofx.runtime.world import World
 
 
+_NUMBERS = itertools.count()
+
+
 class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
-    `writes` counts the writes to parameters that were seen. `handouts` counts plain aliases given
+    `writes` counts the writes to parameters that were seen, `own_writes` those among them that our
+    optimizers made. `handouts` counts plain aliases given
     away (`to_local()`), through which later writes cannot be seen, and every backward after the
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
     a model frees its shards at once.
 
+    number: grows from model to model, so that all ranks have two of them in one order.
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
+    pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
@@ -37,12 +45,25 @@ class Ledger:
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
         self.layout = layout
         self.world = world
+        self.number = next(_NUMBERS)
         self.writes = 0
+        self.own_writes = 0
         self.handouts = 0
-        self.homes = Homes(world.device)
+        self.homes = Homes(world.device, lambda: self.foreign_writes)
+        self.pending = HostUpdates()
         self.updates = Updates() if in_backward else None
         self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
+
+    def note_update(self) -> None:
+        """Count a write that an optimizer of ours has made."""
+        self.writes += 1
+        self.own_writes += 1
+
+    @property
+    def foreign_writes(self) -> int:
+        """A number that grows with every write that was or may have been made by others."""
+        return self.writes - self.own_writes + self.handouts
 
     def note_backward(self) -> None:
         """Take it that after this backward parameters change through an alias, if one is out."""

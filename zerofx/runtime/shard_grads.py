@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.compat.tensors import local_tensor, storage_uses
+from zerofx.runtime.homes import regrow, shrink
 from zerofx.runtime.param_tensor import ShardedTensor
 
 MakeViews = Callable[[Tensor], list[Tensor]]
@@ -25,7 +26,8 @@ class GradShard:
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
 
-    allocate: returns memory for the flat shard. rests: whether it can be freed between steps.
+    allocate: returns memory for the flat shard. sleep, wake: free it between steps, its address
+        kept, and make it usable again; None where it is not to be freed.
     buckets: several are the tiles of one parameter, whose gradients come one by one in each
     backward: the first decides for all whether they are added, the last one is published.
     """
@@ -36,10 +38,11 @@ class GradShard:
         allocate: Callable[[], Tensor],
         make: MakeViews,
         buckets: Sequence[int] = (),
-        rests: bool = True,
+        sleep: Callable[[Tensor], None] | None = shrink,
+        wake: Callable[[Tensor], None] = regrow,
     ) -> None:
         self.params = params
-        self._allocate, self._rests = allocate, rests
+        self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
         self._buckets = buckets
         self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
         self._decided: tuple[Tensor, bool]
@@ -79,23 +82,28 @@ class GradShard:
 
     def rest(self, least_bytes: int) -> None:
         """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        stays = not self._rests or self.flat.nbytes < least_bytes
+        stays = self._sleep is None or self.flat.nbytes < least_bytes
         if self._asleep or stays or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
-            self.flat.untyped_storage().resize_(0)
+            assert self._sleep is not None
+            self._sleep(self.flat)
             self._asleep = True
 
     def _wake(self) -> None:
         if self._asleep:
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self._wake_up(self.flat)
             self._asleep = False
 
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
+        self.clear()
+        self.rest(0)
+
+    def clear(self) -> None:
+        """Set every p.grad to None."""
         for param in self.params:
             param.grad = None
-        self.rest(0)
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return the flat shard to reduce into, and whether to add to what it holds."""

@@ -30,6 +30,7 @@ def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: 
                 _take_bucket(store, tree, bucket.index, present)
             for name in present:
                 store.adopt(tree, name, tree.params[name])
+            store.homes.rest()
     if on_meta:
         initialise_from_meta(store, model, tree, on_meta, seed)
     share_buffers(store.world, model)

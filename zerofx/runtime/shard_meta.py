@@ -48,6 +48,7 @@ def initialise_from_meta(
                 if _is_unset(tree.params[name]):
                     unset[name] = module
                 _keep_slice(store, tree, name, original)
+            store.homes.rest()
             for name in buffers:
                 if _is_unset(module._buffers[name.rpartition(".")[2]]):
                     unset[name] = module

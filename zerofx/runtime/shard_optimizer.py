@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.optim.optimizer import (
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime import updates
+from zerofx.runtime.layout import Layout
 from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
 from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.tiers import Tier
 
 REFUSED = {
     "LBFGS": "it keeps flat vectors of all parameters and needs a closure",
@@ -44,16 +46,29 @@ def check_optimizer(optimizer: Optimizer) -> None:
         check_type(optimizer)
 
 
-def check_before(optimizer: Optimizer, is_sharded: bool, in_backward: bool) -> None:
+def check_before(optimizer: Optimizer, layout: Layout, in_backward: bool) -> None:
     """Raise, before a model is changed, unless a built optimizer may take its shards over.
 
     Raises:
         ShardError: names the optimizer and the reason.
     """
-    if is_sharded:
+    if layout.shard_size > 1:
         check_type(optimizer)
     if in_backward:
         updates.check_optimizer(optimizer)
+    far = [b for b in layout.buckets if b.home is Tier.NVME and b.trainable]
+    if far and not isinstance(optimizer, updates.BucketOptimizer):
+        raise _not_staged(optimizer, far[0].names[0])
+
+
+def _not_staged(optimizer: Optimizer, name: str) -> ShardError:
+    kind = type(optimizer).__name__
+    return ShardError(
+        f"{name} lives on NVMe, and {kind} would keep its states in memory and write the parameter "
+        "past the schedule; use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), whose states go to "
+        "NVMe and whose steps pass through memory bucket by bucket, or "
+        "Plan(offload={'optimizer': 'cpu'})"
+    )
 
 
 def check_type(optimizer: Optimizer) -> None:
@@ -150,6 +165,8 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse, before it steps, an optimizer that needs float32 parameters and has none."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(optimizer, updates.BucketOptimizer):
+        _check_near(optimizer, params)
     if _checked.get(optimizer) == len(params):
         return
     kind = type(optimizer).__name__
@@ -164,6 +181,21 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 'Plan(precision="fp16"), or use SGD'
             )
     _checked[optimizer] = len(params)
+
+
+def _check_near(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that is not staged to step what lives on NVMe."""
+    for param in params:
+        if isinstance(param, ShardedTensor):
+            ledger, name = param._piece.ledger, param._piece.name
+        elif isinstance(param, ReplicatedParameter):
+            ledger, name = param._ledger, param._zfx_name
+        else:
+            continue
+        if ledger.homes.nvme is None or not param.requires_grad:
+            continue
+        if ledger.layout.owned[name][0][0].home is Tier.NVME:
+            raise _not_staged(optimizer, name)
 
 
 _LEFT_BEHIND = "_zerofx_left_behind"

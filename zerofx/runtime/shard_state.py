@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 def full_tensor(store: ShardStore, name: str) -> Tensor:
     """Return the whole of one parameter on the world's device; a collective call."""
+    store.settle()
     return gather_full(store.local_view(name), store.pieces[name])
 
 
@@ -37,6 +38,7 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
     With `rank0_only` the other ranks take part and yield nothing. The order is the layout's.
     """
     world, layout = store.world, store.layout
+    store.settle()
     for bucket in layout.buckets:
         world.agree("state_dict (or a save)", f"bucket {bucket.index} ({bucket.label()})")
         full = store.shards[bucket.index]
@@ -144,4 +146,5 @@ def flat_piece(tensor: Tensor) -> FlatPiece:
 
 def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
     """Return every parameter's piece under its name, in registration order."""
+    store.settle()
     return {name: flat_piece(param) for name, param in store.params.items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.errors import GradientError
+from zerofx.errors import GradientError, NvmeError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
+from zerofx.runtime.nvme_space import claim_space
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.shard_bindings import Bindings
@@ -23,6 +24,8 @@ from zerofx.runtime.sharded_parameter import (
     replicated_parameter,
     sharded_parameter,
 )
+from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import together
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
@@ -38,14 +41,21 @@ class ShardStore:
     one, for an optimizer that was built before.
     """
 
-    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: Layout, world: World, in_backward: bool = False, folder: str | None = None
+    ) -> None:
+        self.layout, self.folder = layout, folder
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
         self.homes = self.ledger.homes
+        if _is_far(layout):
+            assert folder is not None, "a plan with the tier nvme has a path"
+            self.homes.open(folder, world.rank, layout, keeps=not in_backward)
         with torch.inference_mode(False):
-            self._flats = [self._like_block(number) for number in range(len(layout.blocks))]
+            self._flats = [
+                self.homes.shard(block[0], layout.block_numel(block)) for block in layout.blocks
+            ]
             self.shards = [
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
@@ -63,11 +73,13 @@ class ShardStore:
         world: World,
         seed: int | None = None,
         in_backward: bool = False,
+        folder: str | None = None,
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
         `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
+        `folder`: of what lives on NVMe.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
@@ -76,28 +88,42 @@ class ShardStore:
         tree = ParameterTree(model)
         tree.check()
         _check_layout(tree, layout)
-        store = cls(layout, world, in_backward)
+        store = cls._make(layout, world, in_backward, folder)
         fill_shards(store, model, tree, seed)
         store._watch(tree)
         return store
 
     @classmethod
+    def _make(
+        cls, layout: Layout, world: World, in_backward: bool, folder: str | None
+    ) -> ShardStore:
+        """Return a store without values: on every rank, or where files are needed on none."""
+        if not _is_far(layout):
+            return cls(layout, world, in_backward, folder)
+        assert folder is not None, "a plan with the tier nvme has a path"
+        claim_space(world, folder, layout, keeps=not in_backward)
+        made: list[ShardStore] = []
+
+        def make() -> None:
+            made.append(cls(layout, world, in_backward, folder))
+
+        together(world, f"making the files in {folder}", make, NvmeError)
+        return made[0]
+
+    @classmethod
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
         """Return a store of its own memory with `other`'s values, over a copy of its model."""
         tree = ParameterTree(model)
-        store = cls(other.layout, other.world, other.updates is not None)
+        store = cls(other.layout, other.world, other.updates is not None, other.folder)
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
+                store.homes.rest()
+                other.homes.rest()
         for name, param in other.params.items():
             tree.place(name, store._parameter(name, param))
         store._watch(tree)
         return store
-
-    def _like_block(self, number: int) -> Tensor:
-        """Return zeros for what this rank owns of a block, where it lives."""
-        block = self.layout.blocks[number]
-        return self.homes.zeros(self.layout.block_numel(block), block[0].dtype, block[0].home)
 
     @property
     def is_sharded(self) -> bool:
@@ -181,12 +207,30 @@ class ShardStore:
         for shard in self._grads.values():
             shard.abandon()
 
-    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
-        """Let the optimizers update a bucket, `names` of which have gradients; these are freed."""
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Take a bucket's gradients, those of `names`, from its parameters.
+
+        Returns:
+            What lets the optimizers update the bucket with them, and frees them.
+        """
         assert self.updates is not None
         trained = [n for n in names if self.params[n].requires_grad]
-        self.updates.run(self.ledger, bucket, trained)
-        self.drop_grads(bucket)
+        update = self.updates.take(self.ledger, bucket, trained)
+        shard = self._grad_shard(bucket)
+        shard.clear()
+
+        def run() -> None:
+            update()
+            shard.rest(0)
+
+        return run
+
+    def prepare_update(self, bucket: int) -> None:
+        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        b = self.layout.buckets[bucket]
+        if b.home is Tier.NVME:
+            assert self.homes.nvme is not None
+            self.homes.nvme.prefetch(bucket, b.dtype)
 
     def may_update_beside(self, names: Collection[str]) -> bool:
         """Tell whether the updates of these parameters need nothing of the main thread."""
@@ -229,13 +273,14 @@ class ShardStore:
         shard = self._grads.get(block)
         if shard is None:
             names = self.layout.owners[block]
-            buckets = [b.index for b in self.layout.blocks[block]]
+            members = self.layout.blocks[block]
+            buckets, first = [b.index for b in members], members[0]
             shard = GradShard(
                 [self.params[n] for n in names],
-                lambda: self._like_block(block),
+                lambda: self.homes.gradient(first, self.layout.block_numel(members)),
                 lambda flat: self._grad_views(names, flat),
                 buckets,
-                rests=not self.layout.blocks[block][0].is_away,
+                *self.homes.rests(first),
             )
             self._grads[block] = shard
         return shard
@@ -256,6 +301,10 @@ class ShardStore:
             self.ledger.writes += 1
         return self.ledger.writes
 
+    def settle(self) -> None:
+        """Wait for updates that run beside the schedule: parameters are about to be looked at."""
+        self.ledger.pending.join()
+
     def check_bindings(self) -> None:
         """Make sure that the module tree holds what was compiled, and that it lies in the shards.
 
@@ -274,6 +323,11 @@ class ShardStore:
             views = {name: self.local_view(name) for name in self.params}
         self._bindings = Bindings(tree, self.ledger, self.params, views)
         self._versions = sum(s._version for s in self.shards)
+
+
+def _is_far(layout: Layout) -> bool:
+    """Tell whether anything lives on NVMe."""
+    return any(b.home is Tier.NVME for b in layout.buckets)
 
 
 def _check_layout(tree: ParameterTree, layout: Layout) -> None:

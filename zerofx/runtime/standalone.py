@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class LooseStore:
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout, self.world = layout, world
         self.ledger = Ledger(layout, world)
+        self.homes = self.ledger.homes
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
         self.grads: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
@@ -75,13 +76,21 @@ class LooseStore:
         """Forget gradients on their way."""
         self._targets.clear()
 
+    def prepare_update(self, bucket: int) -> None:
+        """Begin what an update needs: nothing, there is no optimizer."""
+
     def may_update_beside(self, names: Collection[str]) -> bool:
         """Tell whether an update may run on another thread: here all run where they are called."""
         return False
 
-    def update_bucket(self, bucket: int, names: Collection[str]) -> None:
-        """Take a plain gradient step: there is no optimizer."""
-        self.shards[bucket].sub_(self._targets.pop(bucket), alpha=1e-3)
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Return a plain gradient step: there is no optimizer."""
+        taken = self._targets.pop(bucket)
+
+        def update() -> None:
+            self.shards[bucket].sub_(taken, alpha=1e-3)
+
+        return update
 
 
 def run_standalone(schedule_file: str) -> None:

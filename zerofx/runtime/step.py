@@ -134,7 +134,8 @@ class Executable:
         # autograd.grad(loss, inputs) asks for no gradient of a parameter
         gradients = engine.gradients
         gradients.discards = not will_run(self._accumulate)
-        gradients.begin()
+        if not gradients.discards:
+            gradients.updates.begin()
         state = f"no_sync={gradients.no_sync};inputs_only={gradients.discards}"
         if gradients.scaler is not None:
             tangents = gradients.scaler.begin(tangents)

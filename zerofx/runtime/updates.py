@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from zerofx.errors import GradientError, ShardError
@@ -26,8 +26,8 @@ class BucketOptimizer(Protocol):
     def begin_backward(self) -> None:
         """Make ready for the updates of one backward."""
 
-    def update_bucket(self, ledger: Ledger, bucket: int) -> None:
-        """Update the parameters of a bucket that have a gradient now."""
+    def take_bucket(self, ledger: Ledger, bucket: int) -> Callable[[], None]:
+        """Take the gradients that a bucket's parameters have now; return what updates with them."""
 
 
 class Updates:
@@ -93,12 +93,22 @@ class Updates:
         for optimizer in self._optimizers(trained):
             optimizer.begin_backward()
 
-    def run(self, ledger: Ledger, bucket: int, names: Collection[str]) -> None:
-        """Update a bucket; `names` are its parameters that have a gradient."""
+    def take(self, ledger: Ledger, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Take the gradients of a bucket; return what updates it, at once or later.
+
+        names: its parameters that have a gradient.
+        """
+        taken = []
         for optimizer in self._optimizers(names):
             self._running.add(optimizer)
-            optimizer.update_bucket(ledger, bucket)
-        ledger.writes += 1
+            taken.append(optimizer.take_bucket(ledger, bucket))
+
+        def update() -> None:
+            while taken:  # what was taken holds the gradients
+                taken.pop(0)()
+            ledger.note_update()
+
+        return update
 
     def communicates(self, names: Iterable[str]) -> bool:
         """Tell whether the update of any of these parameters asks other ranks."""

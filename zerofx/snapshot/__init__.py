@@ -1,7 +1,7 @@
 """Saving a training run to a directory and loading it at any world size, in reading order:
 
 saving.py, loading.py   the two calls, step by step
-job.py, ranks.py        a rank's part in either; how ranks tell each other what failed
+job.py                  a rank's part in either
 files.py                what lies on disk, how it is published, what proves it whole
 state.py, values.py, generators.py    what is saved: tensors by name, other values, generators
 dcp.py                  tensors to files and back through torch.distributed.checkpoint

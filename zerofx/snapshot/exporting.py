@@ -21,9 +21,9 @@ from torch import Tensor
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
 from zerofx.runtime.shard_state import iter_full_state
+from zerofx.runtime.together import together
 from zerofx.runtime.world import World
 from zerofx.snapshot.files import discard, place, sync_file, write_file
-from zerofx.snapshot.ranks import together
 from zerofx.snapshot.state import buffers_of
 
 _DTYPES = {
@@ -78,9 +78,14 @@ def export(
     hidden = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     plans = _plan(model, None if is_file else max_file_bytes)
     try:
-        together(world, what, lambda: _begin(world, hidden))
+        together(world, what, lambda: _begin(world, hidden), SnapshotError)
         problem = _fill(model, plans, hidden)
-        together(world, what, lambda: _finish(world, problem, plans, hidden, path, is_file))
+        together(
+            world,
+            what,
+            lambda: _finish(world, problem, plans, hidden, path, is_file),
+            SnapshotError,
+        )
     finally:
         if world.rank == 0:
             discard(hidden)

@@ -11,11 +11,11 @@ from torch.optim.optimizer import Optimizer
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
 from zerofx.runtime.shard_state import flat_state
+from zerofx.runtime.together import together
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.generators import random_states, set_random_states
 from zerofx.snapshot.job import Job
-from zerofx.snapshot.ranks import together
 from zerofx.snapshot.values import unpack
 
 
@@ -32,17 +32,18 @@ def load(
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
         DesyncError: a rank did not make this call; names it.
     """
+    model._engine.store.settle()
     job = _Load(files.place(folder), model, optimizer)
     world, what = job.world, f"zerofx.load of {job.folder}"
     world.agree("zerofx.load", job.digest())
-    found = together(world, what, job.check)
+    found = together(world, what, job.check, SnapshotError)
     for rank, identity in enumerate(found):
         if identity != found[0]:
             raise SnapshotError(
                 f"{what}: rank {rank} sees another save there than rank 0; all ranks need one file "
                 "system"
             )
-    together(world, what, job.fill)
+    together(world, what, job.fill, SnapshotError)
     return job.extra
 
 

@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
 from zerofx.runtime.shard_state import flat_state
+from zerofx.runtime.together import together
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
 from zerofx.snapshot.generators import random_states
 from zerofx.snapshot.job import Job
-from zerofx.snapshot.ranks import together
 from zerofx.snapshot.values import pack
 
 
@@ -39,15 +39,16 @@ def save(
         SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
         DesyncError: a rank did not make this call; names it.
     """
+    model._engine.store.settle()
     job = _Save(files.place(folder), model, optimizer, extra)
     world, what = job.world, f"zerofx.save to {job.folder}"
     world.agree("zerofx.save", job.digest())
     try:
-        written = together(world, what, job.prepare)[0]
+        written = together(world, what, job.prepare, SnapshotError)[0]
         assert written is not None
-        plans = together(world, what, lambda: job.plan(written))
-        parts = together(world, what, lambda: job.write(plans))
-        together(world, what, lambda: job.publish(parts))
+        plans = together(world, what, lambda: job.plan(written), SnapshotError)
+        parts = together(world, what, lambda: job.write(plans), SnapshotError)
+        together(world, what, lambda: job.publish(parts), SnapshotError)
     finally:
         job.tidy()
 

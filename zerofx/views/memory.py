@@ -13,12 +13,14 @@ from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import without_numbers
-from zerofx.runtime.host_tier import D2H, H2D
+from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
 from zerofx.views.why import WhyView, explained, summary
 
-_WAYS = {D2H: "to its host", H2D: "from its host"}
+_WAYS = {
+    D2H: "to its host", H2D: "from its host", NVME_READ: "from its nvme", NVME_WRITE: "to its nvme",
+}  # fmt: skip
 NAMES = 16  # of the largest things held at the peak
 
 
@@ -56,19 +58,21 @@ class MemoryView:
         lines += [f"at {self._place()}", self.basis, ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         for category, nbytes in held.items():
-            if category is not Category.HOST and (nbytes or lasting[category]):
+            if category not in (Category.HOST, Category.NVME) and (nbytes or lasting[category]):
                 share = nbytes / max(self.peak_bytes, 1)
                 line = (
                     f"{category.value:<16}{format_bytes(lasting[category]):>16}"
                     f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
                 )
                 lines.append(line.rstrip())
-        on_host = lasting.pop(Category.HOST)
+        on_host, on_nvme = lasting.pop(Category.HOST), lasting.pop(Category.NVME)
         total = format_bytes(sum(lasting.values()))
         lines.append(f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}")
         if on_host:
             there = format_bytes(held[Category.HOST])
             lines.append(f"{'host memory':<16}{format_bytes(on_host):>16}{there:>16}")
+        if on_nvme:
+            lines.append(f"{'files':<16}{format_bytes(on_nvme):>16}{format_bytes(on_nvme):>16}")
         lines.append("")
         return lines + self._names() + self._sent() + summary(self.decisions)
 
@@ -127,6 +131,7 @@ class MemoryView:
             "optimizer_bytes_per_element": self.optimizer_bytes,
             "basis": self.basis,
             "host_bytes": report.host_bytes,
+            "nvme_bytes": report.nvme_bytes,
             "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
             "between_steps": {c.value: n for c, n in report.lasting().items()},
             "held_at_peak": [

@@ -47,29 +47,34 @@ def aligned_empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return aligned_bytes(nbytes).view(dtype).view(shape)
 
 
-def bytes_of(tensor: Any, doing: str) -> tuple[Bytes, int]:
-    """Return the bytes of a tensor, without a copy, and their address.
+def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
+    """Return the bytes of a tensor, without a copy, and their address; the rest is for errors.
 
     Raises:
         NvmeError: not a dense, contiguous tensor on the host; the message says what to do.
     """
     if not isinstance(tensor, Tensor):
-        raise NvmeError(f"{doing}: {type(tensor).__name__} is not a tensor; give a torch.Tensor")
+        other = type(tensor).__name__
+        raise NvmeError(f"{_what(path, label)}: {other} is not a tensor; give a torch.Tensor")
     is_dense = tensor.layout == torch.strided
-    if tensor.device.type != "cpu" or not is_dense:
+    if not tensor.is_cpu or not is_dense:
         kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
-            f"{doing}: {_form(tensor)} is {kind}; only dense tensors in host memory move to and "
-            "from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
+            f"{_what(path, label)}: {_form(tensor)} is {kind}; only dense tensors in host memory "
+            "move to and from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
-            f"{doing}: {_form(tensor)} with strides {tensor.stride()} is not contiguous; give "
-            "tensor.contiguous(), or a buffer of its own to read into"
+            f"{_what(path, label)}: {_form(tensor)} with strides {tensor.stride()} is not "
+            "contiguous; give tensor.contiguous(), or a buffer of its own to read into"
         )
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat.view(-1).view(torch.uint8)
     return flat.numpy(), flat.data_ptr()
+
+
+def _what(path: str, label: str) -> str:
+    return f"{path}, {label}" if label else path
 
 
 def _form(tensor: Tensor) -> str:

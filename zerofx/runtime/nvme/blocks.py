@@ -9,10 +9,10 @@ import numpy as np
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE, Bytes
-from zerofx.runtime.nvme.checksum import checksum
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES, checksums
 from zerofx.runtime.nvme.faults import Damaged
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import BLOCK_BYTES, Extent, Layout, State
+from zerofx.runtime.nvme.header import Extent, Layout, State
 
 
 class Blocks:
@@ -21,35 +21,34 @@ class Blocks:
     def __init__(self, sums: np.ndarray, extent: Extent, layout: Layout) -> None:
         self._sums, self._extent, self._takes = sums, extent, layout.has_checksums
 
-    def _of(self, offset: int, view: Bytes) -> list[tuple[int, int, Bytes]]:
-        """Return (number, offset in the file, bytes) of each block."""
-        starts = range(0, view.size, BLOCK_BYTES)
+    def _of(self, offset: int, view: Bytes) -> slice:
         first = self._extent.first_block + (offset - self._extent.offset) // BLOCK_BYTES
-        blocks = enumerate(starts, first)
-        return [(i, offset + start, view[start : start + BLOCK_BYTES]) for i, start in blocks]
+        return slice(first, first - (-view.size // BLOCK_BYTES))
 
     def before_write(self, offset: int, view: Bytes) -> None:
-        for number, _, _ in self._of(offset, view):
-            self._sums[number] = 0
+        self._sums[self._of(offset, view)] = 0
 
     def after_write(self, offset: int, view: Bytes) -> None:
-        for number, _, block in self._of(offset, view):
-            self._sums[number] = checksum(block) if self._takes else 1
+        self._sums[self._of(offset, view)] = checksums(view) if self._takes else 1
 
     def after_read(self, offset: int, view: Bytes) -> None:
-        for number, at, block in self._of(offset, view):
-            expected = int(self._sums[number])
-            if not expected:
-                raise Damaged(
-                    f"the block at offset {at} holds nothing that was written: it was never "
-                    "written, or its last write failed; write it first"
-                )
-            if self._takes and (found := checksum(block)) != expected:
-                raise Damaged(
-                    f"the block at offset {at} ({block.size} bytes) has the checksum {found:016x} "
-                    f"but {expected:016x} was written: the device or the file is damaged; load the "
-                    "last save, and check the device"
-                )
+        written = self._sums[self._of(offset, view)]
+        found = checksums(view) if self._takes else np.minimum(written, np.uint64(1))
+        if np.array_equal(found, written) and written.all():
+            return
+        bad = int(np.flatnonzero((found != written) | (written == 0))[0])
+        at, expected = offset + bad * BLOCK_BYTES, int(written[bad])
+        if not expected:
+            raise Damaged(
+                f"the block at offset {at} holds nothing that was written: it was never written, "
+                "or its last write failed; write it first"
+            )
+        nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
+        raise Damaged(
+            f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
+            f"but {expected:016x} was written: the device or the file is damaged; load the last "
+            "save, and check the device"
+        )
 
 
 def read_sums(handle: Handle, layout: Layout) -> np.ndarray:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import bytes_of, up
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES
 from zerofx.runtime.nvme.faults import Stretch, path_error
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import BLOCK_BYTES
 from zerofx.runtime.nvme.request import Check, Request
 from zerofx.runtime.nvme.transfer import Counts, Mover
 from zerofx.runtime.nvme.work import Work
@@ -68,30 +68,29 @@ class IOEngine:
         label: str,
         check: Check | None,
     ) -> Request:
-        doing = f"{'write' if is_write else 'read'} of {handle.path}"
-        view, address = bytes_of(tensor, f"{doing}, {label}" if label else doing)
+        self._need_here(handle)
+        view, address = bytes_of(tensor, handle.path, label)
         if offset < 0:
-            raise NvmeError(f"{doing}: offset {offset} is negative; give 0 or more")
+            raise NvmeError(f"{handle.path}: offset {offset} is negative; give 0 or more")
         where = Stretch(handle.path, offset, view.size, label)
         request = Request(handle, is_write, tensor, where, check)
         request.split(view, address, self.piece_bytes)
         end = offset + view.size
         with self._work.lock:
-            self._need_open(handle, doing)
+            handle.need_open()
+            if self._work.is_closing:
+                raise NvmeError(f"{handle.path}: the engine is closed; make another")
             self._start()
             self._work.submit(request, offset, up(end) if handle.pads else end)
         return request
 
-    def _need_open(self, handle: Handle, doing: str) -> None:
-        if os.getpid() != self._pid or os.getpid() != handle.pid:
+    def _need_here(self, handle: Handle) -> None:
+        here = os.getpid()
+        if here != self._pid or here != handle.pid:
             raise NvmeError(
-                f"{doing}: opened in process {handle.pid} by an engine of {self._pid}, used in "
-                f"{os.getpid()}: threads and locks do not follow a fork; open it again there"
+                f"{handle.path}: opened in process {handle.pid}, with an engine of {self._pid}, "
+                f"used in {here}: threads and locks do not follow a fork; open it again there"
             )
-        if handle.is_closed:
-            raise NvmeError(f"{doing}: the file is closed; open it again")
-        if self._work.is_closing:
-            raise NvmeError(f"{doing}: the engine is closed; make another")
 
     def _start(self) -> None:
         while len(self._threads) < self.num_threads:
@@ -107,6 +106,7 @@ class IOEngine:
     # -- waiting ----------------------------------------------------------------------------
     def drain(self, handle: Handle) -> None:
         """Wait until nothing is under way on a file, well or not."""
+        self._need_here(handle)
         with self._work.lock:
             under_way = handle.under_way.all()
         for request in under_way:
@@ -120,6 +120,7 @@ class IOEngine:
         """
         self.drain(handle)
         self.raise_unseen(handle)
+        handle.need_open()
         try:
             os.fdatasync(handle.buffered)
         except OSError as error:
@@ -136,6 +137,21 @@ class IOEngine:
             if len(unseen) > 1:
                 error.args = (f"{error} (and {len(unseen) - 1} more requests failed)",)
             raise error
+
+    def wait(self, handle: Handle) -> None:
+        """Wait until nothing is under way on a file.
+
+        Raises:
+            NvmeError: a request failed and nobody has waited for it yet.
+        """
+        self.drain(handle)
+        self.raise_unseen(handle)
+
+    def finish(self, handle: Handle) -> None:
+        """Take no more requests for a file, and wait for those under way."""
+        with self._work.lock:
+            handle.is_closing = True
+        self.wait(handle)
 
     @property
     def counts(self) -> Counts:

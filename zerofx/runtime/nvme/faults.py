@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zerofx.errors import NvmeError
 from zerofx.sizes import format_bytes
@@ -50,8 +51,7 @@ def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> Nvme
     return NvmeError(f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}")
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Some bytes of a file: what an error names."""
 
     path: str

@@ -83,15 +83,18 @@ class File:
 
     def wait(self) -> None:
         """Wait until nothing is under way; raise the first fault that nobody has waited for."""
-        self._engine.drain(self._handle)
-        self._engine.raise_unseen(self._handle)
+        self._engine.wait(self._handle)
 
     def flush(self) -> None:
         """Wait, and make the device hold everything that was written."""
         self._engine.flush(self._handle)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the space of `nbytes` now, so that no later write finds the device full."""
+        """Take the space of `nbytes` now, so that no later write finds the device full.
+
+        It also lets writes run side by side that would otherwise make the file longer one by one.
+        """
+        self._handle.need_open()
         try:
             os.posix_fallocate(self._handle.buffered, 0, nbytes)
         except OSError as error:
@@ -100,6 +103,7 @@ class File:
     @property
     def nbytes(self) -> int:
         """Bytes of the file now."""
+        self._handle.need_open()
         return os.fstat(self._handle.buffered).st_size
 
     @property
@@ -112,7 +116,7 @@ class File:
         if self._handle.is_closed:
             return
         try:
-            self.wait()
+            self._engine.finish(self._handle)
         finally:
             self._handle.close()
 
@@ -120,7 +124,7 @@ class File:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # that exception is the one to see
+        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
             self._engine.drain(self._handle)
             self._handle.failed.clear()
         self.close()

@@ -12,7 +12,9 @@ import logging
 import os
 import secrets
 import socket
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE
@@ -76,9 +78,9 @@ def need_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 def unique_name(label: str) -> str:
     """Return a file name that no other process or store uses, and that says whose it is."""
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in label[:64])
-    host = socket.gethostname().split(".")[0]
-    return f"zerofx-{safe}-{host}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+    whose = f"{label[:64]}-{socket.gethostname().split('.')[0]}"
+    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in whose)
+    return f"zerofx-{safe}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
 
 
 def lock(fd: int, *, shared: bool = False) -> bool:
@@ -90,42 +92,59 @@ def lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
-def remove_left_behind(folder: Path) -> list[Path]:
+def whoami() -> dict[str, Any]:
+    """Return what a store's header says of its maker."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "time": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+    }
+
+
+def _boot() -> str:
+    """Return what names this run of the kernel; containers share it, whatever their names."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def remove_left_behind(folder: str | os.PathLike[str]) -> list[Path]:
     """Delete the stores whose process is dead, and return their paths.
 
-    Only files that begin as a store does, that nobody has locked, and that were not kept on
-    purpose (`close(delete=False)`).
+    Only files that are stores by their content, that nobody has locked, that were not kept on
+    purpose (`close(delete=False)`), and that were made on this host: on file systems of several
+    hosts locks need not reach from one to another.
     """
-    removed = [path for path in sorted(folder.glob(f"zerofx-*{SUFFIX}")) if _remove_if_dead(path)]
-    return removed
+    paths = sorted(Path(folder).glob(f"zerofx-*{SUFFIX}"))
+    return [path for path in paths if _remove_if_dead(path)]
 
 
 def _remove_if_dead(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # another process cleans too
         return False
-    except PermissionError:  # another user's
+    except OSError as error:  # another user's, a link
+        log.info("%s: left as it is: %s", path, error)
         return False
     try:
-        try:
-            if not is_ours(fd) or not lock(fd):
-                return False
-        except OSError as error:  # no locks here, or unreadable: then nothing tells that it is dead
-            log.warning("%s: left as it is: %s", path, error)
+        if not is_ours(fd) or not lock(fd):
+            return False
+        layout = read_layout(fd, str(path))
+        state = State.decode(os.pread(fd, PAGE, layout.state_at))
+        if state is not None and state.is_kept:
+            return False
+        if _boot() != layout.made["boot"] and socket.gethostname() != layout.made["host"]:
+            log.warning("%s: left as it is: %s may still use it", path, layout.maker)
             return False
         size = os.fstat(fd).st_size
-        try:
-            layout = read_layout(fd, str(path))
-        except NvmeError:  # cut short by the death of its process, or of another version
-            whose = "its process died while making it"
-        else:
-            state = State.decode(os.pread(fd, PAGE, layout.state_at))
-            if state is not None and state.is_kept:
-                return False
-            whose = f"made by {layout.maker}"
         path.unlink(missing_ok=True)
+    except (OSError, NvmeError) as error:  # no locks, or no header by which to tell
+        log.warning("%s: left as it is: %s", path, error)
+        return False
     finally:
         os.close(fd)
-    log.warning("%s: removed, left behind by a dead process (%s; %s)", path, whose, sized(size))
+    log.warning("%s: removed, left behind by %s (%s)", path, layout.maker, sized(size))
     return True

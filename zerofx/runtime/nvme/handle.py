@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
+from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE
 from zerofx.runtime.nvme.faults import path_error
 from zerofx.runtime.nvme.ranges import RangeIndex
@@ -29,6 +30,7 @@ class Handle:
     def __init__(self, path: str, flags: int, *, pads: bool = False, direct: bool = True) -> None:
         self.path, self.pads, self.pid = path, pads, os.getpid()
         self.under_way = RangeIndex()
+        self.is_closing = False  # takes no more requests
         self.failed: list[Request] = []  # until their faults are seen
         flags |= os.O_CLOEXEC
         try:
@@ -68,7 +70,13 @@ class Handle:
 
     @property
     def is_closed(self) -> bool:
+        """Say whether it has been closed, or was inherited by a fork."""
         return not self._close.alive
+
+    def need_open(self) -> None:
+        """Raise where it is closed, or about to be."""
+        if self.is_closing or self.is_closed:
+            raise NvmeError(f"{self.path}: the file is closed; open it again")
 
     def close(self) -> None:
         """Close the file; nothing may be under way."""

@@ -19,13 +19,13 @@ from typing import Any
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import PAGE, up
+from zerofx.runtime.nvme.checksum import BLOCK_BYTES
 from zerofx.runtime.nvme.faults import path_error, sized
 
 MAGIC, FORMAT = b"ZFXNVME\n", 1
 _PREFIX = struct.Struct("<8sIIQ")  # magic, format version, crc32 of the layout, its bytes
 _STATE = struct.Struct("<8sIIII")  # magic, is kept, flushes, crc32 of the checksums, crc32 of these
 _STATE_MAGIC = b"ZFXSTATE"
-BLOCK_BYTES = 256 << 10  # what has a checksum of its own
 _MAX_LAYOUT_BYTES = 1 << 30  # more is no length that we wrote
 
 
@@ -60,7 +60,7 @@ class Layout:
     sizes: Mapping[str, int]
     label: str
     has_checksums: bool
-    made: Mapping[str, Any]  # pid, host, time
+    made: Mapping[str, Any]  # pid, host, boot, time
 
     @cached_property
     def text(self) -> bytes:
@@ -148,7 +148,8 @@ def read_layout(fd: int, path: str) -> Layout:
     """Return the layout of an open file.
 
     Raises:
-        NvmeError: foreign, of another format version, damaged or cut short; says which and where.
+        NvmeError: foreign, of another format version, or its header is damaged or cut short; says
+            which and where.
     """
     try:
         prefix = os.pread(fd, _PREFIX.size, 0)
@@ -177,12 +178,16 @@ def read_layout(fd: int, path: str) -> Layout:
             f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not have its "
             "checksum: the file is damaged; write it anew"
         )
-    layout = _parse(text)
+    return _parse(text)
+
+
+def need_whole(fd: int, path: str, layout: Layout) -> None:
+    """Raise where a file is shorter than its layout says."""
+    actual = os.fstat(fd).st_size
     if actual < layout.nbytes:
         missing = [n for n, e in layout.extents.items() if e.offset + e.nbytes > actual]
         first = f"; {missing[0]} is the first extent that is not whole" if missing else ""
         raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}")
-    return layout
 
 
 def _cut(actual: int, expected: int) -> str:

@@ -80,11 +80,12 @@ class Request:
 
     def split(self, view: Bytes, address: int, piece_bytes: int) -> None:
         """Cut into pieces that begin at pages, but for the first."""
-        begin = self.where.offset
-        cuts = [*range(down(begin) + piece_bytes, begin + view.size, piece_bytes)]
-        starts = [0, *(cut - begin for cut in cuts)]
-        for start, stop in zip(starts, [*starts[1:], view.size], strict=True):
+        begin, nbytes = self.where.offset, view.size
+        start, stop = 0, down(begin) + piece_bytes - begin
+        while stop < nbytes:
             self.pieces.append(Piece(self, begin + start, view[start:stop], address + start))
+            start, stop = stop, stop + piece_bytes
+        self.pieces.append(Piece(self, begin + start, view[start:], address + start))
         self.num_left = len(self.pieces)
 
     def join(self, timeout_s: float | None = None) -> bool:

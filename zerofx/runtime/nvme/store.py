@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-import socket
 import weakref
 import zlib
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from difflib import get_close_matches
 
 import numpy as np
@@ -18,9 +17,9 @@ from zerofx.runtime.nvme.aligned import bytes_of
 from zerofx.runtime.nvme.blocks import Blocks, read_sums
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import path_error, sized
-from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name
+from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name, whoami
 from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, read_layout
+from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
 from zerofx.runtime.nvme.request import Request
 
 
@@ -40,6 +39,7 @@ class NvmeStore:
         self.path, self.label, self.can_write = handle.path, layout.label, can_write
         self._handle, self._layout, self._sums, self._engine = handle, layout, sums, engine
         self._num_flushes = 0
+        self._mapping: mmap.mmap | None = None
         self._forget = weakref.finalize(self, _unlink, handle.path, os.getpid())
         if not can_write:
             self._forget.detach()
@@ -64,19 +64,15 @@ class NvmeStore:
             NvmeError: the folder cannot be used (see `prepare`), or has too little space.
         """
         check_sizes(extents, label)
-        made = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
-        }
-        layout = Layout(dict(extents), label, checksums, made)
+        layout = Layout(dict(extents), label, checksums, whoami())
         home = prepare(folder)
         need_space(home, layout.nbytes, label)
         path = os.fspath(home / unique_name(label))
         handle = Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, pads=True)
         try:
             # locked before it can be recognised as a store: no cleaner takes it for a dead one's
-            assert lock(handle.buffered), f"{path} is new, and yet locked"
+            is_locked = lock(handle.buffered)
+            assert is_locked, f"{path} is new, and yet locked"
             os.pwrite(handle.buffered, layout.encode() + State().encode(), 0)
             os.posix_fallocate(handle.buffered, 0, layout.nbytes)
         except OSError as error:
@@ -98,6 +94,7 @@ class NvmeStore:
         handle = Handle(os.path.abspath(path), os.O_RDONLY, pads=True)
         try:
             layout = read_layout(handle.buffered, handle.path)
+            need_whole(handle.buffered, handle.path, layout)
             if not lock(handle.buffered, shared=True):
                 raise NvmeError(
                     f"{handle.path}: in use by {layout.maker}; wait for it to end, or let it "
@@ -129,25 +126,47 @@ class NvmeStore:
             self._handle, tensor, extent.offset, name, Blocks(self._sums, extent, self._layout)
         )
 
+    def place(self, name: str) -> tuple[mmap.mmap, int, int]:
+        """Return (mapping of the whole file, offset, bytes) of an extent.
+
+        The mapping has a descriptor of its own: it would keep the file's lock where it outlives the
+        store, or is inherited by a fork.
+        """
+        if self._mapping is None:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    self._mapping = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise path_error("cannot map", self.path, error) from error
+        extent = self._layout.extents[name]
+        return self._mapping, extent.offset, extent.nbytes
+
+    def trust(self, name: str, content: Tensor) -> None:
+        """Take the checksums of an extent from what was written past this store."""
+        extent = self._find(name, content)
+        view, _ = bytes_of(content, self.path, name)
+        Blocks(self._sums, extent, self._layout).after_write(extent.offset, view)
+
     def _find(self, name: str, tensor: Tensor) -> Extent:
         extent = self._layout.extents.get(name)
         if extent is None:
             near = get_close_matches(name, self._layout.extents, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
-        view, _ = bytes_of(tensor, f"{self.path}, {name}")
-        if view.size != extent.nbytes:
+        if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(view.size)}; give one of its "
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give one of its "
                 "size"
             )
         return extent
 
     def wait(self) -> None:
         """Wait until nothing is under way; raise the first fault that nobody has waited for."""
-        self._engine.drain(self._handle)
-        self._engine.raise_unseen(self._handle)
+        self._engine.wait(self._handle)
 
     def flush(self) -> None:
         """Wait, make the device hold everything, and write the checksums beside it."""
@@ -179,7 +198,7 @@ class NvmeStore:
                 self._flush(is_kept=True)
                 self._forget.detach()
             else:
-                self.wait()
+                self._engine.finish(self._handle)
         finally:
             self._handle.close()
             self._forget()
@@ -188,7 +207,7 @@ class NvmeStore:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # that exception is the one to see
+        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
             self._engine.drain(self._handle)
             self._handle.failed.clear()
         self.close()

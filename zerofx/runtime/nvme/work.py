@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import replace
 
 from zerofx.runtime.nvme.faults import Fault, fault_of
 from zerofx.runtime.nvme.request import Piece, Request
@@ -30,8 +29,13 @@ class Work:
     # -- called by threads ------------------------------------------------------------------
     def serve(self, mover: Mover) -> None:
         """Move pieces until the engine closes and nothing is left."""
+        moved: list[tuple[Piece, Fault | None]] = []
         while True:
             with self.lock:
+                while moved:
+                    piece, fault = moved.pop()
+                    self._ended(piece.request, fault)
+                    del piece, fault  # hold no tensor while waiting
                 while not any(self.queues):
                     if self.is_closing and not self.num_under_way:
                         return
@@ -39,11 +43,8 @@ class Work:
                     self.has_work.wait()
                     self._num_idle -= 1
                 group = self._take()
-            faults = _moved(mover, group)
-            with self.lock:
-                for piece, fault in zip(group, faults, strict=True):
-                    self._ended(piece.request, fault)
-            del group, piece, faults, fault  # hold no tensor while waiting
+            moved = list(zip(group, _moved(mover, group), strict=True))
+            del group
 
     def _take(self) -> list[Piece]:
         """Take the next piece, and small ones that continue it in the file.
@@ -143,5 +144,5 @@ def _arrived(piece: Piece) -> Fault | None:
 
 def _fault(piece: Piece, error: BaseException) -> Fault:
     request = piece.request
-    where = replace(request.where, offset=piece.offset, nbytes=piece.view.size)
+    where = request.where._replace(offset=piece.offset, nbytes=piece.view.size)
     return fault_of(request.is_write, where, error)

@@ -1,4 +1,4 @@
-"""What the ranks of one save or load tell each other: their plans, and whether a step failed."""
+"""A step that all ranks take or none: what they tell each other, and whether it failed on one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TypeVar
 
 import torch
 
-from zerofx.errors import DesyncError, SnapshotError, ZerofxError
+from zerofx.errors import DesyncError, ZerofxError
 from zerofx.runtime.world import World
 
 T = TypeVar("T")
 
 
-def exchange(world: World, value: T) -> list[T]:
-    """Return every rank's value, in rank order.
+def exchange(world: World, value: T, label: str) -> list[T]:
+    """Return every rank's value, in rank order; `label` is for the watchdog.
 
     Through the world's own broadcasts, so that a mesh that is part of a larger job works, and a
     stuck rank is named. Pickled: what comes over these wires comes from this very job.
@@ -27,20 +27,20 @@ def exchange(world: World, value: T) -> list[T]:
     mine = torch.frombuffer(data, dtype=torch.uint8).to(world.device)
     for source in range(world.size):
         num_bytes = torch.tensor([mine.numel()], device=world.device)
-        world.broadcast(num_bytes, source, "snapshot").wait()
+        world.broadcast(num_bytes, source, label).wait()
         sent = mine
         if source != world.rank:
             sent = torch.empty(int(num_bytes), dtype=torch.uint8, device=world.device)
-        world.broadcast(sent, source, "snapshot").wait()
+        world.broadcast(sent, source, label).wait()
         found.append(pickle.loads(sent.cpu().numpy().tobytes()))
     return found
 
 
-def together(world: World, what: str, step: Callable[[], T]) -> list[T]:
+def together(world: World, what: str, step: Callable[[], T], raises: type[ZerofxError]) -> list[T]:
     """Run `step` on every rank and return all results, in rank order; no rank goes on alone.
 
-    Raises: on a rank where `step` failed, that error (an OSError as a SnapshotError); on the
-        others a SnapshotError that names the rank and the error.
+    Raises: on a rank where `step` failed, that error (an OSError as one of `raises`); on the
+        others one of `raises` that names the rank and the error.
     """
     problem: Exception | None = None
     value: T | None = None
@@ -52,14 +52,14 @@ def together(world: World, what: str, step: Callable[[], T]) -> list[T]:
         problem = error
     world.agree(what, "")
     mine = None if problem is None else _describe(problem)
-    answers = exchange(world, (mine, value))
+    answers = exchange(world, (mine, value), what)
     if isinstance(problem, OSError):
-        raise SnapshotError(f"{what}: {mine}") from problem
+        raise raises(f"{what}: {mine}") from problem
     if problem is not None:
         raise problem
     for rank, (told, _) in enumerate(answers):
         if told is not None:
-            raise SnapshotError(f"{what}: rank {rank}: {told}")
+            raise raises(f"{what}: rank {rank}: {told}")
     return [value for _, value in answers]  # type: ignore[misc]
 
 

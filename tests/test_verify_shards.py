@@ -1,0 +1,396 @@
+"""verify refuses moves of shards and gradients that are missing, doubled, early or of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from verify_cases import Breaks, check_refused, find, program, set_argument
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.verify import verify
+from zerofx.plan_parts import Offload
+
+BOTH = Offload(optimizer="cpu", parameters="cpu")
+OPTIMIZER = Offload(optimizer="cpu")
+broken = Breaks()
+
+
+def away(**plan: Any) -> Program:
+    """Return a program whose shards and optimizer live on the host."""
+    return program(offload=BOTH, **plan)
+
+
+def copied() -> Program:
+    """Return one whose optimizer alone does: copies of the shards stay on the device."""
+    return program(offload=OPTIMIZER)
+
+
+def sent(p: Program, bucket: int, graph: str = FORWARD) -> tuple[Any, Any, Any, Any]:
+    """Return a bucket's gather, its wait, and the launch and wait of the shard it sends."""
+    gather = find(p, ops.all_gather, bucket, graph)
+    held: Any = gather.args[0]
+    return gather, wait_of(gather), held.args[0], held
+
+
+def wait_of(launch: fx.Node) -> fx.Node:
+    return next(u for u in launch.users if u.target is ops.wait)
+
+
+def release_of(held: fx.Node) -> fx.Node:
+    return next(u for u in held.users if u.target is ops.release)
+
+
+def again(node: fx.Node, before: fx.Node, *args: Any) -> fx.Node:
+    """Repeat a node before another, with other leading arguments."""
+    with node.graph.inserting_before(before):
+        copy = node.graph.node_copy(node)
+    copy.args = (*args, *copy.args[len(args) :])
+    return copy
+
+
+@pytest.mark.parametrize("make", [away, copied, lambda: away(world=1), lambda: away(stage=3)])
+def test_the_compiled_programs_are_accepted(make: Any) -> None:
+    verify(make())
+
+
+# -- reloads ------------------------------------------------------------------------------------
+@broken(
+    r"all_gather\w* reads shard bucket 2 \(blocks.0\): it lives off the device; reload it first"
+)
+def gathered_from_afar() -> Program:
+    p = away()
+    gather, _, launch, held = sent(p, 2)
+    gather.replace_input_with(held, launch.args[0])
+    return p
+
+
+@broken(r"the view of \S+ reads .*shard bucket \d.*: it lives off the device; reload it first")
+def looked_into_from_afar() -> Program:
+    p = away(world=1)
+    launch = find(p, ops.reload_shard, graph=FORWARD)
+    view = next(u for u in wait_of(launch).users if u.target is ops.param_view)
+    view.replace_input_with(view.args[0], launch.args[0])  # type: ignore[arg-type]
+    return p
+
+
+@broken(r"all_gather\w* reads reloaded shard bucket 2 .* before its wait: only what `wait` returns")
+def sent_without_a_wait() -> Program:
+    p = away()
+    gather, _, launch, held = sent(p, 2)
+    gather.replace_input_with(held, launch)
+    return p
+
+
+@broken(r"all_gather\w* of bucket 2 \(blocks.0\) sends the reloaded shard of bucket 3")
+def another_shard_sent() -> Program:
+    p = away()
+    gather, _, _, held = sent(p, 2)
+    other = sent(p, 3)[3]
+    other.append(gather)
+    gather.replace_input_with(held, other)
+    return p
+
+
+@broken(r"reload\w* of bucket 2 \(blocks.0\) is given shard\w*, which is not its shard")
+def another_shard_reloaded() -> Program:
+    p = away()
+    first, second = (sent(p, i)[2] for i in (2, 3))
+    set_argument(first, 0, second.args[0])
+    return p
+
+
+@broken(r"reload\w* reloads bucket \d \(\S+\), whose shard lives on the device")
+def reloaded_from_the_device() -> Program:
+    p = program(offload=Offload(optimizer="cpu", parameters="cpu", device_fraction=0.3))
+    assert p.layout is not None
+    near = next(b for b in p.layout.buckets if not b.is_away)
+    shard = next(s for s in p.placeholders(FORWARD, Role.SHARD) if info(s).index == near.index)
+    launch = find(p, ops.reload_shard, graph=FORWARD)
+    numel = p.layout.shard_numel(near)
+    with p.graph(FORWARD).inserting_before(launch):
+        call(p.graph(FORWARD), ops.reload_shard, (shard, near.index, numel), like=launch)
+    return p
+
+
+@broken(r"reload\w* has 16 elements; a shard of bucket 2 \(blocks.0\) has \d+")
+def part_of_a_shard() -> Program:
+    p = away()
+    set_argument(sent(p, 2)[2], 2, 16)
+    return p
+
+
+@broken(r"reload\w* is torch.float64; a reloaded shard of bucket 2 \(blocks.0\) is torch.float32")
+def another_format() -> Program:
+    p = away()
+    launch = sent(p, 2)[2]
+    launch.meta["val"] = value(launch).double()
+    return p
+
+
+@broken(r"bucket 2 \(blocks.0\) is gathered from the host: use rt.reload_shard")
+def refreshed_where_nothing_stays() -> Program:
+    p = away()
+    launch = sent(p, 2)[2]
+    launch.target, launch.args = ops.refresh_shard, launch.args[:3]
+    return p
+
+
+@broken(r"bucket 2 \(blocks.0\) is gathered from the device: use rt.refresh_shard")
+def reloaded_where_a_copy_stays() -> Program:
+    p = copied()
+    sent(p, 2)[2].target = ops.reload_shard
+    return p
+
+
+@broken(r"bucket \d \(\S+\) is gathered from the device: use rt.refresh$")
+def shard_refreshed_where_it_is_the_bucket() -> Program:
+    p = program(world=1, offload=OPTIMIZER)
+    find(p, ops.refresh, graph=FORWARD).target = ops.refresh_shard
+    return p
+
+
+@broken(r"reloaded shard bucket 2 \(blocks.0\) is launched but never waited for")
+def never_waited_for() -> Program:
+    p = away()
+    launch = sent(p, 2)[2]
+    again(launch, launch).args = launch.args[:3]
+    return p
+
+
+@broken(r"reload\w* is waited for twice, the second time by wait\w*")
+def waited_for_twice() -> Program:
+    p = away()
+    *_, held = sent(p, 2)
+    again(held, held.next)
+    return p
+
+
+# -- what becomes of a copy ---------------------------------------------------------------------
+@broken(r"reads reloaded shard bucket 2 .*: a reloaded shard is for the all-gather of its bucket")
+def reloaded_shard_computed_with() -> Program:
+    p = away()
+    *_, held = sent(p, 2)
+    with p.graph(FORWARD).inserting_after(held):
+        call(p.graph(FORWARD), torch.ops.aten.neg.default, (held,), like=held)
+    return p
+
+
+@broken(
+    r"release\w* releases reloaded shard bucket 2 \(blocks.0\) while all_gather\w* still sends it"
+)
+def released_while_it_is_sent() -> Program:
+    p = away()
+    gather, _, _, held = sent(p, 2)
+    gather.append(release_of(held))
+    return p
+
+
+@broken(r"all_gather\w* reads reloaded shard bucket 2 \(blocks.0\) after its release")
+def released_before_it_is_sent() -> Program:
+    p = away()
+    *_, held = sent(p, 2)
+    held.append(release_of(held))
+    return p
+
+
+@broken(
+    r"release\w* releases reloaded shard bucket 2 .* keeps on the device between calls; drop the"
+)
+def copy_that_stays_released() -> Program:
+    p = copied()
+    _, arrived, _, held = sent(p, 2)
+    with p.graph(FORWARD).inserting_after(arrived):
+        call(p.graph(FORWARD), ops.release, (held,), like=held)
+    return p
+
+
+@broken(
+    r"wait\w* waits for refresh_shard\w*, which moves nothing: refresh_shard\w*, launched before"
+)
+def second_refresh_waited_for_first() -> Program:
+    p = copied()
+    gather, _, launch, held = sent(p, 2)
+    other = again(launch, launch.next)
+    copy = again(held, held, other)
+    gather.replace_input_with(held, copy)
+    return p
+
+
+@broken(r"wait\w* waits for refresh\w*, which moves nothing: refresh\w*, launched before it, does")
+def second_refresh_of_a_resident_bucket() -> Program:
+    p = program(stage=2)
+    launch = find(p, ops.refresh, graph=FORWARD)
+    other = again(launch, launch.next)
+    again(wait_of(launch), wait_of(launch), other)
+    return p
+
+
+@broken(
+    r"slots overlap: all_gather\w* puts gathered bucket \d .* while reloaded shard .* in flight"
+)
+def slot_taken_while_it_arrives() -> Program:
+    p = away()
+    launch = sent(p, 3)[2]
+    earlier = sent(p, 2)[0]
+    assert launch.next is earlier, "the next one's reload is launched just ahead"
+    sizes = p.slots["bytes"]
+    sizes[launch.args[3]] = max(sizes)
+    set_argument(earlier, 3, launch.args[3])
+    return p
+
+
+@broken(r"slots overlap: \w+ puts .* into slot \d while reloaded shard .* in flight there")
+def slot_taken_while_it_is_sent() -> Program:
+    p = away()
+    gather, _, launch, held = sent(p, 2)
+    sizes = p.slots["bytes"]
+    sizes[launch.args[3]] = max(sizes)
+    p.graph(FORWARD).erase_node(release_of(held))
+    set_argument(gather, 3, launch.args[3])
+    after = again(gather, gather.next)
+    assert after.args[3] == launch.args[3]
+    return p
+
+
+@broken(r"update\w* overwrites the shard of bucket 2 \(blocks.0\) while reload\w* still sends it")
+def updated_while_it_is_read() -> Program:
+    p = away(update="in-backward")
+    *_, launch, held = sent(p, 2, BACKWARD)
+    update = find(p, ops.update, 2)
+    other = again(launch, update)
+    other.args = launch.args[:3]
+    again(held, update.next, other)
+    return p
+
+
+# -- gradients ----------------------------------------------------------------------------------
+def offloaded(p: Program, bucket: int = 2) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return the launch that takes a bucket's gradient away, its wait, and the store."""
+    launch = find(p, ops.offload_grad, bucket)
+    return launch, wait_of(launch), find(p, ops.store_grad, bucket)
+
+
+@broken(
+    r"store_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind off"
+)
+def stored_on_the_device() -> Program:
+    p = away()
+    launch, wait, store = offloaded(p)
+    store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
+    p.graph(BACKWARD).erase_node(wait)
+    p.graph(BACKWARD).erase_node(launch)
+    return p
+
+
+@broken(
+    r"store_grad\w* stores reduced bucket 2 .* as it lies on the device; .* what offload_grad's"
+)
+def stored_from_where_it_was() -> Program:
+    p = away()
+    launch, wait, store = offloaded(p)
+    store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
+    return p
+
+
+@broken(
+    r"store_grad\w* reads reduced bucket 2 \(blocks.0\) before its wait: only what `wait` returns"
+)
+def stored_before_it_arrived() -> Program:
+    p = away()
+    launch, wait, store = offloaded(p)
+    store.replace_input_with(wait, launch)
+    return p
+
+
+@broken(
+    r"offload_grad\w* reads reduced bucket 2 .* before its wait: only what `wait` returns may be"
+)
+def offloaded_while_it_is_reduced() -> Program:
+    p = away()
+    launch, _, _ = offloaded(p)
+    reduced: Any = launch.args[0]
+    launch.replace_input_with(reduced, reduced.args[0])
+    return p
+
+
+@broken(
+    r"offload_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind"
+)
+def offloaded_twice() -> Program:
+    p = away()
+    launch, wait, _ = offloaded(p)
+    again(launch, wait.next)
+    return p
+
+
+@broken(
+    r"offload_grad\w* reads reduced bucket \d .*: a reduced slice is for store_grad only, behind"
+)
+def offloaded_from_its_home() -> Program:
+    p = program(offload=Offload(optimizer="cpu", device_fraction=0.3))
+    assert p.layout is not None
+    near = next(b.index for b in p.layout.buckets if not b.is_away)
+    store = find(p, ops.store_grad, near)
+    with p.graph(BACKWARD).inserting_before(store):
+        launch = call(p.graph(BACKWARD), ops.offload_grad, (store.args[0], near), like=store)
+        wait = call(p.graph(BACKWARD), ops.wait, (launch,), like=store)
+    store.replace_input_with(store.args[0], wait)  # type: ignore[arg-type]
+    return p
+
+
+@broken(r"offload_grad\w* offloads the reduced gradients of bucket 2 as those of bucket 3")
+def offloaded_as_anothers() -> Program:
+    p = away()
+    set_argument(offloaded(p)[0], 1, 3)
+    return p
+
+
+@broken(r"offload_grad\w* offloads shard\w*, which no reduction delivered|reads shard bucket 2")
+def a_shard_offloaded() -> Program:
+    p = away()
+    launch, _, _ = offloaded(p)
+    launch.args = (find(p, ops.reload_shard, 2).args[0], 2)
+    return p
+
+
+@broken(r"reduced bucket 2 \(blocks.0\) is launched but never waited for")
+def gradient_never_arrives() -> Program:
+    p = away()
+    _, wait, store = offloaded(p)
+    other = next(
+        s for s in p.graph(BACKWARD).nodes if s.target is ops.store_grad and s is not store
+    )
+    for user in list(store.users):
+        user.replace_input_with(store, other)
+    p.graph(BACKWARD).erase_node(store)
+    p.graph(BACKWARD).erase_node(wait)
+    return p
+
+
+@broken(r"reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind offload_grad")
+def gradient_computed_with() -> Program:
+    p = away()
+    _, wait, _ = offloaded(p)
+    with p.graph(BACKWARD).inserting_after(wait):
+        call(p.graph(BACKWARD), torch.ops.aten.neg.default, (wait,), like=wait)
+    return p
+
+
+@broken(r"offload_grad\w* is a gradient op: those belong into backward only")
+def offloaded_in_forward() -> Program:
+    p = away()
+    launch = sent(p, 2)[2]
+    with p.graph(FORWARD).inserting_before(launch):
+        call(p.graph(FORWARD), ops.offload_grad, (p.placeholders(FORWARD)[0], 2), like=launch)
+    return p
+
+
+@pytest.mark.parametrize(("make", "message"), broken.found, ids=broken.names)
+def test_refused(make: Any, message: str) -> None:
+    check_refused(make(), message)

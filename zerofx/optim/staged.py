@@ -1,0 +1,106 @@
+"""Steps of what lives on NVMe: parameters and states pass through host memory, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from torch import Tensor
+
+from zerofx.optim.stretch import Run
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.nvme_home import PARAMETERS, Arrival, NvmeHome
+from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tiers import Tier
+
+Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
+Groups = list[Work]  # a group's runs each
+
+
+def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
+    """Divide runs by where they live: in memory, and on NVMe those of each bucket by themselves.
+
+    Buckets come in an order that all ranks have in common: an update may ask other ranks.
+    """
+    near: Groups = [[] for _ in work]
+    far: dict[tuple[int, int], Groups] = {}
+    for number, pairs in enumerate(work):
+        for run, grad in pairs:
+            into = near
+            if run.bucket is not None and run.bucket.home is Tier.NVME:
+                assert run.ledger is not None
+                key = run.ledger.number, run.bucket.index
+                into = far.setdefault(key, [[] for _ in work])
+            into[number].append((run, grad))
+    return near, [far[key] for key in sorted(far)]
+
+
+def update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
+    """Update each bucket in host memory, the next one's reads and the last one's writes beside it.
+
+    Raises:
+        NvmeError: a read or write failed; names file, offset and bucket. Nothing is under way then.
+    """
+    try:
+        _update_staged(far, update)
+    except BaseException:
+        for groups in far:
+            _home_of(groups).drain()
+        raise
+
+
+def _update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
+    coming = map(_Stage, far)
+    stage = next(coming, None)
+    while stage is not None:
+        following = next(coming, None)  # its reads begin
+        update(stage.arrived())
+        stage.leave()
+        stage = following
+    for groups in far:
+        _home_of(groups).join()
+
+
+class _Stage:
+    """One bucket's parameters and states in host memory, from their reads to their writes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups, self._home = groups, _home_of(groups)
+        run = next(_runs(groups))
+        assert run.bucket is not None
+        self._bucket: Bucket = run.bucket
+        kinds = [PARAMETERS, *dict.fromkeys(k for r in _runs(groups) for k in r.states)]
+        self._coming: dict[str, Arrival] = {k: self._take(k) for k in kinds}
+        self._home.drop_early(self._bucket.index)  # states that this optimizer does not have
+        self._held: dict[str, Tensor] = {}
+
+    def _take(self, kind: str) -> Arrival:
+        return self._home.take(kind, self._bucket.index, self._bucket.dtype)
+
+    def arrived(self) -> Groups:
+        """Wait for the reads; return the runs over what has arrived."""
+        self._held = {kind: arrival.wait() for kind, arrival in self._coming.items()}
+        return [[(self._staged(run), grad) for run, grad in pairs] for pairs in self._groups]
+
+    def _staged(self, run: Run) -> Run:
+        stop = run.offset + run.numel
+        states = {key: self._held[key][run.offset : stop] for key in run.states}
+        return replace(run, param=self._held[PARAMETERS][run.offset : stop], states=states)
+
+    def leave(self) -> None:
+        """Launch the writes; those of the bucket before have ended when this returns."""
+        for kind, values in self._held.items():
+            self._home.write(kind, self._bucket.index, values)
+        self._home.join(leave=len(self._held))
+        self._held.clear()
+
+
+def _runs(groups: Groups) -> Iterator[Run]:
+    return (run for run, _ in chain.from_iterable(groups))
+
+
+def _home_of(groups: Groups) -> NvmeHome:
+    ledger: Ledger | None = next(_runs(groups)).ledger
+    assert ledger is not None and ledger.homes.nvme is not None
+    return ledger.homes.nvme

@@ -1,0 +1,87 @@
+"""Updates of buckets inside backward: where they stand, beside it on a thread, or one step late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zerofx.runtime.host_updates import HostUpdates
+from zerofx.runtime.tiers import Tier
+
+if TYPE_CHECKING:
+    from zerofx.runtime.away_shards import AwayShards
+    from zerofx.runtime.shards import ShardStore
+
+AT_MOST = 2  # updates of what lives on NVMe that are unfinished: each holds host memory
+
+
+class BucketUpdates:
+    """Lets the optimizers update buckets whose gradients have been stored, and frees these.
+
+    What lives on the host is updated on a thread beside the rest of backward, which ends with it;
+    with `delayed`, beside the next step up to that bucket's next gradient: gathers read meanwhile
+    what the update before it left.
+    """
+
+    def __init__(self, store: ShardStore, away: AwayShards, delayed: bool) -> None:
+        self._store, self._away, self._delayed = store, away, delayed
+        self._pending: HostUpdates = store.ledger.pending
+        self._stored: dict[int, frozenset[str]] = {}  # bucket -> whose gradients wait for an update
+
+    def begin(self) -> None:
+        """Check, before anything is launched, that a backward may update."""
+        self._store.begin_updates()
+
+    def prepare(self, bucket: int) -> None:
+        """Make ready for a bucket's gradient, which is about to be reduced."""
+        if self._store.updates is None:
+            return
+        self._pending.join(bucket)  # of the last step, whose gradient lies where the new one will
+        self._store.prepare_update(bucket)
+
+    def note(self, bucket: int, names: frozenset[str]) -> None:
+        """Note that gradients of these parameters of a bucket have been stored."""
+        self._stored[bucket] = names
+
+    def update(self, shard: Tensor, bucket: int) -> None:
+        """Let the optimizers update a bucket's shard, and free its gradients."""
+        names = self._stored.pop(bucket, None)
+        if names is None:  # this backward runs for inputs alone
+            return
+        home = self._store.layout.buckets[bucket].home
+        is_beside = home is not Tier.DEVICE and self._store.may_update_beside(names)
+        if self._delayed and home is not Tier.DEVICE:
+            self._away.publish(bucket)
+        if not is_beside:
+            self._pending.join()
+            self._away.settle(bucket)
+            self._store.take_update(bucket, names)()
+            return
+        run = partial(self._settled, bucket, self._store.take_update(bucket, names))
+        self._pending.launch(bucket, run, AT_MOST if home is Tier.NVME else None)
+
+    def _settled(self, bucket: int, update: Callable[[], None]) -> None:
+        """Run an update whose gradient may still be on its way to the host."""
+        self._away.settle(bucket)
+        update()
+
+    def finish(self, is_whole: bool) -> None:
+        """End a backward. is_whole: it has reduced and updated all that it will."""
+        self._stored.clear()
+        if is_whole and self._store.updates is not None:
+            if not self._delayed:
+                self._pending.join()
+            self._store.homes.drop_early()
+            self._store.updates.end()
+
+    def abandon(self) -> None:
+        """Forget what waited for an update that did not come."""
+        if self._store.updates is not None:
+            self._pending.drain()
+            self._store.updates.abandon()
+            for bucket in self._stored:
+                self._store.drop_grads(bucket)
+        self._stored.clear()

@@ -1,0 +1,191 @@
+"""What lives on NVMe of one model on one rank: a file a kind, and the ways in and out of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.runtime.nvme.folder import prepare
+from zerofx.runtime.nvme.mapped import Mapped
+from zerofx.runtime.nvme.request import Request
+from zerofx.runtime.nvme.store import NvmeStore
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+
+
+class Arrival:
+    """A read under way: `tensor`, in host memory, may be used only after `wait`."""
+
+    __slots__ = ("_request", "tensor")
+
+    def __init__(self, tensor: Tensor, request: Request | None) -> None:
+        self.tensor: Tensor | None = tensor
+        self._request = request
+
+    def wait(self) -> Tensor:
+        """Return what has arrived, once it has; the host waits."""
+        tensor, request = self.tensor, self._request
+        assert tensor is not None, "a read was waited for before"
+        self.tensor = self._request = None  # the schedule's name for this outlives it
+        if request is not None:
+            request.wait()
+        return tensor
+
+    def drop(self) -> None:
+        """Wait for the end of a read that nobody takes, well or not."""
+        if self._request is not None:
+            self._request.join()
+        self.tensor = self._request = None
+
+
+class NvmeHome:
+    """Files with one place a bucket: parameters, gradients, and each kind of optimizer state.
+
+    A place is seen through a tensor that is the file's own memory (`place`), and moved through
+    buffers on the host (`read`, `write`), by the schedule and by the thread of its updates.
+
+    names: what errors call each bucket.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        host: HostTier,
+        names: Mapping[int, str],
+        writes: Callable[[], int],
+    ) -> None:
+        self._folder, self._rank, self._host, self._names = folder, rank, host, names
+        self._writes_of_others, self._seen = writes, -1
+        self._stores: dict[tuple[str, int], NvmeStore] = {}  # of a kind and bucket
+        self._places: dict[tuple[str, int], Mapped] = {}
+        self._writes: list[Request] = []
+        self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are taken
+        self._lock = threading.RLock()
+
+    def reserve(self, kind: str, sizes: Mapping[int, int]) -> None:
+        """Make a file of a kind, with room in bytes for each bucket.
+
+        Raises:
+            NvmeError: the folder cannot be used, or has too little space.
+        """
+        extents = {self._names[index]: nbytes for index, nbytes in sizes.items()}
+        store = NvmeStore.create(self._folder, extents, label=f"rank{self._rank}-{kind}")
+        with self._lock:
+            self._stores |= {(kind, index): store for index in sizes}
+
+    def need_space(self, nbytes: int, what: str) -> None:
+        """Check that the folder has room for all that is going to lie there.
+
+        Raises:
+            NvmeError: it cannot be used, or has too little space; both numbers are said.
+        """
+        prepare(self._folder, nbytes, what)
+
+    def has(self, kind: str, bucket: int) -> bool:
+        """Say whether a file of this kind has room for a bucket."""
+        return (kind, bucket) in self._stores
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(store.nbytes for store in self._files)
+
+    @property
+    def _files(self) -> list[NvmeStore]:
+        return list(dict.fromkeys(self._stores.values()))
+
+    def close(self) -> None:
+        """Remove the files, where a model could not be made."""
+        for store in self._files:
+            store.close()
+
+    def place(self, kind: str, bucket: int, dtype: torch.dtype) -> Tensor:
+        """Return a bucket's place in the file of a kind, as a 1-D tensor."""
+        key = kind, bucket
+        with self._lock, torch.inference_mode(False):
+            if key not in self._places:
+                self._places[key] = Mapped(self._stores[key], self._names[bucket])
+            return self._places[key].memory.view(dtype)
+
+    # -- ways in and out --------------------------------------------------------------------
+    def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
+        """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
+        with self._lock:
+            mapped = self._places[kind, bucket]
+            self._settle_parameters()
+            if not mapped.is_settled:
+                mapped.settle()
+            out = self._host.borrow_flat(mapped.memory.numel() // dtype.itemsize, dtype)
+            if not mapped.is_written:
+                return Arrival(out.zero_(), None)
+            request = self._stores[kind, bucket].read(self._names[bucket], out)
+        self._host.count(NVME_READ, out.nbytes)
+        return Arrival(out, request)
+
+    def _settle_parameters(self) -> None:
+        """Take in what was written through the places of parameters, not all of which torch counts.
+
+        Those that nobody has written lately keep their checksums only if nobody wrote at all.
+        """
+        if (writes := self._writes_of_others()) != self._seen:
+            self._seen = writes
+            for (kind, _), mapped in self._places.items():
+                if kind == PARAMETERS:
+                    mapped.settle()
+
+    def prefetch(self, bucket: int, dtype: torch.dtype) -> None:
+        """Launch the reads that a bucket's update will take: its parameters and its states.
+
+        Nothing while those of another bucket have not been taken, since each holds host memory.
+        """
+        with self._lock:
+            if self._early:
+                return
+            for key in self._places:
+                if key[1] == bucket and key[0] != GRADIENTS:
+                    self._early[key] = self.read(*key, dtype)
+
+    def take(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
+        """Return a read that was launched early, or launch it now."""
+        with self._lock:
+            return self._early.pop((kind, bucket), None) or self.read(kind, bucket, dtype)
+
+    def drop_early(self, bucket: int | None = None) -> None:
+        """Let go of early reads that an update did not take: of a bucket, or all."""
+        with self._lock:
+            for key in [k for k in self._early if bucket in (None, k[1])]:
+                self._early.pop(key).drop()
+
+    def write(self, kind: str, bucket: int, values: Tensor) -> None:
+        """Launch the write of a bucket's place from a buffer on the host."""
+        self._places[kind, bucket].is_written = True
+        self._writes.append(self._stores[kind, bucket].write(self._names[bucket], values))
+        self._host.count(NVME_WRITE, values.nbytes)
+
+    def join(self, leave: int = 0) -> None:
+        """Wait for the writes under way but the last `leave`, so that their buffers are free.
+
+        Raises:
+            NvmeError: a write failed; names file, offset and bucket.
+        """
+        while len(self._writes) > leave:
+            self._writes.pop(0).wait()
+
+    def drain(self) -> None:
+        """Wait for all that is under way, behind an exception which is the one to see."""
+        self.drop_early()
+        for request in self._writes:
+            request.join()  # where it failed, the place has no checksum: who reads it is told
+        self._writes.clear()
+
+    def rest(self) -> None:
+        """Give back the memory in which pages of the files lie."""
+        with self._lock:
+            for mapped in self._places.values():
+                mapped.rest()
