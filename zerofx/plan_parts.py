@@ -146,9 +146,10 @@ class Offload:
 
     path: folder on the NVMe device, needed by and only by that tier.
     delayed: apply the host optimizer's result one step late, beside the next step's compute. This
-        changes the mathematics: gradients are those of the parameters before the last update. A
-        parameter that is looked at between steps may be under update; state_dict, save, load and
-        deepcopy wait for it.
+        changes the mathematics: gradients are those of the parameters before the last update, and
+        so is what the model computes in evaluation, while state_dict and save have the newest.
+        model.parameters(), state_dict, load_state_dict, save, load, deepcopy and refresh() wait for
+        updates under way; parameters that are held from before may be under update.
     device_fraction: the part of the optimizer states that stays on the device.
     """
 

@@ -48,6 +48,11 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "replayed graph cannot follow; compute in bf16, or let torch.amp.GradScaler scale the "
             "loss (loss_scale='external')"
         )
+    if plan.cuda_graph and {plan.offload.parameters, plan.offload.optimizer} != {"none"}:
+        yield (
+            "Plan.cuda_graph = True contradicts offloaded parameters and optimizers: the host "
+            "updates, casts and waits inside what is replayed; use cuda_graph=False"
+        )
     if plan.cuda_graph and (_offloaded_patterns(plan) or plan.offload.activations != "none"):
         yield (
             "Plan.cuda_graph = True contradicts offloaded activations: a replay would copy to and "

@@ -89,3 +89,8 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """Return how many tensors, and how many names of the storage itself, share its storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def keep_version(tensor: torch.Tensor) -> Any:
+    """Return a context in which writes to a tensor leave its version counter as it is."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)

@@ -113,13 +113,20 @@ class CompiledModule(nn.Module):
             gradients.no_sync = before
 
     def refresh(self) -> None:
-        """Gather every resident parameter anew at the next forward."""
+        """Gather every resident parameter anew at the next forward; wait for delayed updates."""
+        self._engine.store.settle()
         self._engine.forget_resident()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters, after taking in what was put in a parameter's place."""
+        self._engine.store.settle()
         self._engine.store.check_bindings()
         return super().named_parameters(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as the model did; updates that are under way come first."""
+        self._engine.store.settle()
+        return super().load_state_dict(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.

@@ -76,7 +76,7 @@ class StepsInBackward:
         with torch.inference_mode(False):
             laid = [self._laid[number] for number in range(len(self.param_groups))]
             work = self._works(laid, is_due)
-        groups = [dict(group) for group in self.param_groups]
+        groups = [{k: _as_now(v) for k, v in group.items()} for group in self.param_groups]
 
         @torch.no_grad()
         def update() -> None:
@@ -129,6 +129,15 @@ class StepsInBackward:
         self.update_in_backward()
         for updates in self._updates:
             updates.note_step(self)
+
+
+def _as_now(option: Any) -> Any:
+    """Return an option of a group that stays what it is now: schedulers fill tensors in place."""
+    if isinstance(option, Tensor):
+        return option.detach().clone()
+    if isinstance(option, tuple):
+        return tuple(_as_now(part) for part in option)
+    return option
 
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ class Stretch:
         ledger, bucket = self.ledger, self.bucket
         if ledger is None or bucket is None or not bucket.is_away:
             return torch.zeros_like(self.flat)
-        return ledger.homes.state(key, bucket, self.numel, self._offset)
+        return ledger.homes.state(key, bucket, self.numel, self._offset, self)
 
     def _detached(self, values: MutableMapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         """Return a parameter's states, off the place on NVMe that new ones are about to get."""

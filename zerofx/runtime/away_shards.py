@@ -95,7 +95,7 @@ class AwayShards:
         if stays:
             self._cast[bucket] = self._writes()
         with torch.no_grad():
-            return cast.copy_(shard)
+            return self._host.for_writing(cast).copy_(shard)
 
     def stamp(self, bucket: int) -> Stamp:
         """Return what changes whenever what gathers read of a bucket does."""
@@ -110,7 +110,7 @@ class AwayShards:
         self._published[bucket] = self._published.get(bucket, 0) + 1
         if (cast := self._casts.get(bucket)) is not None:
             with torch.no_grad():
-                cast.copy_(self._store.shards[bucket])
+                self._host.for_writing(cast).copy_(self._store.shards[bucket])
 
     def forget(self) -> None:
         """Take every copy that stays for outdated."""

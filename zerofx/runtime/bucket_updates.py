@@ -54,6 +54,7 @@ class BucketUpdates:
         home = self._store.layout.buckets[bucket].home
         is_beside = home is not Tier.DEVICE and self._store.may_update_beside(names)
         if self._delayed and home is not Tier.DEVICE:
+            self._away.settle(bucket)  # and with it every copy from the bucket's memory
             self._away.publish(bucket)
         if not is_beside:
             self._pending.join()

@@ -46,6 +46,7 @@ class Engine:
         self.host = store.ledger.homes.host
         self.host.poison = poison
         self.away = AwayShards(store, self.slots, self.host, delayed)
+        store.ledger.is_delayed = delayed
         self.updates = BucketUpdates(store, self.away, delayed)
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.keeps_memory = False  # between calls too: recordings work at fixed addresses

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerofx.errors import OptimizerError
 from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_tier import HostTier, host_memory
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 from zerofx.runtime.tiers import Tier
-from zerofx.runtime.tiles import Range
 
 ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size
 
@@ -33,7 +36,8 @@ class Homes:
         self._far: dict[int, int] = {}  # bucket on NVMe -> bytes of its shard
         self._trained: set[int] = set()  # those that had something to train when they were made
         self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
-        self._states: dict[tuple[str, int], list[Range]] = {}  # of a shard that states were made of
+        # (kind, bucket) -> ranges of its place, each with a weak reference to whose it is
+        self._states: dict[tuple[str, int], list[tuple[int, int, Any]]] = {}
         self._maps: dict[int, mmap.mmap] = {}  # address -> the host memory there
 
     def open(self, folder: str | os.PathLike[str], rank: int, layout: Layout, keeps: bool) -> None:
@@ -77,25 +81,40 @@ class Homes:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
         if not self.nvme.has(*key) or key in self._lent:
-            return self.zeros(numel, bucket.dtype, Tier.HOST)
+            return self._passing(numel, bucket.dtype)
         self._lent.add(key)
         return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
 
-    def state(self, key: str, bucket: Bucket, numel: int, offset: int) -> Tensor:
-        """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on."""
+    def state(self, key: str, bucket: Bucket, numel: int, offset: int, owner: object) -> Tensor:
+        """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on.
+
+        owner: whose it is, and what must be gone before somebody else gets the same place.
+
+        Raises:
+            OptimizerError: it is not.
+        """
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
         if not self.nvme.has(key, bucket.index):
-            is_trained = (
-                bucket.index in self._trained
-            )  # else it was frozen when the files were made
+            # else it was frozen when the files were made
+            is_trained = bucket.index in self._trained
             self._reserve(key, self._trained if is_trained else {bucket.index})
         held = self.nvme.place(key, bucket.index, bucket.dtype)[offset : offset + numel]
         ranges = self._states.setdefault((key, bucket.index), [])
-        if any(start < offset + numel and offset < stop for start, stop in ranges):
-            held.zero_()  # an earlier optimizer's
-        ranges.append((offset, offset + numel))
+        earlier = [w for start, stop, w in ranges if start < offset + numel and offset < stop]
+        if any(w() is not None for w in earlier):
+            gc.collect()  # schedulers hold optimizers in cycles
+        if any(w() is not None for w in earlier):
+            raise OptimizerError(
+                f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which is still "
+                "there; drop it (del optimizer, and its schedulers) before the new one steps, or "
+                "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')"
+            )
+        if earlier:
+            held.zero_()
+        ranges[:] = [(a, b, w) for a, b, w in ranges if w() is not None]
+        ranges.append((offset, offset + numel, weakref.ref(owner)))
         return held
 
     def rests(self, bucket: Bucket) -> tuple[Callable[[Tensor], None] | None, Callable[..., None]]:
@@ -116,10 +135,18 @@ class Homes:
         with torch.inference_mode(False):
             if tier is Tier.DEVICE:
                 return torch.zeros(numel, dtype=dtype, device=self._device)
-            memory, held = host_memory(numel * dtype.itemsize, self._device)
-            if held is not None:
-                self._maps[memory.data_ptr()] = held
+            memory, _ = host_memory(numel * dtype.itemsize, self._device)
             return memory.view(dtype)
+
+    def _passing(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros of the host whose memory is given back between backward passes."""
+        memory, held = host_memory(numel * dtype.itemsize, self._device)
+        with torch.inference_mode(False):
+            flat = memory.view(dtype)
+        if held is not None:
+            self._maps[flat.data_ptr()] = held
+            weakref.finalize(flat, self._maps.pop, flat.data_ptr(), None)
+        return flat
 
     def abandon(self) -> None:
         """Let go of what is under way to and from NVMe, after an exception."""

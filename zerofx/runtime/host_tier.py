@@ -137,6 +137,14 @@ class HostTier:
             self._lane(H2D).settle(place.event)
         return self._lend(place, form, nbytes)
 
+    def for_writing(self, host: Tensor) -> Tensor:
+        """Return a lent tensor once the host may write it: no copy from it is under way."""
+        with self._lock:
+            place, _ = self._lent.get(host.data_ptr(), (None, None))
+        if place is not None and place.event is not None:
+            self._lane(H2D).settle(place.event)
+        return host
+
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory of the form of `like`, lent until nobody holds the tensor."""
         form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")

@@ -133,6 +133,8 @@ class NvmeHome:
 
         Those that nobody has written lately keep their checksums only if nobody wrote at all.
         """
+        if any(not request.is_done for request in self._writes):
+            self.join()  # the checksums of what is under way are its own
         if (writes := self._writes_of_others()) != self._seen:
             self._seen = writes
             for (kind, _), mapped in self._places.items():
@@ -154,7 +156,12 @@ class NvmeHome:
     def take(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Return a read that was launched early, or launch it now."""
         with self._lock:
-            return self._early.pop((kind, bucket), None) or self.read(kind, bucket, dtype)
+            early = self._early.pop((kind, bucket), None)
+            if early is not None and self._places[kind, bucket].is_settled:
+                return early
+            if early is not None:  # written through its place since
+                early.drop()
+            return self.read(kind, bucket, dtype)
 
     def drop_early(self, bucket: int | None = None) -> None:
         """Let go of early reads that an update did not take: of a bucket, or all."""

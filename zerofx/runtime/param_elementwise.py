@@ -146,7 +146,7 @@ def _pointwise_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tar
 
 def _note_write(target: ShardedTensor) -> None:
     if target._aliases:
-        target._piece.ledger.writes += 1
+        target._piece.ledger.note_write()
 
 
 def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,7 +68,7 @@ def _note_writes(targets: Sequence[Any]) -> None:
     except AttributeError:  # plain tensors among them
         written = {t._piece.ledger for t in targets if isinstance(t, ShardedTensor) and t._aliases}
     for ledger in written:
-        ledger.writes += 1
+        ledger.note_write()
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

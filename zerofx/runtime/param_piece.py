@@ -29,7 +29,7 @@ _NUMBERS = itertools.count()
 class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
-    `writes` counts the writes to parameters that were seen, `own_writes` those among them that our
+    `seen_writes` counts the writes to parameters that were seen, `own_writes` those that our
     optimizers made. `handouts` counts plain aliases given
     away (`to_local()`), through which later writes cannot be seen, and every backward after the
     first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
@@ -46,7 +46,8 @@ class Ledger:
         self.layout = layout
         self.world = world
         self.number = next(_NUMBERS)
-        self.writes = 0
+        self.is_delayed = False  # set by the engine: updates run beside the next step
+        self.seen_writes = 0
         self.own_writes = 0
         self.handouts = 0
         self.homes = Homes(world.device, lambda: self.foreign_writes)
@@ -55,15 +56,23 @@ class Ledger:
         self.copies: dict[int, CastCopy] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
 
+    def note_write(self) -> None:
+        """Count a write that somebody else than an optimizer of ours has made."""
+        self.seen_writes += 1
+
     def note_update(self) -> None:
         """Count a write that an optimizer of ours has made."""
-        self.writes += 1
         self.own_writes += 1
+
+    @property
+    def writes(self) -> int:
+        """A number that grows with every write to parameters that was seen."""
+        return self.seen_writes + self.own_writes
 
     @property
     def foreign_writes(self) -> int:
         """A number that grows with every write that was or may have been made by others."""
-        return self.writes - self.own_writes + self.handouts
+        return self.seen_writes + self.handouts
 
     def note_backward(self) -> None:
         """Take it that after this backward parameters change through an alias, if one is out."""

@@ -256,7 +256,7 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         local.copy_(local_value(target, value, "p.data = ..."))
     if target._aliases:
-        target._piece.ledger.writes += 1
+        target._piece.ledger.note_write()
 
 
 def find_sharded(args: Any) -> ShardedTensor | None:

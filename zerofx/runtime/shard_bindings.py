@@ -153,7 +153,7 @@ class Bindings:
             is_sharded = isinstance(self._params[name], ShardedTensor)
             shape = view.shape if is_sharded else self._shapes[name]
             raw_data.__set__(carrier, view.view(shape))
-            self._ledger.writes += 1
+            self._ledger.note_write()
 
 
 def _exchanged(name: str, before: nn.Module | None, now: nn.Module | None) -> ShardError:

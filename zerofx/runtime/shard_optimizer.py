@@ -218,7 +218,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     sharded = {id(p._piece.ledger): p._piece.ledger for p in params if isinstance(p, ShardedTensor)}
     if not getattr(optimizer, "counts_writes", False):
         for ledger in replicated.values():
-            ledger.writes += 1
+            ledger.note_write()
     for ledger in (*replicated.values(), *sharded.values()):
         if ledger.on_step is not None:
             ledger.on_step()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.tensors import keep_version
 from zerofx.errors import GradientError, NvmeError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 from zerofx.runtime.nvme_space import claim_space
@@ -146,8 +147,8 @@ class ShardStore:
 
     @property
     def writes(self) -> int:
-        """A number that grows with every write to parameters that was seen."""
-        return self.ledger.writes
+        """A number that grows with every write to parameters that was seen, delayed ones apart."""
+        return self.ledger.seen_writes if self.ledger.is_delayed else self.ledger.writes
 
     def local_view(self, name: str) -> Tensor:
         """Return what the flat shard holds of a parameter, 1-D."""
@@ -219,8 +220,11 @@ class ShardStore:
         shard = self._grad_shard(bucket)
         shard.clear()
 
+        flat = self._flats[self._block(bucket)]
+
         def run() -> None:
-            update()
+            with keep_version(flat):  # it tells what others write
+                update()
             shard.rest(0)
 
         return run
@@ -298,8 +302,8 @@ class ShardStore:
         versions = sum(s._version for s in self.shards)
         if versions != self._versions:
             self._versions = versions
-            self.ledger.writes += 1
-        return self.ledger.writes
+            self.ledger.note_write()
+        return self.writes
 
     def settle(self) -> None:
         """Wait for updates that run beside the schedule: parameters are about to be looked at."""

@@ -110,7 +110,7 @@ class _Load(Job):
                 "part; load a snapshot again before going on"
             ) from error
         finally:
-            self.store.ledger.writes += 1
+            self.store.ledger.note_write()
             self.model._engine.gradients.drop_unsynced()
 
     def _apply(self) -> None:

@@ -46,8 +46,9 @@ class Blocks:
         nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
         raise Damaged(
             f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
-            f"but {expected:016x} was written: the device or the file is damaged; load the last "
-            "save, and check the device"
+            f"but {expected:016x} was written: the device or the file is damaged, or a state was "
+            "written where torch does not count it (.data, numpy); load the last save, and check "
+            "the device"
         )
 
 
