@@ -122,6 +122,7 @@ def one_after_another(make: Make) -> dict[str, Any]:
     """Two optimizers with states of the same name and of others, over the same parameters."""
     model, first = make()
     train(model, first, "gpt", 0, 2)
+    del first  # its states have the place
     second = zerofx.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
     train(model, second, "gpt", 2, 4)
     third = zerofx.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

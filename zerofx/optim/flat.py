@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,6 +290,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         made = []
         for numbers in neighbours(enumerate(places)):
             stretch = self.stretch_type([params[i] for i in numbers], [places[i] for i in numbers])
+            stretch.owner = weakref.ref(self)
             stretch.adopt(self.state, keys, self.counts_steps)
             made.append(stretch)
         return made

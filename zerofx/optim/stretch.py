@@ -53,6 +53,8 @@ class Stretch:
     as a number.
     """
 
+    owner: Any = None  # a weak reference to the optimizer whose it is
+
     def __init__(self, params: Sequence[Tensor], places: Sequence[Place]) -> None:
         self.params = tuple(params)
         self.ledger, self.bucket = places[0].ledger, places[0].bucket
@@ -124,7 +126,7 @@ class Stretch:
         ledger, bucket = self.ledger, self.bucket
         if ledger is None or bucket is None or not bucket.is_away:
             return torch.zeros_like(self.flat)
-        return ledger.homes.state(key, bucket, self.numel, self._offset, self)
+        return ledger.homes.state(key, bucket, self.numel, self._offset, self.owner)
 
     def _detached(self, values: MutableMapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         """Return a parameter's states, off the place on NVMe that new ones are about to get."""

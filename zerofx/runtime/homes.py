@@ -85,13 +85,13 @@ class Homes:
         self._lent.add(key)
         return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
 
-    def state(self, key: str, bucket: Bucket, numel: int, offset: int, owner: object) -> Tensor:
+    def state(self, key: str, bucket: Bucket, numel: int, offset: int, owner: Any) -> Tensor:
         """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on.
 
-        owner: whose it is, and what must be gone before somebody else gets the same place.
+        owner: a weak reference to the optimizer whose it is.
 
         Raises:
-            OptimizerError: it is not.
+            OptimizerError: another one has the same place, and is still there.
         """
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
@@ -103,9 +103,9 @@ class Homes:
         held = self.nvme.place(key, bucket.index, bucket.dtype)[offset : offset + numel]
         ranges = self._states.setdefault((key, bucket.index), [])
         earlier = [w for start, stop, w in ranges if start < offset + numel and offset < stop]
-        if any(w() is not None for w in earlier):
+        if any(w() not in (None, owner()) for w in earlier):
             gc.collect()  # schedulers hold optimizers in cycles
-        if any(w() is not None for w in earlier):
+        if any(w() not in (None, owner()) for w in earlier):
             raise OptimizerError(
                 f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which is still "
                 "there; drop it (del optimizer, and its schedulers) before the new one steps, or "
@@ -114,7 +114,7 @@ class Homes:
         if earlier:
             held.zero_()
         ranges[:] = [(a, b, w) for a, b, w in ranges if w() is not None]
-        ranges.append((offset, offset + numel, weakref.ref(owner)))
+        ranges.append((offset, offset + numel, owner))
         return held
 
     def rests(self, bucket: Bucket) -> tuple[Callable[[Tensor], None] | None, Callable[..., None]]:
