@@ -124,6 +124,16 @@ def two_live(run: Run) -> None:
         run.step()
 
 
+def inferred_first(run: Run) -> None:
+    """What the first call makes and keeps must serve those that train."""
+    with torch.inference_mode():
+        run.found.append(batch_loss(run.model, run.case, 30).clone())
+    plain(run)
+    run.model.refresh()
+    run.backward(STEPS)
+    run.step()
+
+
 def failing(run: Run, call: str) -> None:
     """An exception in the middle of a call; the step is done again."""
     plain(run)
@@ -189,7 +199,7 @@ LOOPS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "fails-in-backward": ("adamw", partial(failing, call="offload_grad")),
     "copied": ("fused", copied),
     "written": ("lamb", written),
-    "momentum": ("flat-momentum", plain),
+    "inferred-first": ("flat-momentum", inferred_first),
 }
 IN_BACKWARD = {
     name: ("flat", LOOPS[name][1])
@@ -197,13 +207,16 @@ IN_BACKWARD = {
 }
 
 
-def differing(case: str, plan: dict[str, Any], loops: tuple[str, ...] = ()) -> list[str]:
-    """Return the loops that leave other bits than under the same plan without offload."""
+def differing(case: str, plan: dict[str, Any], half: int | None = None) -> list[str]:
+    """Return the loops that leave other bits than under the same plan without offload.
+
+    half: 0 or 1 for every other loop only, from the first or from the second.
+    """
     offloaded, base = plan, {k: v for k, v in plan.items() if k != "offload"}
     table = IN_BACKWARD if plan.get("update") == "in-backward" else LOOPS
     known: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
     wrong = []
-    for name in loops or table:
+    for name in list(table)[half or 0 :: 1 if half is None else 2]:
         optimizer, loop = table[name]
         results = []
         for away, chosen in ((False, base), (True, offloaded)):
@@ -217,6 +230,15 @@ def differing(case: str, plan: dict[str, Any], loops: tuple[str, ...] = ()) -> l
         if not same or any(v.isnan().any() for v in results[1]):
             wrong.append(f"{name}: {_where(*results)}")
     return wrong
+
+
+def differing_rows(rows: list[tuple[str, dict[str, Any]]], halved: bool = False) -> list[str]:
+    """As `differing`, of several cases and plans."""
+    return [
+        f"{case} {plan}: {what}"
+        for number, (case, plan) in enumerate(rows)
+        for what in differing(case, plan, number % 2 if halved else None)
+    ]
 
 
 def _where(first: list[Tensor], second: list[Tensor]) -> str:

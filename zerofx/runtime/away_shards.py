@@ -67,7 +67,8 @@ class AwayShards:
         if cast is not None and self._fresh.get(bucket) == self._store.epoch:
             return cast
         if cast is None:
-            cast = self._host.borrow(shard, b.compute_dtype)
+            with torch.inference_mode(False):  # as above
+                cast = self._host.borrow(shard, b.compute_dtype)
             if stays:
                 self._casts[bucket] = cast
         if stays:
