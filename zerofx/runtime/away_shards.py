@@ -89,7 +89,8 @@ class AwayShards:
         if self._delayed:  # somebody else wrote: what is under way comes first
             self._store.ledger.pending.join()
         if cast is None:
-            cast = self._host.borrow(shard, b.compute_dtype)
+            with torch.inference_mode(False):  # as above
+                cast = self._host.borrow(shard, b.compute_dtype)
             if stays:
                 self._casts[bucket] = cast
         if stays:
