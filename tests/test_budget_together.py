@@ -33,11 +33,15 @@ def machine() -> Machine:
     return dataclasses.replace(base, offload_min_bytes=512, host_link_bytes_per_s=60e9)
 
 
-def budgeted(program: Program, share: float) -> dict[str, Any]:
-    """Return the plan with a budget `share` of the way from the least to all that is kept."""
+def budgeted(program: Program, share: float, accumulation: int = 1) -> dict[str, Any]:
+    """Return the plan with a budget `share` of the way from the least to all that is kept.
+
+    accumulation: backwards a step for which it is the least.
+    """
     whole = zerofx.rewrite(program, {**PLAN, "activations": "keep", "offload": "none"}, 2)
     try:
-        zerofx.rewrite(program, {**PLAN, "memory_budget": 1}, 2, machine())
+        tight = {**PLAN, "memory_budget": 1}
+        zerofx.rewrite(program, tight, 2, machine(), accumulation=accumulation)
     except zerofx.errors.BudgetError as error:
         least = error.least_bytes
     budget = int(least + share * (budget_for(peak_bytes(whole)) - least))
@@ -67,7 +71,7 @@ def test_the_plan_has_everything_in_it() -> None:
 
 @pytest.mark.parametrize("share", [0.05, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_trains_like_one_process(pool: Any, share: float) -> None:
-    plan = budgeted(captured("gpt"), share)
+    plan = budgeted(captured("gpt"), share, accumulation=2)
     options = {"accumulation": 2, "clip": 0.5, "machine": machine()}
     for report in pool.run(2, train_cell, "gpt", plan, options):
         assert report.loss <= 1e-6 and report.model <= 1e-6, report
