@@ -22,6 +22,9 @@ class AwayShards:
     What is computed in another format than the shard's travels in that format. Its cast copy on the
     host stays where gathers read from the host, twice a step; where the copy on the device stays,
     it is made for the way only.
+
+    The host, which runs ahead of the device, waits at the end of every call for what still reads
+    its memory or writes to it: behind a call everyone may write parameters and read gradients.
     """
 
     def __init__(self, store: ShardStore, slots: SlotPool, host: HostTier) -> None:
@@ -30,13 +33,14 @@ class AwayShards:
         self._casts: dict[int, Tensor] = {}  # bucket -> its shard's copy in the compute format
         self._fresh: dict[int, int] = {}  # bucket -> weight epoch of either
         self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
+        self._reading: dict[int, Copy] = {}  # bucket -> the last copy out of its shard
 
     # -- to the device ----------------------------------------------------------------------
     def reload(self, shard: Tensor, bucket: int, slot: int = -1) -> Copy:
         """Launch the copy of a bucket's shard into `slot`, in the compute format."""
         b = self._store.layout.buckets[bucket]
         out = self._slots.take(slot, shard.numel(), b.compute_dtype)
-        return self._host.move(out, self._as_sent(shard, bucket), H2D)
+        return self._send(out, shard, bucket)
 
     def refresh(self, shard: Tensor, bucket: int) -> Copy | Flight:
         """Launch the copy of a shard to where it stays, if it changed since the last."""
@@ -50,12 +54,18 @@ class AwayShards:
             self._near[bucket] = near
         elif self._fresh.get(bucket) == self._store.epoch:
             return Flight(near, None, bucket)
+        copy = self._send(near, shard, bucket)
         self._fresh[bucket] = self._store.epoch
-        return self._host.move(near, self._as_sent(shard, bucket), H2D)
+        return copy
 
     def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
-        return self._host.move(out, self._as_sent(shard, bucket), H2D).wait()
+        return self._send(out, shard, bucket).wait()
+
+    def _send(self, out: Tensor, shard: Tensor, bucket: int) -> Copy:
+        copy = self._host.move(out, self._as_sent(shard, bucket), H2D)
+        self._reading[bucket] = copy
+        return copy
 
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
         """Return the host's tensor that travels: the shard, or a copy in the compute format."""
@@ -71,10 +81,12 @@ class AwayShards:
                 cast = self._host.borrow(shard, b.compute_dtype)
             if stays:
                 self._casts[bucket] = cast
+        self._host.settle_place(cast)
+        with torch.no_grad():
+            cast.copy_(shard)
         if stays:
             self._fresh[bucket] = self._store.epoch
-        with torch.no_grad():
-            return cast.copy_(shard)
+        return cast
 
     def forget(self) -> None:
         """Take every copy that stays for outdated."""
@@ -87,12 +99,14 @@ class AwayShards:
         copy = self._landing[bucket] = self._host.move(out, reduced, D2H)
         return copy
 
+    # -- what the host waits for ------------------------------------------------------------
     def settle(self, bucket: int) -> None:
-        """Let the host wait until a bucket's gradient has arrived: it is about to be read."""
-        if (copy := self._landing.pop(bucket, None)) is not None:
-            self._host.settle(copy)
+        """Wait until a bucket's gradient has arrived and its shard is read; both may be touched."""
+        for under_way in (self._landing, self._reading):
+            if (copy := under_way.pop(bucket, None)) is not None:
+                self._host.settle(copy)
 
     def settle_all(self) -> None:
-        """Let the host wait for every gradient under way."""
-        for bucket in list(self._landing):
+        """Wait for every copy: at the end of a call."""
+        for bucket in {**self._landing, **self._reading}:
             self.settle(bucket)

@@ -143,8 +143,14 @@ class HostTier:
         return copy
 
     def settle(self, copy: Copy) -> None:
-        """Let the host itself wait for the end of a copy, what it is about to read."""
+        """Let the host itself wait for the end of a copy, what it is about to touch."""
         self._lane(copy.lane).settle(copy.event)
+
+    def settle_place(self, tensor: Tensor) -> None:
+        """Let the host wait for the last copy of a lent place, which it is about to overwrite."""
+        place, _ = self._lent[tensor.data_ptr()]
+        if place.event is not None:
+            self._lane(H2D).settle(place.event)
 
     def finish(self, copy: Copy, source: Tensor) -> None:
         """Order the compute behind a copy; what has left is given back by who drops it last."""
