@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_sum
-from oracle_host import Host, HostCopy, Parked
+from oracle_host import Host, HostCopy
 from oracle_memory import Memory, OracleError
+from oracle_moves import Moves
 from oracle_shards import Far, Move, Shards
 from torch import Tensor, fx
 
@@ -16,7 +17,7 @@ Blocking = Generator[None, None, Any]
 Format = torch.dtype | None
 
 
-class Communication:
+class Communication(Moves):
     """One rank's side of every zerofx op, over its memory and the exchange with the others."""
 
     def __init__(
@@ -76,16 +77,6 @@ class Communication:
             raise OracleError(f"bucket {bucket} has {found.numel} elements, not {numel}")
         return found
 
-    def shard(self, bucket: int) -> Tensor | Far:
-        """Return what stands for this rank's slice in a graph: itself, or a handle."""
-        return self.away.far.get(bucket, self.shards[bucket])
-
-    def _own(self, shard: Any, bucket: int, kind: str) -> Tensor:
-        """Return this rank's slice of a bucket, which is what an op must have been given."""
-        if shard is not self.shard(bucket):
-            raise OracleError(f"{kind} of bucket {bucket} is given something else than its shard")
-        return self.shards[bucket]
-
     def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
         group, shard = self.group, shard.to(dest.dtype)
         signature = (kind, bucket, dest.numel(), dest.dtype)
@@ -114,42 +105,6 @@ class Communication:
         b = self._bucket(bucket, numel)
         yield from ()
         return self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
-
-    # -- shards off the device: nobody else takes part in their copies -------------------------
-    def _reload_shard(
-        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
-    ) -> Blocking:
-        yield from ()
-        mine = self._slice(shard, bucket, numel, "reload")
-        return self.away.reload(bucket, slot, numel, dtype or mine.dtype)
-
-    def _refresh_shard(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
-        yield from ()
-        mine = self._slice(shard, bucket, numel, "refresh")
-        return self.away.refresh(bucket, numel, dtype or mine.dtype)
-
-    def _slice(self, shard: Any, bucket: int, numel: int, kind: str) -> Tensor:
-        mine = self._own(shard, bucket, kind)
-        if numel != mine.numel():
-            raise OracleError(f"a shard of bucket {bucket} has {mine.numel()}, not {numel}")
-        return mine
-
-    def _offload_grad(self, reduced: Tensor, bucket: int) -> Blocking:
-        yield from ()
-        return self.away.offload(self._reduced(reduced, bucket, "offloaded"), bucket)
-
-    # -- copies between device and host: nobody else takes part, so they never block ----------
-    def _offload(self, x: Tensor) -> Blocking:
-        yield from ()
-        if not isinstance(x, Tensor):
-            raise OracleError("an offload of what is not on the device")
-        return self.host.launch(HostCopy(Parked(), x), self.exchange.delivery)
-
-    def _reload(self, host: Any, device: Any) -> Blocking:
-        yield from ()
-        if not isinstance(host, Parked):
-            raise OracleError("a reload of what is not on the host")
-        return self.host.launch(HostCopy(host, None), self.exchange.delivery)
 
     def _wait(self, launched: Transfer | HostCopy | Move) -> Blocking:
         if isinstance(launched, HostCopy):
@@ -238,11 +193,6 @@ class Communication:
         self.memory.grads[bucket] = grad.clone() if before is None else before + grad
         self._stored[bucket] = Far(bucket, grad) if isinstance(reduced, Far) else grad
         return self._stored[bucket]
-
-    def _reduced(self, reduced: Tensor, bucket: int, verb: str) -> Tensor:
-        if self._reducing.pop(reduced.data_ptr(), None) != bucket:
-            raise OracleError(f"a gradient {verb} as bucket {bucket}'s was not reduced as its")
-        return reduced
 
     def _update(self, stored: Any, shard: Any, bucket: int) -> Blocking:
         yield from ()

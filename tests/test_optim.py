@@ -173,7 +173,8 @@ def test_a_step_takes_one_run_a_bucket() -> None:
     def body(model: nn.Module, store: ShardStore, world: World) -> list[int]:
         optimizer = zerofx.optim.AdamW(model.parameters())
         deliver(store, gradients(model, 0))
-        return [run.numel for run, _ in optimizer._work(optimizer._layout(0), is_stepped)]
+        (work,) = optimizer._works([optimizer._layout(0)], is_stepped)
+        return [run.numel for run, _ in work]
 
     (numels,) = on_ranks(1, body)
     # weight and bias of each layer, with the padding between them

@@ -158,6 +158,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph": True, "activations": {"h.*": "offload"}}, "contradicts offloaded activations"),
     ({"cuda_graph": True, "offload": {"activations": "cpu"}}, "contradicts offloaded activations"),
     ({"cuda_graph": True, "update": "in-backward"}, "contradicts update = 'in-backward'"),
+    ({"cuda_graph": True, "offload": {"optimizer": "cpu"}}, "contradicts offloaded parameters and"),
+    (
+        {"cuda_graph": True, "offload": {"parameters": "cpu"}},
+        "contradicts offloaded parameters and",
+    ),
     ({"debug": 1}, "Plan.debug = 1: allowed are False, True"),
 ]
 

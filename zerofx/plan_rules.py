@@ -37,29 +37,36 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "overflowed is known only after the last gradient, when the first parameters are "
             "updated; compute in bf16 or fp32, or use update='step'"
         )
-    if plan.cuda_graph and plan.debug:
+    yield from _against_graphs(plan)
+
+
+def _against_graphs(plan: Plan) -> Iterator[str]:
+    if not plan.cuda_graph:
+        return
+    if plan.debug:
         yield (
             "Plan.cuda_graph = True contradicts debug = True, which stops at every region; "
             "change one of them"
         )
-    if plan.cuda_graph and plan.precision.loss_scale not in (None, "external"):
+    if plan.precision.loss_scale not in (None, "external"):
         yield (
             "Plan.cuda_graph = True contradicts precision.loss_scale, a factor on the host that a "
             "replayed graph cannot follow; compute in bf16, or let torch.amp.GradScaler scale the "
             "loss (loss_scale='external')"
         )
-    if plan.cuda_graph and {plan.offload.parameters, plan.offload.optimizer} != {"none"}:
-        yield (
-            "Plan.cuda_graph = True contradicts offloaded parameters and optimizers: the host "
-            "updates, casts and waits inside what is replayed; use cuda_graph=False"
-        )
-    if plan.cuda_graph and (_offloaded_patterns(plan) or plan.offload.activations != "none"):
+    if _offloaded_patterns(plan) or plan.offload.activations != "none":
         yield (
             "Plan.cuda_graph = True contradicts offloaded activations: a replay would copy to and "
             "from the same host memory in every call, and activations of two live forwards would "
             "overwrite each other; keep or recompute them, or use cuda_graph=False"
         )
-    if plan.cuda_graph and plan.update == "in-backward":
+    if {plan.offload.optimizer, plan.offload.parameters} != {"none"}:
+        yield (
+            "Plan.cuda_graph = True contradicts offloaded parameters and optimizers: the host "
+            "waits for each copy, and moves only what has changed, which a replay cannot; keep "
+            "them on the device, or use cuda_graph=False"
+        )
+    if plan.update == "in-backward":
         yield (
             "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
             "and step counts on the host, inside what is replayed; use update='step'"

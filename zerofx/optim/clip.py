@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,10 +50,16 @@ def global_norm(work: Iterable[tuple[Run, Tensor]]) -> Tensor:
         else:
             whole.append(part)
     for found in sharded.values():
-        partial = torch.stack([part for _, part in found]).sum().reshape(1)
+        partial = _sum([part for _, part in found]).reshape(1)
         first = min((param for param, _ in found), key=_order)  # the same one on every rank
         whole.append(gather_partials(first, partial, "the norm of the gradients").sum())
-    return torch.stack(whole).sum().sqrt() if whole else torch.zeros((), dtype=torch.float64)
+    return _sum(whole).sqrt() if whole else torch.zeros((), dtype=torch.float64)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of parts, which may live on a device and on the host."""
+    device = next((p.device for p in parts if p.device.type != "cpu"), parts[0].device)
+    return torch.stack([part.to(device) for part in parts]).sum()
 
 
 def divisor(

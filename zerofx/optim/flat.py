@@ -34,6 +34,11 @@ def alike(work: Work) -> list[Work]:
     return list(found.values())
 
 
+def near(scale: Tensor | None, run: Run) -> Tensor | None:
+    """Return what gradients are divided by, on the device where a run's parameters live."""
+    return None if scale is None else scale.to(run.param.device)
+
+
 @dataclass
 class _Group:
     """How one parameter group is laid out."""
@@ -99,7 +104,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         """Update all groups; called on every rank, also where it owns no element of them."""
         for group, pairs in work:
             for part in alike([pair for pair in pairs if pair[0].numel]):
-                self.update(group, part, scale)
+                self.update(group, part, near(scale, part[0][0]))
 
     def cast_place(self, run: Run) -> Tensor | None:
         """Return where a kernel must also write a run's new parameters, rounded, if anywhere."""

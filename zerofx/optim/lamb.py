@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.compat.optim import foreach_mul_, fused_adam_
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.flat import FlatOptimizer, Work
+from zerofx.optim.flat import FlatOptimizer, Work, near
 from zerofx.optim.groups import resolve_groups
 from zerofx.optim.options import check_adam_options
 from zerofx.optim.parts import overlaps, parts
@@ -96,12 +96,13 @@ class Lamb(FlatOptimizer):
             for run, grad in pairs:
                 if run.numel:
                     mine = torch.tensor([rows[p] for p in run.params], device=squares.device)
-                    squares.index_add_(0, mine, _direction_norms(group, run, grad, scale))
+                    found = _direction_norms(group, run, grad, near(scale, run))
+                    squares.index_add_(0, mine, found.to(squares.device))
         _sum_over_ranks(rows, squares)
         for group, pairs in work:
             for run, grad in pairs:
                 if run.numel:
-                    mine = squares[[rows[p] for p in run.params]]
+                    mine = squares[[rows[p] for p in run.params]].to(run.param.device)
                     if use_triton(run.param.device):
                         _apply_kernel(group, run, grad, mine, self.cast_place(run))
                     else:

@@ -28,6 +28,9 @@ class AwayShards:
     host stays where gathers read from the host, twice a step; where the copy on the device stays,
     it is made for the way only. With `delayed` updates all have such a copy: what gathers read,
     while the shard itself is updated.
+
+    The host, which runs ahead of the device, waits at the end of every call for what still reads
+    its memory or writes to it: behind a call everyone may write parameters and read gradients.
     """
 
     def __init__(
@@ -40,13 +43,14 @@ class AwayShards:
         self._fresh: dict[int, Stamp] = {}  # bucket -> what its copy on the device was made of
         self._cast: dict[int, int] = {}  # bucket -> what its copy on the host was made of
         self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
+        self._reading: dict[int, Copy] = {}  # bucket -> the last copy out of its shard
 
     # -- to the device ----------------------------------------------------------------------
     def reload(self, shard: Tensor, bucket: int, slot: int = -1) -> Copy:
         """Launch the copy of a bucket's shard into `slot`, in the compute format."""
         b = self._store.layout.buckets[bucket]
         out = self._slots.take(slot, shard.numel(), b.compute_dtype)
-        return self._host.move(out, self._as_sent(shard, bucket), H2D)
+        return self._send(out, shard, bucket)
 
     def refresh(self, shard: Tensor, bucket: int) -> Copy | Flight:
         """Launch the copy of a shard to where it stays, if it changed since the last."""
@@ -60,12 +64,18 @@ class AwayShards:
             self._near[bucket] = near
         elif self._fresh.get(bucket) == self.stamp(bucket):
             return Flight(near, None, bucket)
+        copy = self._send(near, shard, bucket)
         self._fresh[bucket] = self.stamp(bucket)
-        return self._host.move(near, self._as_sent(shard, bucket), H2D)
+        return copy
 
     def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
-        return self._host.move(out, self._as_sent(shard, bucket), H2D).wait()
+        return self._send(out, shard, bucket).wait()
+
+    def _send(self, out: Tensor, shard: Tensor, bucket: int) -> Copy:
+        copy = self._host.move(out, self._as_sent(shard, bucket), H2D)
+        self._reading[bucket] = copy
+        return copy
 
     def read(self, shard: Tensor, bucket: int) -> Arrival:
         """Launch the read of a shard that lives on NVMe, into memory of the host."""
@@ -93,10 +103,12 @@ class AwayShards:
                 cast = self._host.borrow(shard, b.compute_dtype)
             if stays:
                 self._casts[bucket] = cast
+        self._host.settle_place(cast)
+        with torch.no_grad():
+            cast.copy_(shard)
         if stays:
             self._cast[bucket] = self._writes()
-        with torch.no_grad():
-            return self._host.for_writing(cast).copy_(shard)
+        return cast
 
     def stamp(self, bucket: int) -> Stamp:
         """Return what changes whenever what gathers read of a bucket does."""
@@ -110,8 +122,9 @@ class AwayShards:
         """Let gathers read, from the next one on, what a bucket's last update left."""
         self._published[bucket] = self._published.get(bucket, 0) + 1
         if (cast := self._casts.get(bucket)) is not None:
+            self._host.settle_place(cast)
             with torch.no_grad():
-                self._host.for_writing(cast).copy_(self._store.shards[bucket])
+                cast.copy_(self._store.shards[bucket])
 
     def forget(self) -> None:
         """Take every copy that stays for outdated."""
@@ -125,12 +138,14 @@ class AwayShards:
         copy = self._landing[bucket] = self._host.move(out, reduced, D2H)
         return copy
 
+    # -- what the host waits for ------------------------------------------------------------
     def settle(self, bucket: int) -> None:
-        """Let the host wait until a bucket's gradient has arrived: it is about to be read."""
-        if (copy := self._landing.pop(bucket, None)) is not None:
-            self._host.settle(copy)
+        """Wait until a bucket's gradient has arrived and its shard is read; both may be touched."""
+        for under_way in (self._landing, self._reading):
+            if (copy := under_way.pop(bucket, None)) is not None:
+                self._host.settle(copy)
 
     def settle_all(self) -> None:
-        """Let the host wait for every gradient under way."""
-        for bucket in list(self._landing):
+        """Wait for every copy: at the end of a call."""
+        for bucket in {**self._landing, **self._reading}:
             self.settle(bucket)

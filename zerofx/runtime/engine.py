@@ -109,6 +109,7 @@ class Engine:
         """Forget everything in flight after an exception, so that another step can follow."""
         self.world.report_failure(repr(sys.exc_info()[1]))
         self.host.drain()
+        self.away.settle_all()
         self.world.drain()
         self.gradients.abandon()
 

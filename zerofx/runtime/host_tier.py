@@ -137,14 +137,6 @@ class HostTier:
             self._lane(H2D).settle(place.event)
         return self._lend(place, form, nbytes)
 
-    def for_writing(self, host: Tensor) -> Tensor:
-        """Return a lent tensor once the host may write it: no copy from it is under way."""
-        with self._lock:
-            place, _ = self._lent.get(host.data_ptr(), (None, None))
-        if place is not None and place.event is not None:
-            self._lane(H2D).settle(place.event)
-        return host
-
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory of the form of `like`, lent until nobody holds the tensor."""
         form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
@@ -179,8 +171,14 @@ class HostTier:
             self.moved[lane].nbytes += nbytes
 
     def settle(self, copy: Copy) -> None:
-        """Let the host itself wait for the end of a copy, what it is about to read."""
+        """Let the host itself wait for the end of a copy, what it is about to touch."""
         self._lane(copy.lane).settle(copy.event)
+
+    def settle_place(self, tensor: Tensor) -> None:
+        """Let the host wait for the last copy of a lent place, which it is about to overwrite."""
+        place, _ = self._lent[tensor.data_ptr()]
+        if place.event is not None:
+            self._lane(H2D).settle(place.event)
 
     def finish(self, copy: Copy, source: Tensor) -> None:
         """Order the compute behind a copy; what has left is given back by who drops it last."""

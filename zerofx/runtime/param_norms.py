@@ -24,13 +24,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def gather_partials(tensor: ShardedTensor, partials: torch.Tensor, what: str) -> torch.Tensor:
-    """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order."""
+    """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order.
+
+    It lies where `partials` do, which is off the device for a parameter that lives there.
+    """
     piece = tensor._piece
     world, size = piece.ledger.world, piece.ledger.layout.shard_size
     world.agree(what, f"{piece.name}, {partials.numel()} values")
-    out = partials.new_empty(size * partials.numel())
-    world.all_gather(out, partials.contiguous()).wait()
-    return out.view(size, -1)
+    mine = partials.contiguous().to(world.device)
+    out = mine.new_empty(size * mine.numel())
+    world.all_gather(out, mine).wait()
+    return out.view(size, -1).to(partials.device)
 
 
 def _local_norms(

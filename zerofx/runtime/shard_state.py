@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def full_tensor(store: ShardStore, name: str) -> Tensor:
-    """Return the whole of one parameter on the world's device; a collective call."""
+    """Return the whole of one parameter, where its pieces live; a collective call."""
     store.settle()
     return gather_full(store.local_view(name), store.pieces[name])
 

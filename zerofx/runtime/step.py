@@ -100,6 +100,7 @@ class Executable:
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
             )
+            engine.away.settle_all()
         self._apply_updates(call, updates)
         call.writes = engine.store.writes
         for position in self.contract.shared:  # the output itself will refer to this call

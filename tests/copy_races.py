@@ -1,0 +1,151 @@
+"""Races between the host, the compute and two lanes of copies, found without a GPU.
+
+On CUDA a copy under way reads one memory and writes another while the host, and the compute, go on.
+Here copies are made at once, but each is noted, with who may rely on its having ended: the compute
+behind `join`, the host behind `settle`, a lane behind what it waited for. Every operator that then
+touches memory of a copy which those who run it do not know to have ended is a race.
+
+    with Races() as races:
+        model = zerofx.compile(...)
+        races.watch(model)
+        ...
+    assert not races.found
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerofx.runtime import homes, host_tier
+
+Known = frozenset[int]  # numbers of copies that have ended, as far as somebody knows
+Range = tuple[int, int]  # addresses
+
+
+def span(tensor: Tensor) -> Range:
+    """Return the addresses from a tensor's first element to its last."""
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def overlap(a: Range, b: Range) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+@dataclass
+class Noted:
+    """A copy that was launched."""
+
+    number: int
+    lane: str
+    source: Range
+    dest: Range
+
+
+class TrackedLane:
+    """A lane whose copies are noted; its events are what is known to have ended behind them."""
+
+    def __init__(self, races: Races, name: str) -> None:
+        self.races, self.name = races, name
+        self.known: Known = frozenset()
+
+    def copy(self, out: Tensor, source: Tensor, behind: Known | None) -> Known:
+        races = self.races
+        known = self.known | races.compute | (behind or frozenset())
+        noted = Noted(len(races.copies), self.name, span(source), span(out))
+        for memory, is_write in ((noted.source, False), (noted.dest, True)):
+            races.check(memory, is_write, known, f"{self.name} copy {noted.number}")
+        races.copies.append(noted)
+        races.is_copying = True
+        with torch.no_grad():
+            out.copy_(source)
+        races.is_copying = False
+        self.known = known | {noted.number}
+        return self.known
+
+    def join(self, event: Known) -> None:
+        self.races.compute |= event
+
+    def settle(self, event: Known) -> None:
+        self.races.host |= event
+
+
+class Races(TorchDispatchMode):
+    """Watches every operator. found: what touched memory that a copy under way uses.
+
+    host, compute: the copies that each of them knows to have ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.copies: list[Noted] = []
+        self.host: Known = frozenset()
+        self.compute: Known = frozenset()
+        self.is_copying = False
+        self._host_memory: list[Range] = []
+        self._kept: list[Tensor] = []  # so that no address comes twice
+
+    def __enter__(self) -> Any:
+        real = self._real = host_tier.host_memory
+
+        def noted(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+            made, held = real(nbytes, device)
+            self._host_memory.append(span(made))
+            self._kept.append(made)
+            return made, held
+
+        host_tier.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        host_tier.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
+        super().__exit__(*error)
+
+    def watch(self, model: Any) -> None:
+        """Let a compiled model's copies run on lanes that are noted."""
+        model._engine.host._lanes = TrackedLane(self, "d2h"), TrackedLane(self, "h2d")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.is_copying and not _is_view(func):
+            for memory, is_write in _touched(func, args, kwargs or {}):
+                is_host = any(overlap(memory, host) for host in self._host_memory)
+                known = self.host if is_host else self.compute
+                self.check(memory, is_write, known, f"{'host' if is_host else 'compute'}: {func}")
+        return func(*args, **(kwargs or {}))
+
+    def check(self, memory: Range, is_write: bool, known: Known, who: str) -> None:
+        """Note where a read meets a copy's destination, or a write either end of it, too early."""
+        for copy in self.copies:
+            if copy.number in known:
+                continue
+            if overlap(memory, copy.dest) or (is_write and overlap(memory, copy.source)):
+                verb = "writes" if is_write else "reads"
+                self.found.append(f"{who} {verb} what {copy.lane} copy {copy.number} uses")
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _touched(func: Any, args: tuple[Any, ...], kwargs: Any) -> list[tuple[Range, bool]]:
+    """Return (addresses, whether they are written) of an operator's tensors."""
+    found = []
+    for position, formal in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(formal.name)
+        is_write = formal.alias_info is not None and formal.alias_info.is_write
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor) and not t.is_meta]
+        found += [(span(t), is_write) for t in tensors]
+    return found
