@@ -25,6 +25,7 @@ class Job:
         self.folder, self.model, self.optimizer = folder, model, optimizer
         self.store = model._engine.store
         self.world = self.store.world
+        self.store.settle()  # updates under way come first
 
     def check_model(self) -> None:
         """Take in what was assigned to the model; refuse an optimizer that cannot step shards."""

@@ -32,7 +32,6 @@ def load(
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
         DesyncError: a rank did not make this call; names it.
     """
-    model._engine.store.settle()
     job = _Load(files.place(folder), model, optimizer)
     world, what = job.world, f"zerofx.load of {job.folder}"
     world.agree("zerofx.load", job.digest())

@@ -39,7 +39,6 @@ def save(
         SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
         DesyncError: a rank did not make this call; names it.
     """
-    model._engine.store.settle()
     job = _Save(files.place(folder), model, optimizer, extra)
     world, what = job.world, f"zerofx.save to {job.folder}"
     world.agree("zerofx.save", job.digest())
