@@ -165,15 +165,18 @@ def test_a_forgotten_store_goes(tmp_path: Path) -> None:
 def test_a_child_neither_removes_nor_locks_it(tmp_path: Path) -> None:
     """A worker that outlives its parent must not make the parent's files look alive."""
     store = made(tmp_path)
-    reading, writing = os.pipe()
+    (reading, writing), (started, starts) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - another process
         os.close(writing)
+        os.write(starts, b".")
         os.read(reading, 1)  # until the parent is done
         store.close()
         del store
         os._exit(0)
-    os.close(reading)
+    os.read(started, 1)  # it has let go of what it inherited
+    for end in (reading, started, starts):
+        os.close(end)
     path = Path(store.path)
     assert path.exists()
     store.close(delete=False)
