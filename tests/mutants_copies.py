@@ -97,7 +97,12 @@ def retarget_copy(edit: Editor) -> str | None:
 
 def swap_copies(edit: Editor) -> str | None:
     """Let the waits of two copies deliver each other's values."""
-    waits = copy_waits(edit, *ops.COPIES)
+    return swap_waits(edit, *ops.COPIES)
+
+
+def swap_waits(edit: Editor, *launches: object) -> str | None:
+    """Let the waits of two launches of these kinds deliver what the other should."""
+    waits = copy_waits(edit, *launches)
     pairs = [
         (a, b)
         for i, a in enumerate(waits)

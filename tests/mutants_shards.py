@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mutants import Editor, is_same_kind, label, set_argument
-from mutants_copies import copy_waits
+from mutants import Editor, label, set_argument
+from mutants_copies import copy_waits, swap_waits
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graphs import call
-from zerofx.ir.meta import Role, info, set_info, value
+from zerofx.ir.meta import Role, info, set_info
 
 
 def drop_shard_reload(edit: Editor) -> str | None:
@@ -142,21 +142,7 @@ def rename_move(edit: Editor) -> str | None:
 
 def swap_moves(edit: Editor) -> str | None:
     """Let the waits of two moves deliver each other's."""
-    waits = copy_waits(edit, *ops.MOVES)
-    pairs = [
-        (a, b)
-        for i, a in enumerate(waits)
-        for b in waits[i + 1 :]
-        if is_same_kind(value(a), value(b)) and a.args[0].target is b.args[0].target  # type: ignore[union-attr]
-    ]
-    edit.rng.shuffle(pairs)
-    for a, b in pairs:
-        first, second = a.args[0], b.args[0]
-        assert isinstance(second, fx.Node)
-        if edit.is_behind(a, second):
-            a.args, b.args = (second,), (first,)
-            return f"{label(a)} and {label(b)}"
-    return None
+    return swap_waits(edit, *ops.MOVES)
 
 
 def other_verb(edit: Editor) -> str | None:
