@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, Choice, final
+from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, Choice, final
 from torch import Tensor, fx
 
 from zerofx.ir import ops
@@ -93,6 +93,8 @@ BASES = [
     Base("gpt", Choice(3, 1, budget=1 << 20, offload=BOTH)),
     Base("gpt", Choice(3, tiling=TILED, offload=BOTH)),
     Base("gpt", Choice(3, prefetch=3, activations=AWAY, units=FINE, offload=BOTH)),
+    Base("gpt", Choice(3, units=FINE, offload=SPILLED)),
+    Base("chain", Choice(0, 1, offload=SPILLED, prefetch=0)),
 ]
 
 
@@ -197,14 +199,20 @@ def label(node: fx.Node) -> str:
 Kind = Callable[[Editor], str | None]
 
 
-def generate(count: int, seed: int = 0, bases: Sequence[Base] = BASES) -> Iterator[Mutant]:
+def generate(
+    count: int,
+    seed: int = 0,
+    bases: Sequence[Base] = BASES,
+    kinds: Sequence[Kind] | None = None,
+) -> Iterator[Mutant]:
     """Yield `count` mutants, every kind in turn, on every base in turn; the same for one seed."""
     from mutants_kinds import KINDS
 
+    kinds = kinds or KINDS
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
-        kind = KINDS[number % len(KINDS)]
-        first = number // len(KINDS) + number
+        kind = kinds[number % len(kinds)]
+        first = number // len(kinds) + number
         yield next(
             found
             for attempt in range(200)

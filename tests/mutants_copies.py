@@ -25,6 +25,16 @@ def drop_reload(edit: Editor) -> str | None:
     return _drop(edit, ops.reload)
 
 
+def drop_write(edit: Editor) -> str | None:
+    """Save what is on the host: it never goes on."""
+    return _drop(edit, ops.write_out)
+
+
+def drop_read(edit: Editor) -> str | None:
+    """Reload what is on NVMe as if it were on the host."""
+    return _drop(edit, ops.read_back)
+
+
 def _drop(edit: Editor, target: object) -> str | None:
     if (wait := edit.any_of(copy_waits(edit, target))) is None:
         return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from mutants import Editor, Kind
 from mutants_copies import (
     drop_offload,
+    drop_read,
     drop_reload,
+    drop_write,
     duplicate_copy,
     move_copy,
     offload_early,
@@ -86,6 +88,6 @@ KINDS: list[Kind] = [
     wrong_zero, wrong_saved, one_rank, drop_offload, drop_reload, duplicate_copy, move_copy,
     offload_early, retarget_copy, swap_copies, drop_shard_reload, drop_grad_offload, duplicate_move,
     duplicate_move_launch, move_move, move_near, release_near, retarget_move, rename_move,
-    swap_moves, other_verb,
+    swap_moves, other_verb, drop_write, drop_read,
 ]  # fmt: skip
 ON_ONE_RANK: list[Kind] = [one_rank]

@@ -23,6 +23,7 @@ FINE = ("blocks.*.attn", "blocks.*.mlp")
 OPTIMIZER = (("optimizer", "cpu"),)
 PARAMETERS = (("parameters", "cpu"),)
 BOTH = OPTIMIZER + PARAMETERS
+SPILLED = (("activations", "nvme"), ("path", "/nowhere"))
 
 
 @cache
@@ -110,7 +111,7 @@ class Choice:
         parts += ["units"] if self.units else []
         parts += ["tiled"] if self.tiling else []
         parts += [self.update] if self.update != "step" else []
-        parts += [f"{k}-{v}" for k, v in self.offload]
+        parts += [f"{k}-{v}" for k, v in self.offload if k != "path"]
         parts += [self.precision] if self.precision != "fp32" else []
         return "-".join(parts)
 

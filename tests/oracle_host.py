@@ -1,4 +1,4 @@
-"""Copies between device and host in the oracle: values that are out of reach while away."""
+"""Copies between device, host and NVMe in the oracle: values that are out of reach while away."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Parked:
-    """A place on the host: nothing but a reload can make use of it."""
+    """A place on the host, or in a file: nothing but the ops that move values can make use of it.
 
+    A place on the host is lent to one value, so it is empty once that has gone on. One in a file
+    may be read again.
+    """
+
+    is_file: bool = False
     content: Tensor | None = None
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A copy under way: of `x` to the place, or from the place to the device."""
+    """A copy under way: of `x`, or of what another place holds, to the place; or, where there is
+    neither, from the place to the device.
+    """
 
     place: Parked
     x: Tensor | None
+    source: Parked | None = None
     arrived: Tensor | None = None
     has_landed: bool = False
 
     def move(self) -> None:
         """Read the source, once; later changes of it are not seen."""
         if self.arrived is None:
-            source = self.place.content if self.x is None else self.x
+            held = (self.source or self.place).content
+            source = held if self.x is None else self.x
             if source is None:
-                raise OracleError("a reload of a place on the host that holds nothing")
+                raise OracleError("a copy of a place off the device that holds nothing")
             self.arrived = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             self.arrived.copy_(source)
 
@@ -57,11 +66,14 @@ class Host:
         copy.move()
         copy.has_landed = True
         self.under_way.remove(copy)
-        if copy.x is None:
+        if copy.x is None and copy.source is None:
             copy.place.content = None
             return copy.arrived  # type: ignore[return-value]
         copy.place.content = copy.arrived
-        _destroy(copy.x)
+        if copy.x is not None:
+            _destroy(copy.x)
+        elif copy.source is not None and not copy.source.is_file:
+            copy.source.content = None
         return copy.place
 
     def check_landed(self) -> None:

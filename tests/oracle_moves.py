@@ -1,4 +1,4 @@
-"""What the zerofx ops do that move data between device and host, on one simulated rank.
+"""What the zerofx ops do that move data between device, host and NVMe, on one simulated rank.
 
 Nobody else takes part in these, so that they never block.
 """
@@ -76,6 +76,18 @@ class Moves:
 
     def _reload(self, host: Any, device: Any) -> Blocking:
         yield from ()
-        if not isinstance(host, Parked):
+        if not isinstance(host, Parked) or host.is_file:
             raise OracleError("a reload of what is not on the host")
         return self.host.launch(HostCopy(host, None), self.exchange.delivery)
+
+    def _write_out(self, host: Any, name: str) -> Blocking:
+        yield from ()
+        if not isinstance(host, Parked) or host.is_file:
+            raise OracleError("a write of what is not on the host")
+        return self.host.launch(HostCopy(Parked(is_file=True), None, host), self.exchange.delivery)
+
+    def _read_back(self, stored: Any) -> Blocking:
+        yield from ()
+        if not isinstance(stored, Parked) or not stored.is_file:
+            raise OracleError("a read of what is not on NVMe")
+        return self.host.launch(HostCopy(Parked(), None, stored), self.exchange.delivery)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import pytest
 from models import CASES
 from mutants import BASES, Mutant, generate
+from mutants_drop import drop_wait
 from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
 
 from zerofx.ir.meta import info
 from zerofx.ir.verify import verify
 
-FEW = [*BASES[:3], *BASES[15:22], BASES[-1]]
+FEW = [*BASES[:3], *BASES[15:22], *BASES[-3:]]
+SPILLED = BASES[-2:]
 
 
 def tally(count: int, seed: int, bases: list = BASES) -> Tally:
@@ -40,6 +42,16 @@ def test_verify_tells_harm_from_harmless() -> None:
                          [("harmful", "refused"), ("harmless", "accepted")])  # fmt: skip
     assert min(harmful, harmless) >= 15, "the draw is one-sided"
     check(found, 0.1)  # of some 30 harmless ones
+
+
+def test_of_what_goes_on_to_nvme() -> None:
+    """Waits left out, reads before the write, values in each other's places."""
+    found = Tally()
+    kinds = [k for k in KINDS if k.__module__ == "mutants_copies"] + [drop_wait]
+    for mutant in generate(4 * len(kinds), 1, SPILLED, kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 20
+    check(found, 0.1)
 
 
 @pytest.mark.slow

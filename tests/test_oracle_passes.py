@@ -16,6 +16,7 @@ from oracle_cases import (
     FINE,
     OPTIMIZER,
     PARAMETERS,
+    SPILLED,
     Choice,
     captured,
     captured_inference,
@@ -52,6 +53,7 @@ FAST = [
     ("gpt", Choice(3, 1, offload=BOTH, budget=PLENTY)),
     ("gpt", Choice(3, offload=OPTIMIZER, update="in-backward", units=FINE)),
     ("gpt", Choice(2, 1, offload=HALF)),
+    ("gpt", Choice(3, offload=SPILLED, prefetch=2)),
     ("convnet", Choice(1, offload=OPTIMIZER)),
     ("adapters", Choice(3, 4, offload=PARAMETERS, shard_axis_size=2, prefetch=2)),
 ]
@@ -72,6 +74,8 @@ SLOW = [
             *[Choice(3, w, AWAY, b, offload=BOTH) for w, b in product((1, 2), (None, PLENTY))],
             Choice(3, offload=PARAMETERS, prefetch=0),
             Choice(3, offload=HALF, update="in-backward"),
+            *[Choice(s, w, offload=SPILLED) for s, w in product(range(4), (1, 2))],
+            *[Choice(3, 2, AWAY, prefetch=p, offload=BOTH + SPILLED) for p in (0, 3)],
         ]
     ],
     *[

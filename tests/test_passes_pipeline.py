@@ -24,6 +24,7 @@ def test_the_order_in_reading_form() -> None:
         "split",
         "cut-regions",
         "offload-activations",
+        "spill-activations",
         "assign-buckets",
         "shard-parameters",
         "shard-gradients",

@@ -144,6 +144,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"offload": {"optimizer": "cpu", "path": "/x"}}, "no other tier does"),
     ({"offload": {"parameters": "cpu", "delayed": True}}, "describes the offloaded optimizer"),
     ({"stage": 2, "offload": {"parameters": "cpu"}}, "contradicts stage = 2"),
+    (
+        {
+            "activations": "auto",
+            "memory_budget": "1GiB",
+            "offload": {"activations": "nvme", "path": "/x"},
+        },
+        "Plan.activations = 'auto' contradicts offload.activations = 'nvme'",
+    ),
     ({"stage": 0, "offload": {"optimizer": "cpu"}}, "contradicts stage = 0"),
     ({"offload": {"optimizer": "cpu", "delayed": True}}, "contradicts update = 'step'"),
     ({"stage": 0, "shard_axis_size": 2}, "contradicts stage = 0"),
@@ -182,7 +190,10 @@ def test_positional_fields_are_refused() -> None:
 
 
 LATER: list[tuple[dict[str, Any], str]] = [
-    ({"offload": {"activations": "nvme", "path": "/x"}}, "Plan.offload = {'activations': 'nvme'"),
+    (
+        {"tiling": {"h.*": 2}, "offload": {"optimizer": "nvme", "path": "/x"}},
+        "Plan.tiling = {'h.*': 2} is not in this release; use tiling='off'",
+    ),
 ]
 
 

@@ -123,7 +123,7 @@ def reloaded_twice() -> Program:
     return p
 
 
-@broken(r"reads hosted [\w.]+: a value on the host is for reload only")
+@broken(r"reads hosted [\w.]+: a value on the host is for reload or write_out only")
 def read_on_the_host() -> Program:
     p = compiled()
     launch, wait = back(p)

@@ -27,6 +27,7 @@ from zerofx.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.layout import Layout
+from zerofx.runtime.nvme_space import check_folder
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
@@ -64,6 +65,9 @@ def compile(
         check_recordable(world.size, world.device)
     layout = make_layout(model, checked, world.size, described)
     world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
+    if checked.offload.activations == "nvme":
+        assert checked.offload.path is not None
+        check_folder(world, checked.offload.path)
     in_backward = checked.update == "in-backward"
     if optimizer is not None:
         check_before(optimizer, layout, in_backward)

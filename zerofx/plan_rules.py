@@ -24,6 +24,12 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "Plan.activations = 'auto' solves under memory_budget, which is None; set "
             "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction"
         )
+    if plan.activations == "auto" and plan.offload.activations == "nvme":
+        yield (
+            "Plan.activations = 'auto' contradicts offload.activations = 'nvme': what leaves for "
+            "NVMe cannot be weighed against what is recomputed, since no machine description says "
+            "how fast that is; use offload.activations='cpu', or other activations"
+        )
     yield from _against_offload(plan)
     yield from _against_tiling(plan)
     if plan.outputs == "loss" and plan.differentiate == "all":
@@ -112,8 +118,6 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
 
 def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.offload.activations == "nvme":
-        yield "offload", plan.offload.to_plain(), "cpu"
     if plan.tiling != "off" and "nvme" in (plan.offload.parameters, plan.offload.optimizer):
         yield "tiling", plan.tiling, "off"
 

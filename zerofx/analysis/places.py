@@ -146,7 +146,7 @@ class Places:
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""
         source = self.held[node.all_input_nodes[0]]
-        category = Category.HOST if node.target is ops.offload else Category.ACTIVATIONS
+        category = _ARRIVES[node.target]  # type: ignore[index]
         for storage in source:
             if storage.category is Category.TEMPORARIES:
                 storage.category = Category.ACTIVATIONS
@@ -159,6 +159,12 @@ class Places:
         return Category.TEMPORARIES
 
 
+_ARRIVES = {
+    ops.offload: Category.HOST,
+    ops.write_out: Category.NVME,
+    ops.read_back: Category.HOST,
+    ops.reload: Category.ACTIVATIONS,
+}
 _HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard}
 _MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {

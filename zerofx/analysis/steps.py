@@ -27,6 +27,7 @@ class Lane(str, Enum):
     D2H = "to host"
     H2D = "from host"
     NVME = "from nvme"
+    TO_NVME = "to nvme"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Step:
     """One step of a schedule.
 
     kind: "region", "pack", "launch", "wait", "release", "update" or "sync".
-    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H", "H2D" or "RD".
+    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H", "H2D", "RD" or "WR".
     bucket: whose parameters it moves; of a copy to or from the host, the number of its value.
     heaviest: the costliest op of a region, empty where there is none to name.
     is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
@@ -75,12 +76,14 @@ class Schedule:
 _VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
     ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
-    **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD",
+    **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD", ops.read_back: "RD",
+    ops.write_out: "WR",
 }  # fmt: skip
 _LANES: dict[Any, Lane] = {
     **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
     ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
-    **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME,
+    **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME, ops.read_back: Lane.NVME,
+    ops.write_out: Lane.TO_NVME,
 }  # fmt: skip
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 

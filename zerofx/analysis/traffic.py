@@ -87,7 +87,9 @@ def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int,
     if node.target not in ops.COPIES | ops.MOVES | {ops.refresh}:
         return []
     copied = value(node)
-    if node.target is ops.read_shard:
+    if node.target is ops.write_out:
+        return [(NVME_WRITE, nbytes(copied), copied.element_size())]
+    if node.target in (ops.read_shard, ops.read_back):
         return [(NVME_READ, nbytes(copied), copied.element_size())]
     leaves = node.target in (ops.offload, ops.offload_grad)
     nbytes_moved = dense_bytes(copied)

@@ -179,14 +179,31 @@ class Calls:
 
     def reload(self, host: Tensor) -> Launch:
         node = self._recorder.node(host, "what rt.reload copies to the device")
-        number = self.numbers.get(info(node).index, -1)  # -1: verify refuses it
+        number = info(node).index  # of a value that was read back
+        if node.op == "placeholder":
+            number = self.numbers.get(number, -1)  # -1: verify refuses it
         return self._copy(ops.reload, node, number, {"device": self._device})
 
+    def write_out(self, host: Tensor, name: str) -> Launch:
+        node = self._recorder.node(host, "what rt.write_out writes")
+        if not isinstance(name, str):
+            raise self._recorder.refuse(f"rt.write_out names its value by a text, not by {name!r}")
+        return self._copy(ops.write_out, node, info(node).index, more=(name,))
+
+    def read_back(self, stored: Tensor) -> Launch:
+        node = self._recorder.node(stored, "what rt.read_back reads")
+        return self._copy(ops.read_back, node, self.numbers.get(info(node).index, -1))
+
     def _copy(
-        self, target: Any, node: fx.Node, number: int, named: dict[str, Any] | None = None
+        self,
+        target: Any,
+        node: fx.Node,
+        number: int,
+        named: dict[str, Any] | None = None,
+        more: tuple[Any, ...] = (),
     ) -> Launch:
         fields = _told(node) | {"name": info(node).name or node.name, "index": number}
-        return Launch(self._recorder.communicate(target, node, named=named, **fields))
+        return Launch(self._recorder.communicate(target, node, *more, named=named, **fields))
 
     # -- buffers ----------------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:

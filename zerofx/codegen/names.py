@@ -16,6 +16,7 @@ _STEMS = {
     ops.grad_buffer: "grads", ops.reduce_scatter: "reduce", ops.all_reduce: "reduce",
     ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
     ops.refresh_shard: "refresh", ops.read_shard: "read", ops.offload_grad: "offload",
+    ops.write_out: "write", ops.read_back: "read",
 }  # fmt: skip
 
 
@@ -64,6 +65,8 @@ class Names:
             name = identifier(where.name)
             if any(u.target is ops.reload for u in node.users):
                 name = f"{name}_on_host"
+            if any(u.target is ops.read_back for u in node.users):
+                name = f"{name}_on_nvme"
             return f"{identifier(where.unit)}_{name}" if where.unit else name
         base = node.name
         if node.target is operator.getitem:

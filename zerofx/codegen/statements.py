@@ -66,6 +66,8 @@ def _wait(node: fx.Node, names: Names, program: Program) -> Statement:
     launch = node.all_input_nodes[0]
     is_gone = launch.target in (ops.offload, ops.offload_grad)
     note = f"{info(node).unit}  -{_size(launch)}".strip() if is_gone else ""
+    if launch.target is ops.write_out:
+        note = f"{info(node).unit}  host -{_size(launch)}".strip()
     return f"{names.bind(node)} = rt.wait({names.bind(launch)})", note
 
 
@@ -79,6 +81,17 @@ def _reload(node: fx.Node, names: Names, program: Program) -> Statement:
     call = f"rt.reload({names.bind(node.all_input_nodes[0])})"
     note = f"{info(node).unit}  {describe(value(node))}  +{_size(node)}"
     return f"{names.bind(node)} = {call}", note.strip()
+
+
+def _write_out(node: fx.Node, names: Names, program: Program) -> Statement:
+    args: Any = node.args
+    call = f"rt.write_out({names.bind(args[0])}, {args[1]!r})"
+    return f"{names.bind(node)} = {call}", f"{info(node).unit}  nvme +{_size(node)}".strip()
+
+
+def _read_back(node: fx.Node, names: Names, program: Program) -> Statement:
+    call = f"rt.read_back({names.bind(node.all_input_nodes[0])})"
+    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}".strip()
 
 
 def _read(node: fx.Node, names: Names, program: Program) -> Statement:
@@ -164,4 +177,6 @@ _WRITERS: dict[Any, Callable[[fx.Node, Names, Program], Statement]] = {
     ops.sync_buffers: _sync,
     ops.offload: _offload,
     ops.reload: _reload,
+    ops.write_out: _write_out,
+    ops.read_back: _read_back,
 }

@@ -20,7 +20,7 @@ from zerofx.ir.text import describe, short_dtype, without_numbers
 from zerofx.sizes import format_bytes
 
 STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
-_HIDDEN = {"numel", "shape"}  # arguments of zerofx ops that the result's type shows already
+_HIDDEN = {"numel", "shape", "name"}  # arguments of zerofx ops that the row shows elsewhere
 _VOLATILE = {"bucket", "slot", "offset", "offsets"}  # they may differ between identical layers
 
 
@@ -211,7 +211,7 @@ def _delta(node: fx.Node) -> str:
         return f"-{format_bytes(nbytes(value(node)))}"
     if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload_grad:
         return f"-{format_bytes(nbytes(value(node)))}"
-    if node.target in (ops.offload, ops.offload_grad):
+    if node.target in (ops.offload, ops.offload_grad, *ops.SPILLS):
         return ""
     if node.target in (ops.release, ops.update):
         return f"-{format_bytes(nbytes(value(node.all_input_nodes[0])))}"

@@ -16,6 +16,7 @@ STEMS: dict[Any, str] = {
     ops.all_reduce: "reduce", ops.store_grad: "stored", ops.update: "update",
     ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
     ops.refresh_shard: "refresh", ops.read_shard: "read", ops.offload_grad: "offload",
+    ops.write_out: "write", ops.read_back: "read",
 }  # fmt: skip
 
 
@@ -54,8 +55,11 @@ def _stem(node: fx.Node) -> str:
 
 
 def copy_stem(wait: fx.Node, where: Info) -> str:
-    """Name what a copy delivers: on the host by its number, back on the device by what it is."""
-    if wait.all_input_nodes[0].target is ops.offload:
+    """Name what a copy delivers: off the device by its number, back there by what it is."""
+    target = wait.all_input_nodes[0].target
+    if target is ops.write_out:
+        return f"stored_{where.index}"
+    if target in (ops.offload, ops.read_back):
         return f"host_{where.index}"
     return identifier(f"{where.unit}_{where.name}" if where.unit else where.name)
 

@@ -13,7 +13,9 @@ left out where nothing changes. The real bodies take the formats from the layout
 
 `offload` copies a value to host memory, `reload` back to the device: launches too, with the same
 `wait`. Behind an offload's wait the value's own memory is given back. The fake host value lies on
-the CPU.
+the CPU. `write_out` takes what arrived on the host on to NVMe, `read_back` from there to the host;
+behind a write's wait the host's place is given back, and what stands for the value is its place in
+a file, whose fake lies on the CPU too.
 
 `reload_shard` copies a shard that lives off the device to it, `refresh_shard` brings a copy there
 that stays up to date, `offload_grad` copies a reduced slice to where its shard lives, `read_shard`
@@ -195,6 +197,16 @@ reload = _define(
     lambda host, *, device: current_calls().reload(host),
     _fake_reload,
 )
+write_out = _define(
+    "write_out(Tensor host, str name) -> Tensor",
+    lambda host, name: current_calls().write_out(host, name),
+    lambda host, name: _fake_offload(host),
+)
+read_back = _define(
+    "read_back(Tensor stored) -> Tensor",
+    lambda stored: current_calls().read_back(stored),
+    _fake_offload,
+)
 
 
 # -- shards that live off the device ------------------------------------------------------------
@@ -241,7 +253,8 @@ sync_buffers = _define(
 GATHERS = frozenset({all_gather, refresh})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 LAUNCHES = GATHERS | REDUCES  # what the ranks agree on
-COPIES = frozenset({offload, reload})  # launches too, but each rank's own
+SPILLS = frozenset({write_out, read_back})  # between host and NVMe
+COPIES = SPILLS | {offload, reload}  # of values: launches too, but each rank's own
 RELOADS = frozenset({reload_shard, refresh_shard})  # what brings a shard to the device
 MOVES = RELOADS | {read_shard, offload_grad}  # launches of a rank's own that are about a bucket
 TRANSFERS = LAUNCHES | COPIES | MOVES  # all that `wait` takes

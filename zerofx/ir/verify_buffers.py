@@ -29,6 +29,7 @@ class Kind(Enum):
     REDUCED = "reduced"  # what a reduction delivers
     LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
     HOSTED = "hosted"  # its copy on the host
+    STORED = "stored"  # its copy on NVMe
     RELOADED = "reloaded"  # and back on the device
     STAGED = "shard read from NVMe"  # into host memory
     NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
@@ -49,7 +50,8 @@ class Buffer:
         zero, and the launch of its reduction.
     source: of a reduction's result, the gradient buffer; of a copy, what it copies.
     stored: the store_grad of a reduction's result.
-    reloaded: of a value on the host, its reload.
+    reloaded: of a value on the host, its reload; of one on NVMe, its read.
+    written: of a value on the host, the launch of its way on to NVMe.
     updated: of a shard, the update that has overwritten it.
     is_away: of a shard and of a reduction's result, that the bucket lives off the device.
     offloaded: of such a result, the launch of the copy that takes it there.
@@ -70,6 +72,7 @@ class Buffer:
     source: Buffer | None = None
     stored: fx.Node | None = None
     reloaded: fx.Node | None = None
+    written: fx.Node | None = None
     updated: fx.Node | None = None
     is_away: bool = False
     offloaded: fx.Node | None = None
@@ -89,8 +92,10 @@ class Buffer:
             return False
         if self.kind is Kind.PACKED:
             return target is ops.pack or target in ops.REDUCES
-        if self.kind is Kind.HOSTED:  # forward returns it, backward reloads it
-            return self.landed and target in (ops.reload, "output")
+        if self.kind is Kind.HOSTED:  # forward returns it or writes it out, backward reloads it
+            return self.landed and target in (ops.reload, ops.write_out, "output")
+        if self.kind is Kind.STORED:  # forward returns it, backward reads it
+            return self.landed and target in (ops.read_back, "output")
         if self.kind is Kind.REDUCED:
             return self.landed and target is self._next_of_reduced()
         if self.kind is Kind.SHARD and self.is_away:

@@ -1,4 +1,4 @@
-"""Order of copies: what leaves for the host is whole, read no more, and back before it is read."""
+"""Order of copies: what leaves for host or NVMe is whole, read no more, and back in time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from zerofx.ir.verify_buffers import Buffer, Kind, alias_inputs, args
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_order import Walk
 
+_AWAY = {Kind.HOSTED: "lies on the host", Kind.STORED: "lies on NVMe"}
+
 
 class CopyOrder(Walk):
-    """The walk over a graph, with what offloads and reloads do.
+    """The walk over a graph, with what offloads and reloads do, and the ways on to NVMe and back.
 
     A value that leaves is read up to its offload's wait, behind which its memory is another's; its
     copy on the host is for one reload alone, and what that delivers is read behind its own wait.
+    A copy that is written out is gone from the host behind that wait; what is on NVMe is for one
+    read alone, behind whose wait it is on the host again.
     """
 
     def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
-        return super().handlers() | {ops.offload: self.offload, ops.reload: self.reload}
+        return super().handlers() | {
+            ops.offload: self.offload,
+            ops.reload: self.reload,
+            ops.write_out: self.write_out,
+            ops.read_back: self.read_back,
+        }
 
     def offload(self, node: fx.Node) -> None:
         x = args(node)[0]
@@ -43,27 +52,61 @@ class CopyOrder(Walk):
             views += [u for u in view.users if u in self._known and view in alias_inputs(u)]
         self.add(node, Buffer(Kind.HOSTED, node, landed=False, source=leaving))
 
+    def write_out(self, node: fx.Node) -> None:
+        hosted = self._on(Kind.HOSTED, node, "writes")
+        self._is_first(node, hosted, "written")
+        hosted.written = node
+        self.add(node, Buffer(Kind.STORED, node, landed=False, source=hosted))
+
+    def read_back(self, node: fx.Node) -> None:
+        stored = self._on(Kind.STORED, node, "reads")
+        self._is_first(node, stored, "read")
+        stored.reloaded = node
+        self.add(node, Buffer(Kind.HOSTED, node, landed=False, source=stored))
+
     def reload(self, node: fx.Node) -> None:
-        host = args(node)[0]
-        buffers = self.roots[host]
-        if len(buffers) != 1 or buffers[0].kind is not Kind.HOSTED:
-            self.fail(node, f"{node.name} reloads {name_of(host)}, which is not on the host")
-        if (first := buffers[0].reloaded) is not None:
-            self.fail(node, f"{name_of(host)} is reloaded twice: by {first.name} and {node.name}")
-        buffers[0].reloaded = node
-        self.add(node, Buffer(Kind.RELOADED, node, landed=False, source=buffers[0]))
+        hosted = self._on(Kind.HOSTED, node, "reloads")
+        self._is_first(node, hosted, "reloaded")
+        hosted.reloaded = node
+        self.add(node, Buffer(Kind.RELOADED, node, landed=False, source=hosted))
+
+    def _on(self, kind: Kind, node: fx.Node, verb: str) -> Buffer:
+        """Return what a node moves, which must lie where it moves it from."""
+        moved = args(node)[0]
+        buffers = self.roots[moved]
+        if len(buffers) != 1 or buffers[0].kind is not kind:
+            where = _AWAY[kind].replace("lies", "is not")
+            self.fail(node, f"{node.name} {verb} {name_of(moved)}, which {where}")
+        return buffers[0]
+
+    def _is_first(self, node: fx.Node, moved: Buffer, verb: str) -> None:
+        """Check that a copy goes one way, once."""
+        first = moved.reloaded or moved.written
+        if first is not None and first.target is node.target:
+            what = name_of(args(node)[0])
+            self.fail(node, f"{what} is {verb} twice: by {first.name} and {node.name}")
+        if first is not None:
+            what = name_of(args(node)[0])
+            self.fail(node, f"{node.name} moves {what}, which {first.name} has moved already")
 
     def wait_copy(self, node: fx.Node, launch: fx.Node) -> None:
         (buffer,) = self.roots[launch]
         if buffer.landed:
             self.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
         buffer.landed = True
-        if buffer.kind is Kind.HOSTED and buffer.source is not None:
+        if buffer.kind in _AWAY and buffer.source is not None:  # what it copies is given back
             buffer.source.released = node
         self.roots.set(node, buffer)
 
     # -- what nodes read, take and return ---------------------------------------------------------
     def _read(self, node: fx.Node, read: fx.Node, buffer: Buffer) -> None:
+        is_gone = buffer.kind in _AWAY and buffer.released is not None
+        if is_gone and node.target is not ops.wait:
+            self.fail(
+                node,
+                f"{name_of(node)} reads {self.content(read, buffer)} after {buffer.released.name} "
+                "has given its place back; move it before that wait, or read it from there",
+            )
         if buffer.kind is Kind.LEAVING and buffer.released is not None:
             self.fail(
                 node,
@@ -74,8 +117,8 @@ class CopyOrder(Walk):
 
     def placeholder(self, node: fx.Node) -> None:
         where = info(node)
-        if where.role is Role.SAVED and where.index in self.crossing.hosted:
-            self.add(node, Buffer(Kind.HOSTED, node))
+        if where.role is Role.SAVED and where.index in self.crossing.away:
+            self.add(node, Buffer(self.crossing.away[where.index], node))
         else:
             super().placeholder(node)
 
@@ -84,17 +127,23 @@ class CopyOrder(Walk):
         position = 0
         for spec, result in zip(specs, args(output)[0], strict=True):
             for buffer in self.roots[result] if isinstance(result, fx.Node) else ():
-                if buffer.kind is not Kind.HOSTED:
+                if buffer.kind not in _AWAY:
                     continue
                 if spec.role is not Role.SAVED or self.name == BACKWARD:
                     what = f"{spec.role.value} {spec.name}".strip()
-                    self.fail(output, f"{what} is {name_of(result)}, which lies on the host")
-                self.crossing.hosted.add(position)
+                    self.fail(output, f"{what} is {name_of(result)}, which {_AWAY[buffer.kind]}")
+                if buffer.written is not None:
+                    self.fail(
+                        output,
+                        f"saves {name_of(result)}, which {buffer.written.name} takes on to NVMe; "
+                        "save what its wait returns",
+                    )
+                self.crossing.away[position] = buffer.kind
             position += spec.role is Role.SAVED
         super()._results(output)
 
     def finish(self) -> None:
         super().finish()
         for buffer in self.buffers:
-            if buffer.kind in (Kind.HOSTED, Kind.RELOADED) and not buffer.landed:
+            if buffer.kind in (*_AWAY, Kind.RELOADED) and not buffer.landed:
                 self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")

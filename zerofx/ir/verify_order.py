@@ -161,7 +161,8 @@ _MEANT = {
     Kind.SHARD: "it lives off the device; reload it first",
     Kind.STAGED: "it lies in host memory; reload it first",
     Kind.NEAR: "a reloaded shard is for the all-gather of its bucket only",
-    Kind.HOSTED: "a value on the host is for reload only",
+    Kind.HOSTED: "a value on the host is for reload or write_out only",
+    Kind.STORED: "a value on NVMe is for read_back only",
 }
 
 

@@ -21,11 +21,11 @@ from zerofx.runtime.layout import Bucket
 class Crossing:
     """What a forward graph leaves for its backward.
 
-    kept: gathered buckets, by position. hosted: positions of what waits on the host.
+    kept: gathered buckets, by position. away: what waits off the device, and where, by position.
     """
 
     kept: dict[int, int] = field(default_factory=dict)
-    hosted: set[int] = field(default_factory=set)
+    away: dict[int, Kind] = field(default_factory=dict)
     refreshed: set[int] = field(default_factory=set)
 
 

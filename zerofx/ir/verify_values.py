@@ -234,6 +234,8 @@ _ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
     ops.sync_buffers: Numbering._sync,
     ops.offload: Numbering._same,
     ops.reload: Numbering._same,
+    ops.write_out: Numbering._same,
+    ops.read_back: Numbering._same,
 }
 
 

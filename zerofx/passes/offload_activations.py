@@ -17,7 +17,7 @@ from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.placement import Span, spans
+from zerofx.passes.placement import Span, Units, spans
 from zerofx.sizes import format_bytes
 
 
@@ -63,7 +63,7 @@ class OffloadActivations(Pass):
     def run(self, program: Program) -> Report:
         if BACKWARD not in program.graphs:
             return Report(False, "inference: nothing is saved")
-        begins = _Units(program.graph(BACKWARD), self.distance)
+        begins = Units(program.graph(BACKWARD), self.distance)
         groups = [g for g in leaving(program) if self._leaves(g, begins)]
         size = sum(g.nbytes for g in groups)
         if self.host_budget_bytes is not None and size > self.host_budget_bytes:
@@ -81,7 +81,7 @@ class OffloadActivations(Pass):
                 _look_into(program.graph(BACKWARD), group, value_again, taken, begins.spans)
         return Report(bool(groups), f"{len(groups)} values offloaded, {size} bytes")
 
-    def _leaves(self, group: Leaving, begins: _Units) -> bool:
+    def _leaves(self, group: Leaving, begins: Units) -> bool:
         if set(self.values) & {*group.names, *(view.name for view in group.views.values())}:
             return True
         if group.nbytes < self.least_bytes:
@@ -98,31 +98,6 @@ class OffloadActivations(Pass):
             return None
         found = (c for pattern, c in self.activations.items() if fnmatchcase(unit, pattern))
         return next(found, None)
-
-
-class _Units:
-    """Where backward may launch a reload: a number of units ahead of a region."""
-
-    def __init__(self, graph: fx.Graph, distance: int) -> None:
-        self.spans, self._distance = spans(graph), distance
-        self._ordinal: dict[int, int] = {}
-        self._begins: list[int] = []  # ordinal of a unit's turn -> its first region
-        unit = None
-        for region in sorted(self.spans):
-            here = info(self.spans[region].first).unit
-            if here != unit:
-                self._begins.append(region)
-            unit, self._ordinal[region] = here, len(self._begins) - 1
-
-    @property
-    def earliest(self) -> int:
-        return self._begins[0]
-
-    def launch_region(self, region: int) -> int:
-        """Return the region before which a value that `region` reads first is launched."""
-        if self._distance == 0:
-            return region
-        return self._begins[max(self._ordinal[region] - self._distance, 0)]
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -184,7 +159,7 @@ def _save(
 
 # -- backward -------------------------------------------------------------------------------------
 def _come_back(
-    graph: fx.Graph, groups: Sequence[Leaving], hosts: Sequence[fx.Node], index: int, begins: _Units
+    graph: fx.Graph, groups: Sequence[Leaving], hosts: Sequence[fx.Node], index: int, begins: Units
 ) -> list[fx.Node]:
     """Insert each value's reload and, before its first reader, the wait; return the waits."""
     launches: dict[int, fx.Node] = {}

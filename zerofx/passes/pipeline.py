@@ -33,6 +33,7 @@ from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
 from zerofx.passes.shard_parameters import ShardParameters
 from zerofx.passes.sink_waits import SinkWaits
+from zerofx.passes.spill_activations import SpillActivations
 from zerofx.passes.split import Split
 from zerofx.passes.sync_buffers import SyncBuffers
 from zerofx.passes.tile import Tile
@@ -76,12 +77,14 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # is measured without it
     lambda s: OffloadActivations(
         activations=s.plan.activations,
-        everything=s.plan.offload.activations == "cpu" and s.plan.activations != "auto",
+        everything=s.plan.offload.activations != "none" and s.plan.activations != "auto",
         values=s.choices.offloaded if s.choices else (),
         distance=_distance(s),
         least_bytes=s.machine.offload_min_bytes,
-        host_budget_bytes=s.plan.host_budget,
+        host_budget_bytes=None if _spills(s) else s.plan.host_budget,
     ),
+    # at once: it takes what has just been brought to the host from there
+    lambda s: SpillActivations(enabled=_spills(s)),
     # before the collectives that it shapes
     lambda s: AssignBuckets(
         plan=s.plan,
@@ -110,6 +113,11 @@ ORDER: list[Callable[[Setting], Pass]] = [
     # last: places follow the final order
     lambda s: AssignSlots(),
 ]
+
+
+def _spills(setting: Setting) -> bool:
+    """Tell whether activations that leave go on to NVMe, so that the host holds few of them."""
+    return setting.plan.offload.activations == "nvme"
 
 
 def _patterns(setting: Setting) -> str:

@@ -106,6 +106,31 @@ def spans(graph: fx.Graph) -> dict[int, Span]:
     return {k: Span(nodes[0], nodes[-1]) for k, nodes in regions(graph).items()}
 
 
+class Units:
+    """Where backward may launch a reload: a number of units ahead of a region."""
+
+    def __init__(self, graph: fx.Graph, distance: int) -> None:
+        self.spans, self._distance = spans(graph), distance
+        self._ordinal: dict[int, int] = {}
+        self._begins: list[int] = []  # ordinal of a unit's turn -> its first region
+        unit = None
+        for region in sorted(self.spans):
+            here = info(self.spans[region].first).unit
+            if here != unit:
+                self._begins.append(region)
+            unit, self._ordinal[region] = here, len(self._begins) - 1
+
+    @property
+    def earliest(self) -> int:
+        return self._begins[0]
+
+    def launch_region(self, region: int) -> int:
+        """Return the region before which a value that `region` reads first is launched."""
+        if self._distance == 0:
+            return region
+        return self._begins[max(self._ordinal[region] - self._distance, 0)]
+
+
 def reading_regions(node: fx.Node) -> set[int]:
     """Return the regions that read a value (regions contain their own views of it)."""
     found = set()

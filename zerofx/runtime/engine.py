@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from zerofx.errors import NvmeError
 from zerofx.runtime.away_shards import NEVER, AwayShards, Stamp
 from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
@@ -18,6 +19,7 @@ from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.nvme_home import Arrival
+from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool
 
@@ -45,6 +47,7 @@ class Engine:
         self.views = BucketViews(store.layout, self._is_lasting)
         self.host = store.ledger.homes.host
         self.host.poison = poison
+        self.values = NvmeValues(store.folder, store.world.rank, self.host)
         self.away = AwayShards(store, self.slots, self.host, delayed)
         store.ledger.is_delayed = delayed
         self.updates = BucketUpdates(store, self.away, delayed)
@@ -64,6 +67,8 @@ class Engine:
         self.update = self.updates.update
         self.offload = self.host.offload
         self.reload = self.host.reload
+        self.write_out = self.values.write_out
+        self.read_back = self.values.read_back
         self.reload_shard = self.away.reload
         self.refresh_shard = self.away.refresh
         self.read_shard = self.away.read
@@ -79,6 +84,18 @@ class Engine:
     def forward_slots(self) -> frozenset[int]:
         """The slots that stay between calls."""
         return frozenset(self._forward_slots)
+
+    def reserve_values(self, sizes: Mapping[str, int], whose: str) -> None:
+        """Make room on NVMe for what one call of a program lets wait there, by name.
+
+        Raises:
+            NvmeError: there is too little; both numbers are said, and other ranks are told.
+        """
+        try:
+            self.values.reserve(sizes, whose)
+        except NvmeError as error:
+            self.world.report_failure(repr(error))
+            raise
 
     def forget_slots(self) -> None:
         """Give back the room of all programs' slots, until they are reserved anew."""
@@ -109,6 +126,7 @@ class Engine:
         """Forget everything in flight after an exception, so that another step can follow."""
         self.world.report_failure(repr(sys.exc_info()[1]))
         self.host.drain()
+        self.values.drain()
         self.away.settle_all()
         self.world.drain()
         self.gradients.abandon()
@@ -180,7 +198,7 @@ class Engine:
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
-    def wait(self, flight: Flight | Copy | Arrival) -> Tensor | None:
+    def wait(self, flight: Flight | Copy | Arrival | Spill) -> Tensor | Stored | None:
         """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
         return flight.wait()
 

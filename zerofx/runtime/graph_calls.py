@@ -12,13 +12,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.nvme_home import Arrival
+from zerofx.runtime.nvme_values import Spill, Stored
 
+_Launched = Flight | Copy | Arrival | Spill
 _CURRENT = threading.local()
+# tensor that stands for it in a graph -> a value on NVMe
+_STORED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def current_calls() -> GraphCalls:
@@ -33,7 +38,7 @@ class GraphCalls:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._pending: dict[int, list[Flight | Copy | Arrival]] = {}  # data_ptr -> launched flights
+        self._pending: dict[int, list[_Launched]] = {}  # data_ptr -> launched flights
         self._filling: dict[int, int] = {}  # data_ptr of a gradient buffer -> bucket
 
     @contextlib.contextmanager
@@ -46,7 +51,7 @@ class GraphCalls:
         finally:
             _CURRENT.calls = before
 
-    def _launch(self, flight: Flight | Copy | Arrival, key: Tensor) -> Tensor:
+    def _launch(self, flight: _Launched, key: Tensor) -> Tensor:
         self._pending.setdefault(key.data_ptr(), []).append(flight)
         return key
 
@@ -77,7 +82,7 @@ class GraphCalls:
             return torch.empty_like(reduced, device="cpu")
         return self._moved(flight)
 
-    def _moved(self, flight: Flight | Copy | Arrival) -> Tensor:
+    def _moved(self, flight: _Launched) -> Tensor:
         assert flight.tensor is not None
         return self._launch(flight, flight.tensor)
 
@@ -86,7 +91,9 @@ class GraphCalls:
 
     def wait(self, launched: Tensor) -> Tensor:
         for flight in self._pending.pop(launched.data_ptr(), []):
-            self.engine.wait(flight)
+            arrived = self.engine.wait(flight)
+            if isinstance(arrived, Stored):
+                _STORED[launched] = arrived
         return launched
 
     def release(self, full: Tensor, slot: int) -> None:
@@ -131,6 +138,14 @@ class GraphCalls:
         flight = self.engine.reload(host)
         assert flight.tensor is not None
         return self._launch(flight, flight.tensor)
+
+    def write_out(self, host: Tensor, name: str) -> Tensor:
+        flight = self.engine.write_out(host, name)
+        token = torch.empty(1, dtype=host.dtype).as_strided(host.shape, [0] * host.dim())
+        return self._launch(flight, token)
+
+    def read_back(self, stored: Tensor) -> Tensor:
+        return self._moved(self.engine.read_back(_STORED[stored]))
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         return self.engine.sync_buffers(values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -179,6 +180,14 @@ class HostTier:
         place, _ = self._lent[tensor.data_ptr()]
         if place.event is not None:
             self._lane(H2D).settle(place.event)
+
+    def last_copy(self, tensor: Tensor) -> Callable[[], None] | None:
+        """Return what lets its thread wait for the last copy of a lent place.
+
+        None where that has ended, or none was made.
+        """
+        event = self._lent[tensor.data_ptr()][0].event
+        return None if event is None else partial(self._lane(H2D).settle, event)
 
     def finish(self, copy: Copy, source: Tensor) -> None:
         """Order the compute behind a copy; what has left is given back by who drops it last."""

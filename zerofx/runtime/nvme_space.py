@@ -55,6 +55,15 @@ def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
             )
 
 
+def check_folder(world: World, folder: str) -> None:
+    """Check on every rank that a folder can be used; a collective call.
+
+    Raises:
+        NvmeError: it cannot be, on some rank.
+    """
+    together(world, f"a look at {folder}", lambda: str(prepare(folder)), NvmeError)
+
+
 def _say(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

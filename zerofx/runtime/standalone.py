@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ class LooseStore:
     epoch = writes = 0
     updates = None
 
-    def __init__(self, layout: Layout, world: World) -> None:
-        self.layout, self.world = layout, world
+    def __init__(self, layout: Layout, world: World, folder: str) -> None:
+        self.layout, self.world, self.folder = layout, world, folder
         self.ledger = Ledger(layout, world)
         self.homes = self.ledger.homes
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
@@ -104,10 +105,10 @@ def run_standalone(schedule_file: str) -> None:
     world = World(
         device=device, backend="loopback", shard=shard, replicate=replicate, whole=replicate
     )
-    engine = Engine(LooseStore(layout, world))  # type: ignore[arg-type]
-    engine.reserve(facts["slots"])
     inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
-    with torch.no_grad():
+    with torch.no_grad(), tempfile.TemporaryDirectory(prefix="zerofx-") as folder:
+        engine = Engine(LooseStore(layout, world, folder))  # type: ignore[arg-type]
+        engine.reserve(facts["slots"])
         outs, _, saved = module.forward(engine, engine.store.shards, buffers, inputs)
         _say("forward returned " + ", ".join(f"{list(o.shape)}" for o in outs))
         if "backward" in facts["placeholders"]:

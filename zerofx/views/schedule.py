@@ -21,10 +21,10 @@ from zerofx.ir.text import without_numbers
 from zerofx.sizes import format_bytes
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
-COPIES = (Lane.D2H, Lane.H2D, Lane.NVME)  # shown where something is copied
+COPIES = (Lane.D2H, Lane.H2D, Lane.NVME, Lane.TO_NVME)  # shown where something is copied
 WIDTH = 24  # of the bar
 COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6,
-          Lane.D2H: 20, Lane.H2D: 20, Lane.NVME: 20}  # fmt: skip
+          Lane.D2H: 20, Lane.H2D: 20, Lane.NVME: 20, Lane.TO_NVME: 20}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -110,21 +110,22 @@ class NvmeStore:
         return cls(handle, layout, sums, engine or default_engine(), can_write=False)
 
     # -- moving -----------------------------------------------------------------------------
-    def read(self, name: str, out: Tensor) -> Request:
-        """Begin to fill `out` with an extent; its bytes must be the extent's."""
-        extent = self._find(name, out)
-        return self._engine.submit_read(
-            self._handle, out, extent.offset, name, Blocks(self._sums, extent, self._layout)
-        )
+    def read(self, name: str, out: Tensor, label: str = "") -> Request:
+        """Begin to fill `out` with an extent; its bytes must be the extent's.
 
-    def write(self, name: str, tensor: Tensor) -> Request:
+        label: what errors call it, where it holds something else than its name says.
+        """
+        extent = self._find(name, out)
+        blocks = Blocks(self._sums, extent, self._layout)
+        return self._engine.submit_read(self._handle, out, extent.offset, label or name, blocks)
+
+    def write(self, name: str, tensor: Tensor, label: str = "") -> Request:
         """Begin to write an extent from `tensor`; its bytes must be the extent's."""
         extent = self._find(name, tensor)
         if not self.can_write:
             raise NvmeError(f"{self.path}: open for reading; {name} cannot be written here")
-        return self._engine.submit_write(
-            self._handle, tensor, extent.offset, name, Blocks(self._sums, extent, self._layout)
-        )
+        blocks = Blocks(self._sums, extent, self._layout)
+        return self._engine.submit_write(self._handle, tensor, extent.offset, label or name, blocks)
 
     def place(self, name: str) -> tuple[mmap.mmap, int, int]:
         """Return (mapping of the whole file, offset, bytes) of an extent.

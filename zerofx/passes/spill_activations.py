@@ -1,0 +1,124 @@
+"""spill-activations: let what waits on the host wait on NVMe instead, and pass through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.graphs import call, set_results
+from zerofx.ir.meta import Info, info, nbytes, set_info, value
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import Units
+
+
+@dataclass(frozen=True)
+class SpillActivations(Pass):
+    """Write each offloaded value out once it has arrived on the host, and read it back in time.
+
+    The values that offloads of one place bring are written while those of the next are copied, and
+    waited for before the ones after that: the host holds two places' values, however many leave.
+    A read is launched `distance` units ahead of its value's reload, which is ahead of its use.
+    """
+
+    name: ClassVar[str] = "spill-activations"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT, Fact.REGIONS_CUT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
+
+    enabled: bool = False
+    distance: int = 1
+
+    def run(self, program: Program) -> Report:
+        if not self.enabled or BACKWARD not in program.graphs:
+            return Report(False, "nothing goes farther than the host")
+        graph = program.graph(FORWARD)
+        arrivals = [n for n in graph.nodes if n.target is ops.wait and _launch(n) is ops.offload]
+        stored = _write_out(graph, arrivals)
+        results = [stored.get(r, r) if r is not None else r for r in program.results(FORWARD)]
+        set_results(graph, results)
+        num = _read_back(program.graph(BACKWARD), self.distance)
+        assert num == len(stored), f"{len(stored)} values are written, {num} read"
+        size = sum(nbytes(value(n)) for n in stored)
+        return Report(num > 0, f"{num} values on NVMe, {size} bytes")
+
+
+def _launch(wait: fx.Node) -> object:
+    return wait.all_input_nodes[0].target
+
+
+def _write_out(graph: fx.Graph, arrivals: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Write what arrives on the host, one run of waits after another; return what stands for it."""
+    stored: dict[fx.Node, fx.Node] = {}
+    under_way: list[fx.Node] = []
+
+    def wait_for_all(before: fx.Node) -> None:
+        for write in under_way:
+            with graph.inserting_before(before):
+                wait = call(graph, ops.wait, (write,))
+            stored[write.all_input_nodes[0]] = _describe(wait, info(write))
+        under_way.clear()
+
+    for run in _runs(arrivals):
+        wait_for_all(run[0])
+        behind = run[-1].next
+        for arrival in run:
+            where = info(arrival)
+            name = f"{where.unit}.{where.name}" if where.unit else where.name
+            with graph.inserting_before(behind):
+                write = call(graph, ops.write_out, (arrival, name))
+            under_way.append(_describe(write, where))
+    wait_for_all(graph.output_node())
+    return stored
+
+
+def _runs(arrivals: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Group waits that follow one another without anything between them."""
+    found: list[list[fx.Node]] = []
+    for arrival in arrivals:
+        if found and found[-1][-1].next is arrival:
+            found[-1].append(arrival)
+        else:
+            found.append([arrival])
+    return found
+
+
+def _read_back(graph: fx.Graph, distance: int) -> int:
+    """Read each value before its reload; return how many there are."""
+    reloads = [n for n in graph.nodes if n.target is ops.reload]
+    units = Units(graph, distance)
+    gaps = {region: _gap(span.first) for region, span in units.spans.items()}
+    reads = []
+    for reload in reloads:
+        with graph.inserting_before(gaps[units.launch_region(_next_region(reload))]):
+            read = call(graph, ops.read_back, (reload.all_input_nodes[0],))
+        reads.append(_describe(read, info(reload)))
+    for reload, read in zip(reloads, reads, strict=True):  # no wait stands before a launch
+        with graph.inserting_before(reload):
+            arrived = _describe(call(graph, ops.wait, (read,)), info(reload))
+        reload.replace_input_with(reload.all_input_nodes[0], arrived)
+    return len(reloads)
+
+
+def _gap(first: fx.Node) -> fx.Node:
+    """Return the first node of what stands between a region and the one before it."""
+    while first.prev.op == "call_function" and info(first.prev).region is None:
+        first = first.prev
+    return first
+
+
+def _next_region(node: fx.Node) -> int:
+    while (region := info(node).region) is None:
+        node = node.next
+    return region
+
+
+def _describe(node: fx.Node, where: Info) -> fx.Node:
+    set_info(
+        node, phase=where.phase, unit=where.unit, module=where.module, line=where.line,
+        name=where.name, index=where.index,
+    )  # fmt: skip
+    return node
