@@ -53,11 +53,12 @@ class Plan:
     host_budget: the same for the host memory that offload uses.
     activations: "keep", "recompute", "auto" (solved under the budget), a fraction of the kept
         bytes, or {name pattern: "keep" / "recompute" / "offload"}. What is offloaded waits in host
-        memory from its last use in forward to its first in backward.
+        memory, or in files, from its last use in forward to its first in backward.
     tiling: "off", "auto", or {name pattern: number of tiles}.
     offload: Offload(parameters, optimizer, activations, path, ...) or a dict of its fields.
         activations="cpu" offloads all activations that are saved and for which no pattern speaks,
-        but for small ones and for those that backward needs at once.
+        but for small ones and for those that backward needs at once; with "nvme" they, and what
+        patterns offload, pass through the host to files under `path`.
     prefetch: how many units ahead a gather is launched, or "auto" (the machine's).
     persist_below: parameters of fewer bytes stay gathered; None takes the machine's value.
     bucket_bytes: smaller units share a collective up to this; None takes the machine's value.

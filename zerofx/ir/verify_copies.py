@@ -94,8 +94,9 @@ class CopyOrder(Walk):
         if buffer.landed:
             self.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
         buffer.landed = True
-        if buffer.kind in _AWAY and buffer.source is not None:  # what it copies is given back
-            buffer.source.released = node
+        source = buffer.source if buffer.kind in _AWAY else None
+        if source is not None and source.kind is not Kind.STORED:  # a file's is the whole call's
+            source.released = node
         self.roots.set(node, buffer)
 
     # -- what nodes read, take and return ---------------------------------------------------------

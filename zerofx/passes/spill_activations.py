@@ -93,10 +93,14 @@ def _read_back(graph: fx.Graph, distance: int) -> int:
     gaps = {region: _gap(span.first) for region, span in units.spans.items()}
     reads = []
     for reload in reloads:
-        with graph.inserting_before(gaps[units.launch_region(_next_region(reload))]):
+        here = _next_region(reload)
+        ahead = units.launch_region(here)
+        # behind the waits that stand there: what those reloads have brought is off the host
+        before = gaps[ahead] if ahead == here else units.spans[ahead].first
+        with graph.inserting_before(before):
             read = call(graph, ops.read_back, (reload.all_input_nodes[0],))
         reads.append(_describe(read, info(reload)))
-    for reload, read in zip(reloads, reads, strict=True):  # no wait stands before a launch
+    for reload, read in zip(reloads, reads, strict=True):
         with graph.inserting_before(reload):
             arrived = _describe(call(graph, ops.wait, (read,)), info(reload))
         reload.replace_input_with(reload.all_input_nodes[0], arrived)
