@@ -16,12 +16,13 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.spill_activations import SpillActivations
 
-FORWARD_ROWS = """region 0, region 1, region 2, offload 0, region 3, wait offload 0, write 0, offload 1,
-    region 4, wait write 0, wait offload 1, write 1, offload 2, region 5, wait write 1,
+FORWARD_ROWS = """region 0, region 1, region 2, offload 0, region 3, wait offload 0, write 0,
+    offload 1, region 4, wait write 0, wait offload 1, write 1, offload 2, region 5, wait write 1,
     wait offload 2, write 2, offload 3, region 6, wait write 2, wait offload 3, write 3, offload 4,
     offload 5, wait write 3, wait offload 4, wait offload 5, write 4, write 5, wait write 4,
     wait write 5"""
-BACKWARD_ROWS = """read 4, read 5, read 3, wait read 4, reload 4, wait read 5, reload 5, wait read 3,
+BACKWARD_ROWS = """read 4, read 5, read 3, wait read 4, reload 4, wait read 5, reload 5,
+    wait read 3,
     reload 3, wait reload 4, wait reload 5, read 2, region 0, wait read 2, reload 2, wait reload 3,
     read 1, region 1, wait read 1, reload 1, wait reload 2, read 0, region 2, wait read 0, reload 0,
     wait reload 1, region 3, wait reload 0, region 4, region 5"""
