@@ -106,7 +106,6 @@ def test_defaults_are_the_contract() -> None:
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"
-    Plan().require_supported()
 
 
 def test_the_typed_signature_lists_every_field() -> None:
@@ -187,24 +186,6 @@ def test_wrong_plans_say_what_and_the_way_out(fields: dict[str, Any], message: s
 def test_positional_fields_are_refused() -> None:
     with pytest.raises(PlanError, match=r"by name: Plan\(stage=3\)"):
         Plan(3)  # type: ignore[misc]
-
-
-LATER: list[tuple[dict[str, Any], str]] = [
-    (
-        {"tiling": {"h.*": 2}, "offload": {"optimizer": "nvme", "path": "/x"}},
-        "Plan.tiling = {'h.*': 2} is not in this release; use tiling='off'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), LATER, ids=[str(f) for f, _ in LATER])
-def test_what_this_release_lacks_is_refused_when_required(
-    fields: dict[str, Any], message: str
-) -> None:
-    plan = Plan(**fields)
-    with pytest.raises(PlanError) as error:
-        plan.require_supported()
-    assert message in str(error.value)
 
 
 def test_axis_sizes() -> None:

@@ -55,11 +55,10 @@ def compile(
     machine: a machine description (bucket sizes, prefetch, algorithms). Default: the device's.
 
     Raises:
-        PlanError: a plan field is unknown, contradictory, or not in this release.
+        PlanError: a plan field is unknown or contradictory.
         ShardError: a parameter cannot be sharded; the model is left as it was.
     """
     checked = as_plan(plan)
-    checked.require_supported()
     world, described = _connect(checked, device, mesh, machine)
     if checked.cuda_graph:
         check_recordable(world.size, world.device)
@@ -139,7 +138,6 @@ def rewrite(
         A new Program with communication, its history one entry a pass. The given one is unchanged.
     """
     checked = as_plan(plan if plan is not None else program.plan)
-    checked.require_supported()
     described = machine_for("cpu", machine)
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop))

@@ -219,7 +219,6 @@ def _program(
 
     if Path(model).is_dir():
         return _emitted(model, world, plan, until)
-    plan.require_supported()
     captured = _capture(model, plan, batch, seq)
     setting = Setting(plan, world or RANKS, _machine(machine), loop=Loop(**loop or {}))
     return run(captured, setting, until)

@@ -33,7 +33,7 @@ from zerofx.fields import (
     whole,
 )
 from zerofx.plan_parts import Offload, Precision, read_activations, read_tiling, read_units
-from zerofx.plan_rules import contradictions, not_yet
+from zerofx.plan_rules import contradictions
 from zerofx.sizes import exact_bytes
 
 _SIZES = ("memory_budget", "host_budget", "persist_below", "bucket_bytes")
@@ -144,17 +144,6 @@ class Plan:
     def __repr__(self) -> str:
         shown = {k: v for k, v in self.to_dict().items() if k == "stage" or v != _DEFAULTS[k]}
         return f"Plan({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
-
-    def require_supported(self) -> None:
-        """Refuse what a plan may already say but this release does not do yet.
-
-        Raises:
-            PlanError: such a field is used; the message names it and the value to use instead.
-        """
-        for field, value, instead in not_yet(self):
-            raise PlanError(
-                f"Plan.{field} = {value!r} is not in this release; use {field}={instead!r}"
-            )
 
     def axis_sizes(self, world_size: int) -> tuple[int, int]:
         """Return (ranks a bucket is sharded over, copies of each shard) in a world.

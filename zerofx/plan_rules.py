@@ -1,9 +1,9 @@
-"""Which plan fields exclude each other, and which ones this release does not do yet."""
+"""Which plan fields exclude each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofx.fields import Patterns
 from zerofx.sizes import exact_bytes
@@ -114,12 +114,6 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
             "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
             "comes tile by tile, and its optimizer steps once over all of it; use update='step'"
         )
-
-
-def not_yet(plan: Plan) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (field, its value, what to use instead) of every field this release lacks."""
-    if plan.tiling != "off" and "nvme" in (plan.offload.parameters, plan.offload.optimizer):
-        yield "tiling", plan.tiling, "off"
 
 
 def _offloaded_patterns(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, Program
+from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.tiers import Tier
 
 
@@ -100,7 +101,10 @@ class Places:
         if is_in_place(node, self.program.layout) and not self.packs_apart:
             return ()  # the gradient's own memory
         if target is ops.read_shard:
-            return self._own(node, Category.HOST, value(node), time)
+            assert self.program.layout is not None
+            made = self._own(node, Category.HOST, value(node), time)
+            made[0].nbytes = staged_bytes(self.program.layout, info(node).index)
+            return made
         if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
             is_grad = target is ops.grad_buffer
             category = Category.GRADIENTS if is_grad else Category.GATHERED

@@ -165,9 +165,9 @@ def _staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[St
     if layout is None or not program.is_training:
         return []
     sizes = {
-        layout.shard_numel(b): b.dtype.itemsize
-        for b in layout.buckets
-        if b.home is Tier.NVME and b.trainable
+        layout.block_numel(block): block[0].dtype.itemsize
+        for block in layout.blocks
+        if block[0].home is Tier.NVME and block[0].trainable
     }
     if not sizes:
         return []

@@ -15,9 +15,8 @@ from zerofx.ir import ops
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
-from zerofx.runtime.homes import ADAMW_STATES
+from zerofx.runtime.homes import ADAMW_STATES, staged_bytes
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
-from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
 LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
@@ -64,22 +63,26 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
                 kinds[kind] = _more(kinds[kind], sent_bytes, itemsize)
             for lane, nbytes_moved, itemsize in _copies(program, name, node):
                 moved[lane] = _more(moved[lane], nbytes_moved, itemsize)
-    for bucket in _stepped_on_nvme(program):
-        size, itemsize = bucket.numel * bucket.dtype.itemsize, bucket.dtype.itemsize
+    for nbytes_stepped, itemsize in _stepped_on_nvme(program):
         for lane in (NVME_READ, NVME_WRITE):
             for _ in range(1 + ADAMW_STATES):
-                assert program.layout is not None
-                moved[lane] = _more(moved[lane], size // program.layout.shard_size, itemsize)
+                moved[lane] = _more(moved[lane], nbytes_stepped, itemsize)
     return Traffic(kinds, moved)
 
 
-def _stepped_on_nvme(program: Program) -> list[Bucket]:
-    """Return the buckets whose step reads and writes parameters and states on NVMe."""
-    if program.layout is None or BACKWARD not in program.graphs:
+def _stepped_on_nvme(program: Program) -> list[tuple[int, int]]:
+    """Return (bytes, bytes an element) of what is stepped on NVMe: parameters, states as much."""
+    layout = program.layout
+    if layout is None or BACKWARD not in program.graphs:
         return []
     stored = [n for n in program.graph(BACKWARD).nodes if n.target is ops.store_grad]
-    buckets = [program.layout.buckets[info(n).index] for n in stored]
-    return [b for b in buckets if b.home is Tier.NVME]
+    numbers = dict.fromkeys(layout.block_of[info(n).index] for n in stored)
+    blocks = [layout.blocks[number] for number in numbers]
+    return [
+        (layout.block_numel(block) * block[0].dtype.itemsize, block[0].dtype.itemsize)
+        for block in blocks
+        if block[0].home is Tier.NVME
+    ]
 
 
 def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int, int]]:
@@ -89,7 +92,10 @@ def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int,
     copied = value(node)
     if node.target is ops.write_out:
         return [(NVME_WRITE, nbytes(copied), copied.element_size())]
-    if node.target in (ops.read_shard, ops.read_back):
+    if node.target is ops.read_shard and program.layout is not None:
+        size = staged_bytes(program.layout, info(node).index)
+        return [(NVME_READ, size, copied.element_size())]
+    if node.target is ops.read_back:
         return [(NVME_READ, nbytes(copied), copied.element_size())]
     leaves = node.target in (ops.offload, ops.offload_grad)
     nbytes_moved = dense_bytes(copied)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
-from zerofx.runtime.nvme_home import PARAMETERS, Arrival
+from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 
@@ -81,7 +81,7 @@ class AwayShards:
         """Launch the read of a shard that lives on NVMe, into memory of the host."""
         nvme = self._store.homes.nvme
         assert nvme is not None, f"bucket {bucket} does not live on NVMe"
-        return nvme.read(PARAMETERS, bucket, shard.dtype)
+        return nvme.read_shard(bucket, shard.dtype)
 
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
         """Return the host's tensor that travels: the shard, or a copy in the compute format.

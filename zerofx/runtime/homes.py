@@ -6,7 +6,7 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zerofx.errors import OptimizerError
 from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_tier import HostTier, host_memory
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 from zerofx.runtime.tiers import Tier
 
@@ -33,7 +34,7 @@ class Homes:
         self._device, self._writes = device, writes
         self.host = HostTier(device)
         self.nvme: NvmeHome | None = None
-        self._far: dict[int, int] = {}  # bucket on NVMe -> bytes of its shard
+        self._far: dict[int, int] = {}  # first bucket of a block on NVMe -> bytes of that
         self._trained: set[int] = set()  # those that had something to train when they were made
         self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
         # (kind, bucket) -> ranges of its place, each with a weak reference to whose it is
@@ -49,12 +50,13 @@ class Homes:
             NvmeError: the folder cannot be used, or has too little space for what will lie there;
                 both numbers are said.
         """
-        far = [b for b in layout.buckets if b.home is Tier.NVME]
-        self._far = {b.index: layout.shard_numel(b) * b.dtype.itemsize for b in far}
-        self._trained = {b.index for b in far if b.trainable}
-        names = {b.index: full_name(b) for b in far}
-        self.nvme = NvmeHome(folder, rank, self.host, names, self._writes)
-        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(far)} buckets")
+        far = [block for block in layout.blocks if block[0].home is Tier.NVME]
+        self._far = {b[0].index: layout.block_numel(b) * b[0].dtype.itemsize for b in far}
+        self._trained = {b[0].index for b in far if b[0].trainable}
+        names = {b[0].index: _name(b) for b in far}
+        parts = {b.index: (block[0].index, *layout.stretch(b)) for block in far for b in block}
+        self.nvme = NvmeHome(folder, rank, self.host, names, parts, self._writes)
+        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(parts)} buckets")
         try:
             self._reserve(PARAMETERS, self._far)
             if keeps and self._trained:
@@ -164,11 +166,23 @@ class Homes:
             self.nvme.rest()
 
 
+def _name(block: Sequence[Bucket]) -> str:
+    """Name a block for errors: a tiled parameter, or its only bucket."""
+    tile = block[0].tile
+    return full_name(block[0]) if tile is None else f"{tile.name} ({tile.count} tiles)"
+
+
 def far_bytes(layout: Layout, keeps: bool) -> int:
     """Return what a rank will have on NVMe: parameters, AdamW states, gradients if `keeps`."""
     far = [b for b in layout.buckets if b.home is Tier.NVME]
     sizes = [(layout.shard_numel(b) * b.dtype.itemsize, b.trainable) for b in far]
     return sum(size * (1 + is_trained * (ADAMW_STATES + keeps)) for size, is_trained in sizes)
+
+
+def staged_bytes(layout: Layout, bucket: int) -> int:
+    """Return what is read from NVMe, and is on the host, for a bucket's shard."""
+    first, last = covering(*layout.stretch(layout.buckets[bucket]))
+    return last - first
 
 
 def shrink(flat: Tensor) -> None:

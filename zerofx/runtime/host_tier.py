@@ -131,12 +131,21 @@ class HostTier:
 
     def borrow_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory of `numel` elements, which the host may fill at once."""
+        _, flat = self.borrow_within(numel * dtype.itemsize, 0, numel, dtype)
+        return flat
+
+    def borrow_within(
+        self, nbytes: int, start: int, numel: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return (host memory as bytes, `numel` elements of it from byte `start` on).
+
+        The host may fill both at once. They are lent until nobody holds the elements.
+        """
         form = torch.empty(numel, dtype=dtype, device="meta")
-        nbytes = dense_bytes(form)
         place = self._take(nbytes)
         if place.event is not None:  # a copy from it to the device may be under way
             self._lane(H2D).settle(place.event)
-        return self._lend(place, form, nbytes)
+        return place.memory[:nbytes], self._lend(place, form, dense_bytes(form), start)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory of the form of `like`, lent until nobody holds the tensor."""
@@ -220,14 +229,14 @@ class HostTier:
                 self._free[max(sizes)].pop()
         return Place(nbytes, self.device)
 
-    def _lend(self, place: Place, like: Tensor, nbytes: int) -> Tensor:
+    def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
         """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
-        flat = place.memory[:nbytes].view(like.dtype)
+        flat = place.memory[start : start + nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
         places = self._lock, self._lent, self._free
-        back = partial(_give_back, places, place.memory.data_ptr())
+        back = partial(_give_back, places, tensor.data_ptr())
         with self._lock:
-            self._lent[place.memory.data_ptr()] = place, weakref.ref(tensor, back)
+            self._lent[tensor.data_ptr()] = place, weakref.ref(tensor, back)
         return tensor
 
 

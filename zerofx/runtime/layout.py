@@ -194,6 +194,16 @@ class Layout:
         assert tile is not None
         return flat[tile.index * size : (tile.index + 1) * size]
 
+    def stretch(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return which bytes start:stop of its block's place a bucket's shard has; and all bytes.
+
+        A block that lives on NVMe has one place there, under its first bucket.
+        """
+        block = self.blocks[self.block_of[bucket.index]]
+        nbytes = self.shard_numel(bucket) * bucket.dtype.itemsize
+        start = 0 if bucket.tile is None else bucket.tile.index * nbytes
+        return start, start + nbytes, self.block_numel(block) * bucket.dtype.itemsize
+
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
         """The names of each block's parameters, as the user sees them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.folder import prepare
 from zerofx.runtime.nvme.mapped import Mapped
 from zerofx.runtime.nvme.request import Request
@@ -46,10 +47,11 @@ class Arrival:
 class NvmeHome:
     """Files with one place a bucket: parameters, gradients, and each kind of optimizer state.
 
-    A place is seen through a tensor that is the file's own memory (`place`), and moved through
-    buffers on the host (`read`, `write`), by the schedule and by the thread of its updates.
+    The tiles of a parameter share one, under the first of their buckets. A place is seen through a
+    tensor that is the file's own memory (`place`), and moved through buffers on the host (`read`,
+    `write`), by the schedule and by the thread of its updates.
 
-    names: what errors call each bucket.
+    names: what errors call each place. parts: bucket -> (its place's, start, stop, bytes of all).
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class NvmeHome:
         rank: int,
         host: HostTier,
         names: Mapping[int, str],
+        parts: Mapping[int, tuple[int, int, int, int]],
         writes: Callable[[], int],
     ) -> None:
         self._folder, self._rank, self._host, self._names = folder, rank, host, names
+        self._parts = parts
         self._writes_of_others, self._seen = writes, -1
         self._stores: dict[tuple[str, int], NvmeStore] = {}  # of a kind and bucket
         self._places: dict[tuple[str, int], Mapped] = {}
@@ -116,16 +120,31 @@ class NvmeHome:
     # -- ways in and out --------------------------------------------------------------------
     def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
+        nbytes = self._places[kind, bucket].memory.numel()
+        return self._read(kind, bucket, dtype, 0, nbytes, nbytes)
+
+    def read_shard(self, bucket: int, dtype: torch.dtype) -> Arrival:
+        """Launch the read of a bucket's shard, which is all of its place or one tile of that."""
+        place, *stretch = self._parts[bucket]
+        return self._read(PARAMETERS, place, dtype, *stretch)
+
+    def _read(
+        self, kind: str, place: int, dtype: torch.dtype, start: int, stop: int, nbytes: int
+    ) -> Arrival:
+        """Launch the read of bytes start:stop of a place of `nbytes`, and what is around them."""
+        first, last = covering(start, stop, nbytes)
+        numel = (stop - start) // dtype.itemsize
         with self._lock:
-            mapped = self._places[kind, bucket]
+            mapped = self._places[kind, place]
             self._settle_parameters()
             if not mapped.is_settled:
                 mapped.settle()
-            out = self._host.borrow_flat(mapped.memory.numel() // dtype.itemsize, dtype)
+            room, out = self._host.borrow_within(last - first, start - first, numel, dtype)
             if not mapped.is_written:
                 return Arrival(out.zero_(), None)
-            request = self._stores[kind, bucket].read(self._names[bucket], out)
-        self._host.count(NVME_READ, out.nbytes)
+            store, name = self._stores[kind, place], self._names[place]
+            request = store.read_blocks(name, first, room)
+        self._host.count(NVME_READ, room.nbytes)
         return Arrival(out, request)
 
     def _settle_parameters(self) -> None:

@@ -20,6 +20,14 @@ _WORDS, _PAGES = PAGE // 8, BLOCK_BYTES // PAGE  # a page, a block
 _FACTORS = np.arange(_PAGES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
+def covering(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+    """Return the bytes of the blocks that bytes start:stop of `nbytes` lie in.
+
+    Only whole blocks can be proved, so that these are what is read for them.
+    """
+    return start // BLOCK_BYTES * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, nbytes)
+
+
 def checksums(view: Bytes) -> np.ndarray:
     """Return the checksum of every block, the last of any size; never 0, which stands for none.
 

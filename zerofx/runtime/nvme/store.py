@@ -15,6 +15,7 @@ from torch import Tensor
 from zerofx.errors import NvmeError
 from zerofx.runtime.nvme.aligned import bytes_of
 from zerofx.runtime.nvme.blocks import Blocks, read_sums
+from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.engine import IOEngine, default_engine
 from zerofx.runtime.nvme.faults import path_error, sized
 from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name, whoami
@@ -118,6 +119,15 @@ class NvmeStore:
         extent = self._find(name, out)
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_read(self._handle, out, extent.offset, label or name, blocks)
+
+    def read_blocks(self, name: str, start: int, out: Tensor, label: str = "") -> Request:
+        """Begin to fill `out` from byte `start` of an extent on: whole blocks, as of `covering`."""
+        extent = self._layout.extents[name]
+        stop = start + out.nbytes
+        assert covering(start, stop, extent.nbytes) == (start, stop), f"{start}:{stop} of {name}"
+        blocks = Blocks(self._sums, extent, self._layout)
+        at = extent.offset + start
+        return self._engine.submit_read(self._handle, out, at, label or name, blocks)
 
     def write(self, name: str, tensor: Tensor, label: str = "") -> Request:
         """Begin to write an extent from `tensor`; its bytes must be the extent's."""
