@@ -3,7 +3,8 @@
 On CUDA a copy under way reads one memory and writes another while the host, and the compute, go on.
 Here copies are made at once, but each is noted, with who may rely on its having ended: the compute
 behind `join`, the host behind `settle`, a lane behind what it waited for. Every operator that then
-touches memory of a copy which those who run it do not know to have ended is a race.
+touches memory of a copy which those who run it do not know to have ended is a race; so is a request
+to or from NVMe, whose thread knows what it has settled itself.
 
     with Races() as races:
         model = zerofx.compile(...)
@@ -14,6 +15,7 @@ touches memory of a copy which those who run it do not know to have ended is a r
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofx.runtime import homes, host_tier
+from zerofx.runtime.nvme.store import NvmeStore
+from zerofx.runtime.nvme_values import Spill
 
 Known = frozenset[int]  # numbers of copies that have ended, as far as somebody knows
 Range = tuple[int, int]  # addresses
@@ -76,13 +80,17 @@ class TrackedLane:
         self.races.compute |= event
 
     def settle(self, event: Known) -> None:
-        self.races.host |= event
+        if threading.current_thread() is threading.main_thread():
+            self.races.host |= event
+        else:
+            self.races.beside |= event
 
 
 class Races(TorchDispatchMode):
     """Watches every operator. found: what touched memory that a copy under way uses.
 
-    host, compute: the copies that each of them knows to have ended.
+    host, compute: the copies that each of them knows to have ended; beside: that other threads of
+        the host do.
     """
 
     def __init__(self) -> None:
@@ -91,6 +99,8 @@ class Races(TorchDispatchMode):
         self.copies: list[Noted] = []
         self.host: Known = frozenset()
         self.compute: Known = frozenset()
+        self.beside: Known = frozenset()
+        self._stores = {name: getattr(NvmeStore, name) for name in ("read", "write")}
         self.is_copying = False
         self._host_memory: list[Range] = []
         self._kept: list[Tensor] = []  # so that no address comes twice
@@ -105,10 +115,29 @@ class Races(TorchDispatchMode):
             return made, held
 
         host_tier.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
+        for name, request in self._stores.items():
+            setattr(NvmeStore, name, self._requested(name, request))
+        end = self._end = Spill.end
+
+        def ended(spill: Spill) -> None:
+            end(spill)
+            self.host |= self.beside  # who waits for a request knows what its thread knew
+
+        Spill.end = ended  # type: ignore[method-assign]
         return super().__enter__()
+
+    def _requested(self, name: str, request: Any) -> Any:
+        def checked(store: Any, extent: str, tensor: Tensor, *more: Any) -> Any:
+            self.check(span(tensor), name == "read", self.host | self.beside, f"nvme {name}")
+            return request(store, extent, tensor, *more)
+
+        return checked
 
     def __exit__(self, *error: Any) -> None:
         host_tier.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
+        for name, request in self._stores.items():
+            setattr(NvmeStore, name, request)
+        Spill.end = self._end  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def watch(self, model: Any) -> None:

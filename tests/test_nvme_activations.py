@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from measure import measure
+from nvme_cases import Disk
 from offload_cases import ALL, MIXED, SMALL, batch_loss, compiled, gradients
 from pool import Pool
 from spill_cases import LateLane, on_late_lanes, spilling
@@ -236,6 +238,30 @@ def test_damage_names_file_offset_and_activation(tmp_path: Path) -> None:
         loss.backward()
     assert model._engine.host.num_lent == 0
     batch_loss(model, "gpt", 1).backward()  # and the model goes on
+
+
+def test_a_write_that_fails_names_the_activation(tmp_path: Path, disk: Disk) -> None:
+    model = spilling({"stage": 3}, tmp_path)
+    batch_loss(model, "gpt", 0).backward()
+    disk.fails("pwritev", errno.EIO)
+    with pytest.raises(NvmeError, match=r"write of .* of [\w.]+ at offset \d+: .*\(EIO\)"):
+        batch_loss(model, "gpt", 1)
+    disk.faults.clear()
+    model.zero_grad()
+    batch_loss(model, "gpt", 0).backward()
+    engine = model._engine
+    assert all(map(torch.equal, gradients(model), kept(1)))
+    assert engine.host.num_lent == engine.values.num_lent == 0
+
+
+def test_an_adopted_program_needs_a_folder(tmp_path: Path) -> None:
+    model = spilling({"stage": 3}, tmp_path)
+    batch_loss(model, "gpt", 0)
+    loaded = zerofx.load_program(model.programs[0].emit(tmp_path / "program"))
+    other = compiled("gpt", {"stage": 3})
+    other.adopt(loaded)
+    with pytest.raises(NvmeError, match="compiled without a folder there"):
+        batch_loss(other, "gpt", 0)
 
 
 # -- files --------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from copy_races import Races
 from offload_loops import IN_BACKWARD, LOOPS, Run
 
+from zerofx.runtime import nvme_values
 from zerofx.runtime.away_shards import AwayShards
 from zerofx.runtime.host_tier import HostTier
 
@@ -46,6 +48,22 @@ def races_in(plan: dict[str, Any], names: Any = None) -> list[str]:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_nobody_touches_what_is_under_way(plan: dict[str, Any]) -> None:
     assert not races_in(plan)
+
+
+def spilling(folder: Any) -> dict[str, Any]:
+    offload = {"activations": "nvme", "path": str(folder)}
+    return {"stage": 3, "offload": offload, "prefetch": 2}
+
+
+def test_nobody_touches_what_goes_to_nvme_or_comes(tmp_path: Path) -> None:
+    assert not races_in(spilling(tmp_path), ["plain", "two-live"])
+
+
+def test_the_thread_waits_before_a_request(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(nvme_values, "_behind", lambda settled, submit: submit())
+    found = races_in(spilling(tmp_path), ["plain"])
+    assert any("nvme write reads what d2h copy" in line for line in found), found[:5]
+    assert any("nvme read writes what h2d copy" in line for line in found), found[:5]
 
 
 def forget(*args: Any) -> None:

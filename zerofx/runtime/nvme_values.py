@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerofx.errors import NvmeError
 from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, dense_bytes
 from zerofx.runtime.nvme.aligned import up
 from zerofx.runtime.nvme.folder import prepare
@@ -144,7 +145,12 @@ class NvmeValues:
     def _make(self, sizes: Mapping[str, int], whose: str) -> None:
         if not sizes:
             return
-        assert self._folder is not None, "a plan with the tier nvme has a path"
+        if self._folder is None:  # an adopted program's: the model's own plan was checked for it
+            raise NvmeError(
+                f"activations of {whose} wait on NVMe in this program, but the model was compiled "
+                "without a folder there; compile it with Plan(offload={'activations': 'nvme', "
+                "'path': ...})"
+            )
         needed = sum(map(up, sizes.values()))
         what = f"{len(sizes)} activations of {whose} on rank {self._rank}"
         prepare(self._folder, needed, what)
