@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerofx
 from zerofx.demo.measure import Peak, PeakMemory
 from zerofx.ir.program import Loop
 from zerofx.machine import Machine
+from zerofx.runtime.tiers import Tier
 
 MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
 Forward = Callable[[nn.Module, int], Tensor]  # (model, number of the batch) -> the loss
@@ -37,7 +39,29 @@ class Trained:
     """A model in its steady state, and the peak of one whole step there."""
 
     model: zerofx.CompiledModule
+    optimizer: torch.optim.Optimizer
     peak: Peak
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host: places for what is on its way, and what lives there."""
+        engine = self.model._engine
+        store, layout = engine.store, engine.store.layout
+        found, owners = int(engine.host.nbytes), set()
+        for bucket in layout.buckets:
+            if bucket.home is not Tier.HOST:
+                continue
+            found += store.shards[bucket.index].nbytes
+            block = store._grads.get(layout.block_of[bucket.index])
+            if block is not None:
+                found += layout.part(block.flat, bucket.index).nbytes
+            owners |= {bucket.tile.name} if bucket.tile is not None else set(bucket.names)
+        states = [self.optimizer.state.get(store.params.get(name), {}) for name in owners]
+        return found + sum(_local(v).nbytes for s in states for k, v in s.items() if k != "step")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def train(
@@ -67,7 +91,9 @@ def train(
         model = zerofx.compile(build(), plan, device=on, machine=machine)
         # else capture's operators would be profiled too, which is slow
         model._programs.known.update(programs)
-        if plan.get("update") == "in-backward":
+        # states that torch's own makes on the host would count as a CPU device's
+        is_away = plan.get("offload", {}).get("optimizer", "none") != "none"
+        if plan.get("update") == "in-backward" or is_away:
             optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -76,4 +102,4 @@ def train(
                 before_step(model)
             with memory.step() if number == MEASURED else nullcontext():
                 step(model, optimizer, forward, number, how)
-    return Trained(model, memory.steps[0])
+    return Trained(model, optimizer, memory.steps[0])

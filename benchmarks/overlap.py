@@ -1,6 +1,7 @@
 """How much of an optimizer on the host hides behind the compute: one process, updates in backward.
 
     python -m benchmarks.overlap                      # 4x1024, batches 1 to 8, 8 rounds
+    python -m benchmarks.overlap --states nvme --folder /nvme/scratch
 
 A step whose gradients leave for the host, and whose parameters are updated there bucket by bucket
 while backward goes on, is held against its three lanes, each measured alone: forward and backward
@@ -8,6 +9,9 @@ of the same model without offload; the update of all host shards; the copies of 
 many pieces as a step moves. With everything hidden a step takes as long as its longest lane; `in
 turn` is the sum of the lanes, where nothing is. All of it runs once in every round, in turn, on one
 thread of compute and one of updates; ratios are taken within a round.
+
+With states on NVMe there is a fourth lane: reading and writing as many bytes in as many pieces, all
+of them under way as soon as there is a buffer, of as many as the step's own.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,13 +32,18 @@ from benchmarks import sizes
 from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
+from zerofx import nvme
+from zerofx.analysis.standing import IN_STAGES
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.runtime.host_tier import D2H, H2D
+from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 
-TARGET = 1.15  # of the longest lane
+TARGETS = {"cpu": 1.15, "nvme": 1.25}  # of the longest lane, by where the states are
 NUM_MODELS, BYTES_PER_PARAM = 3, 24
 WARMUP_STEPS = 2
-LANES = ("compute", "update", "transfer")
+LANES = {
+    "cpu": ("compute", "update", "transfer"),
+    "nvme": ("compute", "update", "transfer", "disk"),
+}
 
 
 class Training:
@@ -83,72 +93,116 @@ def copies(model: zerofx.CompiledModule) -> Callable[[], None]:
     return copy
 
 
+def disk(model: zerofx.CompiledModule, store: nvme.NvmeStore) -> Callable[[], None]:
+    """Return a function that reads and writes what a step of `model` does, in a store of its own.
+
+    Each read and write has its extent, `extents` says which.
+    """
+    pieces = [(lane, *piece) for lane, piece in extents(model)]
+    largest = max(nbytes for _, _, nbytes in pieces)
+    buffers = [nvme.aligned_empty(largest, dtype=torch.uint8) for _ in range(2 * IN_STAGES * 3)]
+
+    def move() -> None:
+        under_way: list[nvme.Request] = []
+        for number, (lane, name, nbytes) in enumerate(pieces):
+            if len(under_way) >= len(buffers):
+                under_way.pop(0).wait()
+            buffer = buffers[number % len(buffers)][:nbytes]
+            submit = store.read if lane == NVME_READ else store.write
+            under_way.append(submit(name, buffer))
+        for request in under_way:
+            request.wait()
+
+    for _, name, nbytes in pieces:  # nothing can be read before
+        store.write(name, buffers[0][:nbytes]).wait()
+    return move
+
+
+def extents(model: zerofx.CompiledModule) -> list[tuple[str, tuple[str, int]]]:
+    """Return (lane, (name, bytes)) of what a step reads and writes, one after the other."""
+    moved = model.programs[0].memory().traffic.moved
+    each = [
+        [(lane, (f"{lane}{i}", moved[lane].sent_bytes // moved[lane].calls))
+         for i in range(moved[lane].calls)]
+        for lane in (NVME_READ, NVME_WRITE)
+    ]  # fmt: skip
+    return [piece for pair in zip(*each, strict=True) for piece in pair]
+
+
 def seconds(function: Callable[[], None]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def measure(name: str, batch: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, batch: int, rounds: int, states: str, folder: str) -> dict[str, Any]:
     """Return the line of one size and batch."""
     config = sizes.SIZES[name].model
     x, y = make_batches(name, batch, rank=0, ranks=1).at(0)
-    offload = {"optimizer": "cpu"}
     plain = Training(config, x, y)
-    after = Training(config, x, y, offload=offload)
+    after = Training(config, x, y, offload={"optimizer": "cpu"})
+    offload = {"optimizer": states} | ({"path": folder} if states == "nvme" else {})
     within = Training(config, x, y, offload=offload, update="in-backward")
-    copy = copies(within.model)
-    found: dict[str, list[float]] = {key: [] for key in (*LANES, "after", "step")}
+    with ExitStack() as stack:
+        alone = {"transfer": copies(within.model)}
+        if states == "nvme":
+            sizes_of = dict(piece for _, piece in extents(within.model))
+            store = nvme.NvmeStore.create(folder, sizes_of, label="overlap")
+            alone["disk"] = disk(within.model, stack.enter_context(store))
+        found: dict[str, list[float]] = {key: [] for key in (*LANES[states], "after", "step")}
 
-    def compute() -> None:
-        found["compute"].append(seconds(plain.run))
-        plain.drop()
+        def compute() -> None:
+            found["compute"].append(seconds(plain.run))
+            plain.drop()
 
-    def in_turn() -> None:
-        run, update = seconds(after.run), seconds(after.step)
-        found["update"].append(update)
-        found["after"].append(run + update)
+        def in_turn() -> None:
+            run, update = seconds(after.run), seconds(after.step)
+            found["update"].append(update)
+            found["after"].append(run + update)
 
-    def transfer() -> None:
-        found["transfer"].append(seconds(copy))
+        def lanes() -> None:
+            for lane, move in alone.items():
+                found[lane].append(seconds(move))
 
-    def overlapped() -> None:
-        found["step"].append(seconds(within.run) + seconds(within.step))
+        def overlapped() -> None:
+            found["step"].append(seconds(within.run) + seconds(within.step))
 
-    parts = [compute, in_turn, transfer, overlapped]
-    for number in range(rounds):
-        first = number % len(parts)
-        for part in parts[first:] + parts[:first]:
-            part()
-    return line(name, batch, found)
+        parts = [compute, in_turn, lanes, overlapped]
+        for number in range(rounds):
+            first = number % len(parts)
+            for part in parts[first:] + parts[:first]:
+                part()
+    return line(name, batch, states, found)
 
 
-def line(name: str, batch: int, found: dict[str, list[float]]) -> dict[str, Any]:
+def line(name: str, batch: int, states: str, found: dict[str, list[float]]) -> dict[str, Any]:
     """Return medians over rounds of each lane and of the ratios within a round."""
+    lanes, target = LANES[states], TARGETS[states]
     each = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-    longest = [max(one[lane] for lane in LANES) for one in each]
-    in_turn = [sum(one[lane] for lane in LANES) for one in each]
+    longest = [max(one[lane] for lane in lanes) for one in each]
+    in_turn = [sum(one[lane] for lane in lanes) for one in each]
     ratios = [one["step"] / most for one, most in zip(each, longest, strict=True)]
     ratio = statistics.median(ratios)
     milliseconds = {f"{key}_ms": statistics.median(v) * 1e3 for key, v in found.items()}
     turns = [total / most for total, most in zip(in_turn, longest, strict=True)]
     return {
-        "size": name, "batch": batch, "ratio": ratio, "target": TARGET, "met": ratio <= TARGET,
-        "low": min(ratios), "high": max(ratios), "in_turn": statistics.median(turns),
-        **milliseconds, "rounds": found,
+        "size": name, "batch": batch, "states": states, "ratio": ratio, "target": target,
+        "met": ratio <= target, "low": min(ratios), "high": max(ratios),
+        "in_turn": statistics.median(turns), "disk_ms": None, **milliseconds, "rounds": found,
     }  # fmt: skip
 
 
 COLUMNS = [
     Column("size", "size"),
     Column("batch", "batch"),
+    Column("states", "states"),
     Column("ratio", "step / longest lane", "{:.2f}"),
     Column("target", "target", "{:.2f}"),
     Column("met", "met"),
     Column("low", "lowest", "{:.2f}"),
     Column("high", "highest", "{:.2f}"),
     Column("in_turn", "in turn", "{:.2f}"),
-    *(Column(f"{lane}_ms", f"{lane} ms", "{:.1f}") for lane in LANES),
+    *(Column(f"{lane}_ms", f"{lane} ms", "{:.1f}") for lane in LANES["nvme"]),
     Column("after_ms", "step, update after ms", "{:.1f}"),
     Column("step_ms", "step, update within ms", "{:.1f}"),
 ]
@@ -159,14 +213,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="4x1024", choices=list(sizes.SIZES))
     parser.add_argument("--batches", default="1,2,4,8", help="sequences of a step")
+    parser.add_argument("--states", default="cpu", choices=list(TARGETS), help="where they live")
+    parser.add_argument("--folder", help="on the disk to use, for --states nvme")
     parser.add_argument("--rounds", type=int, default=8, help="a claim needs 8 or more")
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
         parser.error("this machine has one core: an update has nowhere to run beside the compute")
+    if options.states == "nvme" and options.folder is None:
+        parser.error("--states nvme needs a --folder on the disk to use")
     torch.set_num_threads(1)
     need_memory(sizes.SIZES[options.size].num_params * BYTES_PER_PARAM * NUM_MODELS)
     batches = [int(batch) for batch in options.batches.split(",")]
-    lines = [measure(options.size, batch, options.rounds) for batch in batches]
+    folder = vars(options).pop("folder")
+    lines = [measure(options.size, b, options.rounds, options.states, folder) for b in batches]
     finish("overlap", COLUMNS, lines, options)
 
 

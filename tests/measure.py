@@ -30,7 +30,7 @@ class Measured:
     padded_numel, regathered_numel: elements of all buckets, and of those that backward gathers.
     shard_bytes: what all gradients on this rank take, and all parameters.
     moved: lane between device and host -> (copies, bytes) in one step.
-    host_bytes: of the host tier, which the peaks leave out.
+    host_bytes: on the host, on its way or living there, all of which the peaks leave out.
     """
 
     peak_bytes: int
@@ -171,7 +171,7 @@ def measure(
         shard_bytes=sum(s.nbytes for s in model._engine.store.shards),
         moved={k: (n - moved[k][0], b - moved[k][1]) for k, (n, b) in _moved(model).items()},
         predicted_moved={k: (s.calls, s.sent_bytes) for k, s in expected.moved.items()},
-        host_bytes=model._engine.host.nbytes,
+        host_bytes=trained.host_bytes,
         predicted_host_bytes=program.memory().memory.host_bytes,
     )
 

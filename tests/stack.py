@@ -33,7 +33,7 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
-def stack() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def stack(device: str = "meta") -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return the model and a call, as the command line wants them."""
-    with torch.device("meta"):
+    with torch.device(device):
         return Stack(), (torch.zeros(8, 16),), {}

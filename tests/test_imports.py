@@ -47,8 +47,9 @@ BELOW: dict[str, set[str]] = {
     | {"optim"},
     "zerofx": {"api", "reports", "optim", "nvme"},
     "demo": {"zerofx"},
+    "trial": {"api", "zerofx", "targets", "optim", "plan"},
     "doctor": {"api", "zerofx"},
-    "cli": {"api", "views", "demo", "doctor", "targets", "zerofx"},
+    "cli": {"api", "views", "demo", "doctor", "targets", "trial", "zerofx"},
     "__main__": {"cli"},
 }
 

@@ -145,6 +145,55 @@ def diff(
 
 
 @app.command()
+def verify(
+    model: Model,
+    worlds: Annotated[
+        list[int] | None, typer.Option("--world", min=1, help="ranks; repeatable [default: 2]")
+    ] = None,
+    plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    is_run: Annotated[
+        bool, typer.Option("--run", help="train too, on real ranks, beside plain training")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="of --run")] = 3,
+    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step, of --run")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="all but the last backward under no_sync, of --run")
+    ] = False,
+    same_batch: Annotated[
+        bool, typer.Option("--same-batch", help="every rank gets the example call as it is")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(help="relative error of a tensor [default: by the precision]")
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Prove the program for every rank; with --run, hold real training against plain training."""
+    from zerofx.trial.launch import run_trial
+    from zerofx.trial.settings import Settings
+    from zerofx.views.proof import ProofView
+
+    chosen, found = _plan(plan, stage, set_), []
+    each: list[int | None] = [*worlds] if worlds else [None]
+    for world in each:
+        view: Any = ProofView.of(_program(model, world, chosen, machine, batch, seq))
+        found.append(view)
+        if is_run:
+            _refuse_directory(model)
+            settings = Settings(
+                model, chosen.to_dict(), view.world, steps, batch, seq, accumulation, no_sync,
+                same_batch, tolerance,
+            )  # fmt: skip
+            found.append(run_trial(settings))
+    if as_json:
+        typer.echo(json.dumps([view.to_dict() for view in found], indent=1))
+    else:
+        typer.echo("\n".join(map(str, found)))
+    if not all(getattr(view, "is_equal", True) for view in found):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Check that this installation can compile and train; the status is 1 where it cannot."""
     from zerofx.doctor import Diagnosis, checks
@@ -237,6 +286,11 @@ def _emitted(directory: str, world: int | None, plan: Plan, until: str | None) -
             "plan.yaml; leave out --plan, --stage, --set, --pass and --world"
         )
     return program
+
+
+def _refuse_directory(model: str) -> None:
+    if Path(model).is_dir():
+        raise PlanError(f"{model} is an emitted program, without a model; --run needs the model")
 
 
 def _show(view: Any, as_json: bool) -> None:

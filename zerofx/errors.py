@@ -61,3 +61,7 @@ class DoctorError(ZerofxError):
 
 class NvmeError(ZerofxError):
     """A transfer to or from disk failed, or a path or file cannot serve as the NVMe tier."""
+
+
+class TrialError(ZerofxError):
+    """The ranks of `zerofx verify --run` could not train."""

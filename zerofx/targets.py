@@ -1,12 +1,15 @@
 """The model that a command line names: `package.module:function`, `file.py:function`, `hf:config`.
 
-A function returns `(module, args, kwargs)`: a model, best on the meta device, and one example call.
+A function returns `(module, args, kwargs)`: a model and one example call. On the meta device they
+take no memory; a function with an argument `device` is told where they are wanted: "meta" for what
+is done on paper, "cpu" for what trains.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -33,21 +36,24 @@ class Target:
     kwargs: dict[str, Any]
 
 
-def resolve(spec: str, batch: int = 1, seq: int = 128) -> Target:
+def resolve(spec: str, batch: int = 1, seq: int = 128, device: str = "meta") -> Target:
     """Return what `spec` names; `batch` and `seq` shape the inputs of an `hf:` model.
+
+    device: where an `hf:` model and its inputs are made, random where that is not meta; and what a
+        function with an argument of that name is given.
 
     Raises:
         TargetError: nothing is there, or it is not a model with an example call.
     """
     if spec.startswith("hf:"):
-        return _from_config(Path(spec[3:]), batch, seq)
+        return _from_config(Path(spec[3:]), batch, seq, torch.device(device))
     place, colon, name = spec.rpartition(":")
     if not colon or not name:
         raise TargetError(f"model {spec!r}: give {FORMS}")
-    return _call(_function(spec, place, name), spec)
+    return _call(_function(spec, place, name), spec, device)
 
 
-def _function(spec: str, place: str, name: str) -> Callable[[], Any]:
+def _function(spec: str, place: str, name: str) -> Callable[..., Any]:
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(spec, place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -82,8 +88,9 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def _call(function: Callable[[], Any], spec: str) -> Target:
-    found = function()
+def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
+    asks = "device" in inspect.signature(function).parameters
+    found = function(device=device) if asks else function()
     fits = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
     if not fits or not isinstance(found[1], (tuple, list)) or not isinstance(found[2], dict):
         shown = type(found).__name__
@@ -103,8 +110,8 @@ _AUTO = (
 )
 
 
-def _from_config(path: Path, batch: int, seq: int) -> Target:
-    """Build a transformers model with random weights on meta, and a training call of it."""
+def _from_config(path: Path, batch: int, seq: int, device: torch.device) -> Target:
+    """Build a transformers model with random weights, and a training call of it."""
     try:
         import transformers
     except ModuleNotFoundError as e:
@@ -117,10 +124,21 @@ def _from_config(path: Path, batch: int, seq: int) -> Target:
     except ValueError as e:
         raise TargetError(f"hf:{path}: {e}") from e
     config.use_cache = False  # a cache is no result of a training step
-    with torch.device("meta"):
+    with device:
         model = _architecture(transformers, config, path)
     model.train()
-    return Target(f"hf:{path}", model, (), _example(model, config, batch, seq))
+    call = _example(model, config, batch, seq)
+    if device.type != "meta":
+        call = {name: _filled(t, config).to(device) for name, t in call.items()}
+    return Target(f"hf:{path}", model, (), call)
+
+
+def _filled(tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return random values of that form: pixels, tokens, or labels of what is classified."""
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape)
+    most = getattr(config, "vocab_size", 2) if tensor.dim() > 1 else config.num_labels
+    return torch.randint(most, tensor.shape)
 
 
 def _architecture(transformers: Any, config: Any, path: Path) -> nn.Module:

@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.storage import CATEGORY_OF, Category, Storage, is_view, slot_of, span_bytes
+from zerofx.analysis.storage import (
+    CATEGORY_OF,
+    Category,
+    Storage,
+    is_view,
+    landing_dtype,
+    slot_of,
+    span_bytes,
+)
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.homes import staged_bytes
+from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
 
@@ -97,7 +106,7 @@ class Places:
         if target is ops.wait and node.all_input_nodes[0].target in _HOLD_SOURCE:
             return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
         if target is ops.offload_grad:
-            return (*self._landing(node, time), *self.held[node.all_input_nodes[0]])
+            return (*self._landing(node, time), *self._leaving(node, time))
         if is_in_place(node, self.program.layout) and not self.packs_apart:
             return ()  # the gradient's own memory
         if target is ops.read_shard:
@@ -116,7 +125,9 @@ class Places:
             return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
         if target in ops.REDUCES and not self._reduces_apart(node):
             return ()  # the gradient's shard, or what is lent for it
-        if target in (ops.refresh, ops.refresh_shard, ops.resident):
+        if target in (ops.refresh, ops.refresh_shard):
+            return self._casting(node, time)
+        if target is ops.resident:
             return ()  # a copy that stays
         if target is ops.release:
             return ()
@@ -137,15 +148,41 @@ class Places:
 
     def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
-        assert self.program.layout is not None
-        bucket = self.program.layout.buckets[info(node).index]
-        if bucket.reduce_dtype is bucket.dtype and not self.packs_apart:
+        bucket = self._bucket(node)
+        if landing_dtype(self.program, bucket) is bucket.dtype and not self.packs_apart:
             return (self._nothing(node, time),)
         return self._own(node, Category.HOST, value(node), time)
 
+    def _leaving(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what is copied of it: the slice itself, or what that is unscaled into."""
+        bucket = self._bucket(node)
+        if landing_dtype(self.program, bucket) is value(node).dtype:
+            return self.held[node.all_input_nodes[0]]
+        wide = value(node).to(bucket.dtype)
+        return self._own(node, Category.GRADIENTS, wide, time, name="reduced slice, unscaled")
+
+    def _casting(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what a copy that stays is made of: a cast of the shard on the host, for the way.
+
+        Forward makes it; a later refresh of the same step finds the copy current.
+        """
+        if self._home(node) is Tier.DEVICE or self.graph == BACKWARD:
+            return ()
+        if not self._bucket(node).is_cast or self.program.plan.offload.delayed:
+            return ()  # it is the shard that travels, or its copy that stays
+        if node.target is ops.refresh_shard:
+            return self._nothing(node, time), *self._own(node, Category.HOST, value(node), time)
+        assert self.program.layout is not None  # the copy to this rank's slice is waited for there
+        cast = span_bytes(value(node)) // self.program.layout.shard_size
+        self.storages.append(Storage(Category.HOST, cast, "cast copy", time, time, info(node)))
+        return ()
+
+    def _bucket(self, node: fx.Node) -> Bucket:
+        assert self.program.layout is not None
+        return self.program.layout.buckets[info(node).index]
+
     def _home(self, node: fx.Node) -> Tier:
-        layout = self.program.layout
-        return Tier.DEVICE if layout is None else layout.buckets[info(node).index].home
+        return Tier.DEVICE if self.program.layout is None else self._bucket(node).home
 
     def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a copy arrives, and behind that its source, which is held until the wait."""
@@ -169,7 +206,7 @@ _ARRIVES = {
     ops.read_back: Category.HOST,
     ops.reload: Category.ACTIVATIONS,
 }
-_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard}
+_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard, ops.refresh_shard}
 _MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {
     Role.PARAM: Category.PARAMETERS,

@@ -19,6 +19,8 @@ from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
+from zerofx.ir.program import Program
+from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
 
@@ -81,6 +83,15 @@ class CompiledRegion:
 
 
 Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
+
+
+def landing_dtype(program: Program, bucket: Bucket) -> torch.dtype:
+    """Return the format in which a bucket's gradient leaves for the host.
+
+    It leaves as it was reduced, but unscaled first, in the format of p.grad, where a plan scales.
+    """
+    scale = program.plan.precision.loss_scale if program.plan is not None else None
+    return bucket.reduce_dtype if scale in (None, "external") else bucket.dtype
 
 
 def slot_of(node: fx.Node) -> int:

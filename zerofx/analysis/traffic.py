@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from zerofx.analysis.storage import landing_dtype
 from zerofx.ir import ops
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import BACKWARD, Program
@@ -106,7 +107,12 @@ def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int,
         nbytes_moved //= layout.shard_size
     if node.target is ops.refresh_shard and graph == BACKWARD:
         return []  # forward's is current
-    return [(D2H if leaves else H2D, nbytes_moved, copied.element_size())]
+    itemsize = copied.element_size()
+    if node.target is ops.offload_grad:
+        assert program.layout is not None
+        itemsize = landing_dtype(program, program.layout.buckets[info(node).index]).itemsize
+        nbytes_moved = copied.numel() * itemsize
+    return [(D2H if leaves else H2D, nbytes_moved, itemsize)]
 
 
 def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:

@@ -55,6 +55,12 @@ def _batch_norm_backward(node: fx.Node) -> int:
     return nbytes(value(node.all_input_nodes[0]))
 
 
+def _product_of_bf16(node: fx.Node) -> int:
+    """The result in fp32, in which it is summed; other formats are summed in place."""
+    found = value(node)
+    return 4 * found.numel() if found.dtype is torch.bfloat16 else 0
+
+
 def _dropout(node: fx.Node) -> int:
     """The mask, before it is a boolean one."""
     return nbytes(value(node.all_input_nodes[0]))
@@ -123,6 +129,8 @@ _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_dropout.default: _dropout,
+    aten.mm.default: _product_of_bf16,
+    aten.addmm.default: _product_of_bf16,
     ops.linear_cross_entropy: _loss_head,
     ops.linear_cross_entropy_backward: _loss_head_backward,
     recurrent: _recurrent,

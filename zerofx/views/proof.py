@@ -1,0 +1,80 @@
+"""What was proved of a program: how much of each invariant's matter there was to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.ir import ops
+from zerofx.ir.program import Program
+from zerofx.ir.verify import verify
+from zerofx.ir.verify_values import Numbering
+from zerofx.sizes import format_bytes
+
+_COUNTED = {
+    "gathers": ops.GATHERS,
+    "copies between tiers": ops.COPIES | ops.MOVES,
+    "reductions": ops.REDUCES,
+    "updates": {ops.update},
+    "releases": {ops.release},
+}
+
+
+@dataclass(frozen=True)
+class ProofView:
+    """A program that holds, on every one of its ranks: all run this same one.
+
+    counts: what was followed from its launch to its end. nodes: of all graphs. values: those whose
+    expressions were compared, down to `outputs` that must be what was captured.
+    """
+
+    model: str
+    world: int
+    nodes: int
+    values: int
+    outputs: int
+    counts: dict[str, int]
+    slots: tuple[int, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> ProofView:
+        """Verify a program, and say what there was to verify.
+
+        Raises:
+            ProgramError: it breaks an invariant.
+        """
+        verify(program)
+        nodes = [n for gm in program.graphs.values() for n in gm.graph.nodes]
+        numbering = Numbering(program)
+        counts = {
+            what: sum(n.target in targets for n in nodes) for what, targets in _COUNTED.items()
+        }
+        return cls(
+            program.model_name, program.world_size, len(nodes), len(numbering.of),
+            len(numbering.outputs) if program.reference is not None else 0,
+            counts, tuple(program.slots.get("bytes", ())),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        ranks = f"each of {self.world} ranks" if self.world > 1 else "its one rank"
+        followed = ", ".join(f"{n} {what}" for what, n in self.counts.items() if n)
+        lines = [
+            f"{self.model}: proved for {ranks}",
+            f"  order     {self.nodes} nodes: {followed or 'nothing is moved'}; each read between "
+            "its wait and its release, each launch waited for once",
+            f"  dataflow  {self.values} values: {self.outputs} outputs, gradients and buffers are "
+            "the expressions that were captured",
+        ]
+        if self.slots:
+            lines.append(
+                f"  memory    {len(self.slots)} slots ({format_bytes(sum(self.slots))}): no two "
+                "buffers in one at a time"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        return {
+            "model": self.model, "world": self.world, "nodes": self.nodes, "values": self.values,
+            "outputs": self.outputs, "counts": self.counts, "slot_bytes": list(self.slots),
+        }  # fmt: skip
