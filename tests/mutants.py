@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, Choice, final
+from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, final
 from torch import Tensor, fx
 
 from zerofx.ir import ops
@@ -93,6 +93,7 @@ BASES = [
     Base("gpt", Choice(3, 1, budget=1 << 20, offload=BOTH)),
     Base("gpt", Choice(3, tiling=TILED, offload=BOTH)),
     Base("gpt", Choice(3, prefetch=3, activations=AWAY, units=FINE, offload=BOTH)),
+    Base("gpt", Choice(3, tiling=TILED, offload=STORED)),
     Base("gpt", Choice(3, units=FINE, offload=SPILLED)),
     Base("chain", Choice(0, 1, offload=SPILLED, prefetch=0)),
 ]

@@ -23,6 +23,7 @@ FINE = ("blocks.*.attn", "blocks.*.mlp")
 OPTIMIZER = (("optimizer", "cpu"),)
 PARAMETERS = (("parameters", "cpu"),)
 BOTH = OPTIMIZER + PARAMETERS
+STORED = (("optimizer", "nvme"), ("parameters", "nvme"), ("path", "/nowhere"))
 SPILLED = (("activations", "nvme"), ("path", "/nowhere"))
 
 

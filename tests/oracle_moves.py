@@ -12,7 +12,7 @@ import torch
 from oracle_exchange import Exchange
 from oracle_host import Host, HostCopy, Parked
 from oracle_memory import OracleError
-from oracle_shards import Far, Shards
+from oracle_shards import Far, Shards, Staged
 from torch import Tensor
 
 Blocking = Generator[None, None, Any]
@@ -47,8 +47,18 @@ class Moves:
         self, shard: Any, bucket: int, numel: int, slot: int, dtype: torch.dtype | None
     ) -> Blocking:
         yield from ()
+        if isinstance(shard, Staged) and shard.bucket == bucket:
+            mine = self._slice(self.shard(bucket), bucket, numel, "reload")
+            return self.away.reload(shard, slot, numel, dtype or mine.dtype)
         mine = self._slice(shard, bucket, numel, "reload")
-        return self.away.reload(bucket, slot, numel, dtype or mine.dtype)
+        if not isinstance(shard, Far):
+            raise OracleError(f"a reload of bucket {bucket}, whose shard is on the device")
+        return self.away.reload(shard, slot, numel, dtype or mine.dtype)
+
+    def _read_shard(self, shard: Any, bucket: int, numel: int) -> Blocking:
+        yield from ()
+        self._slice(shard, bucket, numel, "read")
+        return self.away.read(bucket)
 
     def _refresh_shard(
         self, shard: Any, bucket: int, numel: int, dtype: torch.dtype | None

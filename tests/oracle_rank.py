@@ -36,6 +36,7 @@ class Rank:
         self.memory = Memory(program.slots.get("bytes", []))
         self.ops = Communication(rank, program.layout, self.memory, self.shards, exchange)
         self.ops.away.far, self.ops.away.stays = self._far()
+        self.ops.away.stored = self._stored()
         self.saved: list[Any] = []
         self.results: list[tuple[OutputInfo, Any]] = []
         self.full_grads: dict[str, Tensor] = {}
@@ -65,6 +66,11 @@ class Rank:
         away = [b for b in layout.buckets if b.home.value != "device"]
         stays = {b.index for b in away if b.source.value == "device" and layout.shard_size > 1}
         return {b.index: Far(b.index, self.shards[b.index]) for b in away}, stays
+
+    def _stored(self) -> set[int]:
+        """Return the buckets whose gathers begin on NVMe."""
+        buckets = self.program.layout.buckets if self.program.layout is not None else ()
+        return {b.index for b in buckets if b.source.value == "nvme"}
 
     def _feed(self, node: fx.Node) -> Any:
         what = info(node)

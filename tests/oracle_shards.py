@@ -20,6 +20,14 @@ class Far:
 
 
 @dataclass(eq=False)
+class Staged:
+    """A shard that was read from NVMe to the host: a handle that only its reload takes."""
+
+    bucket: int
+    content: Tensor
+
+
+@dataclass(eq=False)
 class Move:
     """A copy under way. `land` is given what was read, and returns what the wait delivers.
 
@@ -48,13 +56,15 @@ class Shards:
 
     far: bucket -> its handle, for buckets whose moves are in the program. Where they are not yet,
     a slice is read where it lies, as if it were on the device. stays: those of which a copy is to
-    stay on the device: they are refreshed there, the others are reloaded.
+    stay on the device: they are refreshed there, the others are reloaded. stored: those that are
+    on NVMe, and read to the host before that.
     """
 
     memory: Memory
     delivery: Delivery
     far: Mapping[int, Far] = field(default_factory=dict)
     stays: Collection[int] = ()
+    stored: Collection[int] = ()
     _near: list[tuple[Tensor, int]] = field(default_factory=list)  # delivered in this call
     _staying: dict[int, Tensor] = field(default_factory=dict)  # bucket -> its copy on the device
     _fresh: dict[int, int] = field(default_factory=dict)  # bucket -> version that this copy has
@@ -62,9 +72,18 @@ class Shards:
     _arrived: list[Far] = field(default_factory=list)  # gradients that are not stored yet
 
     # -- to the device ----------------------------------------------------------------------
-    def reload(self, bucket: int, slot: int, numel: int, dtype: Any) -> Move:
+    def read(self, bucket: int) -> Move:
+        """Read a slice from NVMe to the host."""
+        if bucket not in self.stored:
+            raise OracleError(f"the shard of bucket {bucket} is not on NVMe")
+        return self._launch(Move(self.far[bucket].content, lambda read: Staged(bucket, read)))
+
+    def reload(self, far: Far | Staged, slot: int, numel: int, dtype: Any) -> Move:
         """Copy a slice into a place, whose last tenant is gone from the launch on."""
-        far = self._far(bucket, stays=False)
+        bucket = far.bucket
+        self._far(bucket, stays=False)
+        if isinstance(far, Staged) != (bucket in self.stored):
+            raise OracleError(f"a reload of bucket {bucket}, which has not been read from NVMe")
         dest = self.memory.place(slot, numel, dtype)
 
         def land(read: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from mutants_kinds import KINDS
 from zerofx.ir.meta import info
 from zerofx.ir.verify import verify
 
-FEW = [*BASES[:3], *BASES[15:22], *BASES[-3:]]
+FEW = [*BASES[:3], *BASES[15:22], *BASES[-4:]]
 SPILLED = BASES[-2:]
 
 

@@ -17,6 +17,7 @@ from oracle_cases import (
     OPTIMIZER,
     PARAMETERS,
     SPILLED,
+    STORED,
     Choice,
     captured,
     captured_inference,
@@ -54,6 +55,7 @@ FAST = [
     ("gpt", Choice(3, offload=OPTIMIZER, update="in-backward", units=FINE)),
     ("gpt", Choice(2, 1, offload=HALF)),
     ("gpt", Choice(3, offload=SPILLED, prefetch=2)),
+    ("gpt", Choice(3, offload=STORED)),
     ("convnet", Choice(1, offload=OPTIMIZER)),
     ("adapters", Choice(3, 4, offload=PARAMETERS, shard_axis_size=2, prefetch=2)),
 ]
@@ -74,6 +76,7 @@ SLOW = [
             *[Choice(3, w, AWAY, b, offload=BOTH) for w, b in product((1, 2), (None, PLENTY))],
             Choice(3, offload=PARAMETERS, prefetch=0),
             Choice(3, offload=HALF, update="in-backward"),
+            *[Choice(3, w, offload=STORED, prefetch=p) for w, p in ((1, 0), (2, 2))],
             *[Choice(s, w, offload=SPILLED) for s, w in product(range(4), (1, 2))],
             *[Choice(3, 2, AWAY, prefetch=p, offload=BOTH + SPILLED) for p in (0, 3)],
         ]

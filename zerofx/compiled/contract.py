@@ -9,7 +9,7 @@ from torch import fx
 from zerofx.compiled.digest import collective_digest
 from zerofx.ir import ops
 from zerofx.ir.graphs import alias_source
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.step import Contract
 
@@ -56,6 +56,12 @@ def forward_slots(program: Program) -> set[int]:
     """Return the slots that forward gathers into."""
     gathers = [n for n in program.graph(FORWARD).nodes if n.target is ops.all_gather]
     return {n.args[3] for n in gathers if len(n.args) == 4 and n.args[3] >= 0}
+
+
+def written_out(program: Program) -> dict[str, int]:
+    """Return the bytes of each value that forward lets wait on NVMe, by name."""
+    nodes = [n for n in program.graph(FORWARD).nodes if n.target is ops.write_out]
+    return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
 
 
 def _results(program: Program, role: Role) -> list[Any]:

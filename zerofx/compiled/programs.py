@@ -26,10 +26,9 @@ from zerofx.compiled.budget import (
     warn_of_regions,
     warn_of_slots,
 )
-from zerofx.compiled.contract import contract, forward_slots
+from zerofx.compiled.contract import contract, forward_slots, written_out
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
-from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
 from zerofx.passes.pipeline import Setting, run
@@ -200,7 +199,7 @@ class ProgramTable:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
         program, directory = self.known[key]
         self._reserve(program)
-        self._engine.reserve_values(_written_out(program), program.model_name)
+        self._engine.reserve_values(written_out(program), program.model_name)
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program), module.forward
@@ -234,12 +233,6 @@ class ProgramTable:
 def _buckets(program: Program, graph: str, op: Any) -> list[int]:
     """Return the buckets for which a graph calls an op that takes one as its second argument."""
     return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
-
-
-def _written_out(program: Program) -> dict[str, int]:
-    """Return the bytes of each value that forward lets wait on NVMe."""
-    nodes = [n for n in program.graph(FORWARD).nodes if n.target is ops.write_out]
-    return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
 
 
 def _write(program: Program) -> Path:

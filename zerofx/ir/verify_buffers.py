@@ -50,7 +50,7 @@ class Buffer:
         zero, and the launch of its reduction.
     source: of a reduction's result, the gradient buffer; of a copy, what it copies.
     stored: the store_grad of a reduction's result.
-    reloaded: of a value on the host, its reload; of one on NVMe, its read.
+    reloaded: of a value on the host, its reload.
     written: of a value on the host, the launch of its way on to NVMe.
     updated: of a shard, the update that has overwritten it.
     is_away: of a shard and of a reduction's result, that the bucket lives off the device.

@@ -23,8 +23,8 @@ class CopyOrder(Walk):
 
     A value that leaves is read up to its offload's wait, behind which its memory is another's; its
     copy on the host is for one reload alone, and what that delivers is read behind its own wait.
-    A copy that is written out is gone from the host behind that wait; what is on NVMe is for one
-    read alone, behind whose wait it is on the host again.
+    A copy that is written out is gone from the host behind that wait; what is on NVMe is for reads
+    alone, behind whose waits it is on the host again.
     """
 
     def handlers(self) -> dict[Any, Callable[[fx.Node], None]]:
@@ -60,8 +60,6 @@ class CopyOrder(Walk):
 
     def read_back(self, node: fx.Node) -> None:
         stored = self._on(Kind.STORED, node, "reads")
-        self._is_first(node, stored, "read")
-        stored.reloaded = node
         self.add(node, Buffer(Kind.HOSTED, node, landed=False, source=stored))
 
     def reload(self, node: fx.Node) -> None:
