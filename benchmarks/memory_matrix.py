@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.memory_cells import CHOICES, Cell, cover, run
-from benchmarks.pool import Group
+from benchmarks.pool import Group, WorkerError
 from benchmarks.report import Column, finish, machine, markdown
 
 COUNT, PROMISED = 64, 0.05
@@ -93,18 +93,31 @@ WORST = [
 ]
 
 
-def measure(cells: list[Cell]) -> list[dict[str, Any]]:
-    """Run the cells, each world's in one group of processes."""
-    rows = []
+def measure(cells: list[Cell]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the cells, each world's in one group of processes; return rows, and cells that failed."""
+    rows, failed = [], []
     for world in sorted({cell.world for cell in cells}):
-        with Group(f"world {world}", "benchmarks.memory_matrix:Job", {}, world, QUIET) as group:
-            group.ready()
-            for cell in (c for c in cells if c.world == world):
-                start = time.perf_counter()
-                answers = group.call("run", cell=asdict(cell))
-                rows.append(line(cell, answers, time.perf_counter() - start))
-                print(f"{cell}: {rows[-1]['error']:+.2%}  {rows[-1]['seconds']:.1f} s", flush=True)
-    return rows
+        left = [cell for cell in cells if cell.world == world]
+        while left:
+            with Group(f"world {world}", "benchmarks.memory_matrix:Job", {}, world, QUIET) as group:
+                group.ready()
+                while left:
+                    cell = left.pop(0)
+                    try:
+                        rows.append(_measured(group, cell))
+                    except WorkerError as error:  # its ranks are gone: the others get new ones
+                        print(f"{cell}: FAILED\n{error}", flush=True)
+                        failed.append(str(cell))
+                        break
+    return rows, failed
+
+
+def _measured(group: Group, cell: Cell) -> dict[str, Any]:
+    start = time.perf_counter()
+    answers = group.call("run", cell=asdict(cell))
+    row = line(cell, answers, time.perf_counter() - start)
+    print(f"{cell}: {row['error']:+.2%}  {row['seconds']:.1f} s", flush=True)
+    return row
 
 
 def main() -> None:
@@ -119,10 +132,13 @@ def main() -> None:
         for cell in cover(options.cells)
         if options.only in str(cell) and options.kernels in (None, cell.kernels)
     ]
-    rows = measure(cells)
-    path = finish("memory-matrix", COLUMNS, rows, options).with_suffix(".md")
-    path.write_text(_page(rows), encoding="utf-8")
-    print(_summary(rows))
+    rows, failed = measure(cells)
+    if rows:
+        path = finish("memory-matrix", COLUMNS, rows, options).with_suffix(".md")
+        path.write_text(_page(rows), encoding="utf-8")
+        print(_summary(rows))
+    if failed:
+        raise SystemExit(f"{len(failed)} cells failed: {', '.join(failed)}")
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from zerofx.ir.graphs import alias_source, root_producer
+from zerofx.ir.graphs import alias_source, is_broadcast, root_producer
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, value
 from zerofx.ir.program import JOINT, Program
 
@@ -117,8 +117,23 @@ def kept_values(parts: JointParts, policy: Policy) -> set[fx.Node]:
 
     "keep" saves all that backward reads; "recompute" saves only what crosses a unit's boundary
     (and what was drawn at random); a mapping decides by unit name, the first matching pattern wins
-    and unmatched units keep; what was solved names its values.
+    and unmatched units keep; what was solved names its values. Of broadcast views, what they look
+    into is saved.
     """
+    return {as_kept(n) for n in _kept(parts, policy)}
+
+
+def as_kept(node: fx.Node) -> fx.Node:
+    """Return what is saved to have a value: of a broadcast view what it looks into.
+
+    Compiled code would hand out the view as memory of its own, as large as it looks.
+    """
+    while is_broadcast(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _kept(parts: JointParts, policy: Policy) -> set[fx.Node]:
     everything = {n for n in parts.frontier if n.op == "call_function" and not is_param_alias(n)}
     everything |= {n for n in parts.frontier if n.op == "placeholder" and not is_param_alias(n)}
     if policy == "keep":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zerofx.analysis.activations import Solved, halve
+from zerofx.analysis.activations import Solved, as_kept, halve
 from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import Memory
 from zerofx.analysis.options import Link, Option, Trade, hull, options
@@ -130,8 +130,8 @@ class Tradeoffs:
         kept, offloaded = set(), set()
         for part, option in zip(self.parts, picked, strict=True):
             chosen = part.options[option]
-            kept |= {part.trade.at[i].name for i in chosen.kept}
-            offloaded |= {part.trade.at[i].name for i in chosen.offloaded}
+            kept |= {as_kept(part.trade.at[i]).name for i in chosen.kept}
+            offloaded |= {as_kept(part.trade.at[i]).name for i in chosen.offloaded}
         return Solved(frozenset(kept), frozenset(offloaded), label)
 
     def decisions(self, picked: Sequence[int], aim: str) -> Iterator[Decision]:

@@ -46,6 +46,14 @@ def alias_source(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_broadcast(node: fx.Node) -> bool:
+    """Say whether the node is a view in which several elements are one."""
+    val = node.meta.get("val")
+    if not is_alias(node) or not isinstance(val, torch.Tensor):
+        return False
+    return any(step == 0 and size > 1 for step, size in zip(val.stride(), val.shape, strict=True))
+
+
 def root_producer(node: fx.Node) -> fx.Node:
     """Follow getitems back to the call whose tuple they take apart."""
     while node.op == "call_function" and node.target is operator.getitem:

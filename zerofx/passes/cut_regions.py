@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir.graphs import is_alias, is_compute, is_fused, root_producer
+from zerofx.ir.graphs import is_alias, is_broadcast, is_compute, is_fused, root_producer
 from zerofx.ir.meta import info, set_info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Fact, Pass, Report
@@ -36,6 +36,7 @@ class CutRegions(Pass):
         for gm in program.graphs.values():
             _getitems_behind_producers(gm.graph)
             counts.append(_number(gm.graph))
+            _repeat_broadcasts(gm.graph)
         return Report(True, f"{'+'.join(map(str, counts))} regions")
 
 
@@ -68,6 +69,31 @@ def _number(graph: fx.Graph) -> int:
             region, place, is_kernel = region + 1, here, is_fused(node)
         set_info(node, region=region)
     return region + 1
+
+
+def _repeat_broadcasts(graph: fx.Graph) -> None:
+    """Redo broadcast views in every region that reads them, so that none crosses regions.
+
+    A compiled region would hand out a broadcast view as memory of its own, as large as it looks,
+    and laid out otherwise than what reads it was compiled for.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in reversed(list(order)):
+        if not is_compute(node) or not is_broadcast(node):
+            continue
+        copies: dict[int | None, fx.Node] = {}
+        for user in sorted(node.users, key=order.__getitem__):
+            region = info(user).region
+            if not is_compute(user) or region == info(node).region:
+                continue
+            if region not in copies:
+                with graph.inserting_before(user):
+                    copies[region] = graph.node_copy(node, lambda n: n)
+                set_info(copies[region], region=region)
+                order[copies[region]] = order[user]  # for what it looks into, which comes next
+            user.replace_input_with(node, copies[region])
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _is_item_of_kernel(node: fx.Node) -> bool:
