@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from zerofx.analysis.storage import Category, CompiledRegion, Storage
+from zerofx.analysis.workspace import convolution_bytes
 from zerofx.analysis.wrapper import Moment
 from zerofx.ir.meta import info
+
+_TARGETS = {
+    "convolution": torch.ops.aten.convolution.default,
+    "convolution_backward": torch.ops.aten.convolution_backward.default,
+}
 
 
 @dataclass
@@ -35,7 +43,10 @@ class CompiledCall:
         """Move the ends of inputs and results around the peak; return what else lies there."""
         freed = self._freed()
         trace = self.region.trace
-        peak = max(trace.moments, key=lambda m: trace.made_bytes(m) + _held(freed, m))
+        peak = max(
+            trace.moments,
+            key=lambda m: trace.made_bytes(m) + _held(freed, m) + self._inside_bytes(m),
+        )
         for storage, positions in freed.items():
             if not positions & peak.inputs:
                 storage.death = self.time - 1
@@ -44,9 +55,20 @@ class CompiledCall:
                 storage.birth = self.time + 1
                 storage.death = max(storage.death, storage.birth)
         inside = sum(trace.size_bytes[m] for m in peak.made if m not in self.made)
+        inside += self._inside_bytes(peak)
         where = info(self.region.nodes[0])
         name = "inside a compiled region"
         return Storage(Category.TEMPORARIES, inside, name, self.time, self.time, where)
+
+    def _inside_bytes(self, moment: Moment) -> int:
+        """Return what the operator that runs at a moment allocates inside."""
+        if moment.inside is None:
+            return 0
+        alike = [n for n in self.region.nodes if n.target is _TARGETS[moment.inside.kind]]
+        if len(alike) <= moment.inside.number:  # the compiler has made others of them
+            return 0
+        is_channels_last = moment.inside in self.region.trace.channels_last
+        return convolution_bytes(alike[moment.inside.number], is_channels_last)
 
     def _freed(self) -> dict[Storage, set[int]]:
         """Return the storages that nothing needs behind this call, with the inputs in each."""

@@ -19,16 +19,32 @@ from zerofx.runtime.kernels.cross_entropy import tile_sizes
 from zerofx.runtime.recurrent import recurrent, recurrent_grads
 
 aten = torch.ops.aten
+_BACKWARD = aten.convolution_backward.default
+_PADDING = 8 << 10
+
+
+def convolution_bytes(node: fx.Node, is_channels_last: bool) -> int:
+    """Return what a convolution or its backward holds inside, for one layout of its result."""
+    weight = value(node.all_input_nodes[2 if node.target is _BACKWARD else 1])
+    if is_channels_last:  # the library's own: but for the weight, which it has in blocks
+        return 2 * nbytes(weight) if node.target is _BACKWARD else nbytes(weight) + _PADDING
+    return _plain_backward(node) if node.target is _BACKWARD else _plain(node)
 
 
 def _convolution(node: fx.Node) -> int:
+    found = value(node)
+    made = found if isinstance(found, torch.Tensor) else next(t for t in found if t is not None)
+    return convolution_bytes(node, made.dim() > 2 and made.stride(1) == 1 < made.shape[1])
+
+
+def _plain(node: fx.Node) -> int:
     """The input and the weight in the library's layout, or the result in it, before its copy."""
     given, weight = (value(n) for n in node.all_input_nodes[:2])
     taken = 0 if given.shape[1] < _BLOCK else nbytes(given)
     return max(taken + nbytes(weight), _in_blocks(value(node)))
 
 
-def _convolution_backward(node: fx.Node) -> int:
+def _plain_backward(node: fx.Node) -> int:
     """The incoming gradient and the input in the library's layout, or one of the results in it.
 
     With strides the input's gradient is copied once more, before the weight's is there.
@@ -126,7 +142,7 @@ def _layer(arguments: tuple[Any, ...]) -> tuple[int, int]:
 
 _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
     aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
+    aten.convolution_backward.default: _convolution,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_dropout.default: _dropout,
     aten.mm.default: _product_of_bf16,

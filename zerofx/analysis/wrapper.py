@@ -25,11 +25,26 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """A call whose operator allocates inside: the `number`-th of its kind in the wrapper."""
+
+    kind: str
+    number: int
+
+
+KINDS = ("convolution_backward", "convolution")  # a name that has the second in it may be the first
+
+
+@dataclass(frozen=True)
 class Moment:
-    """What a run holds at one time: allocations of its own, and inputs that it has not freed."""
+    """What a run holds at one time: allocations of its own, and inputs that it has not freed.
+
+    inside: the operator that runs at this time, where it allocates inside.
+    """
 
     made: frozenset[int]
     inputs: frozenset[int]
+    inside: Inside | None = None
 
 
 @dataclass(frozen=True)
@@ -38,12 +53,14 @@ class RegionTrace:
 
     size_bytes: allocation -> its bytes.
     moments: what is held behind each statement that allocates, and at the end.
+    channels_last: of what allocates inside, those that hand out memory with channels last.
     """
 
     num_inputs: int
     size_bytes: dict[int, int]
     moments: tuple[Moment, ...]
     outputs: tuple[Output, ...]
+    channels_last: frozenset[Inside] = frozenset()
 
     def made_bytes(self, moment: Moment) -> int:
         """Return the bytes of the run's own allocations at a moment."""
@@ -65,10 +82,13 @@ class _Walk:
     called: dict[str, str] = field(default_factory=dict)  # a tuple's name -> the op that made it
     num_inputs: int = 0
     moments: list[Moment] = field(default_factory=list)
+    inside: dict[str, Inside] = field(default_factory=dict)  # the name of a result, or a tuple's
+    channels_last: set[Inside] = field(default_factory=set)
+    now: Inside | None = None  # what this statement runs, or takes apart
 
     def run(self, body: list[ast.stmt]) -> list[Output] | None:
         for statement in body:
-            num_made = len(self.size)
+            num_made, self.now = len(self.size), None
             results = self._statement(statement)
             if len(self.size) > num_made or results is not None:
                 self._note()
@@ -79,7 +99,7 @@ class _Walk:
     def _note(self) -> None:
         """Note what is held now: only what allocates can raise the peak."""
         made = frozenset(m for group in self.names.values() for m in group)
-        self.moments.append(Moment(made, frozenset(self.inputs.values())))
+        self.moments.append(Moment(made, frozenset(self.inputs.values()), self.now))
 
     def _statement(self, statement: ast.stmt) -> list[Output] | None:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -128,6 +148,13 @@ class _Walk:
             elif function.startswith(("torch.ops.", "aten.", "extern_kernels.")):
                 self._make(name, 0, self._like(value))
                 self.called[name] = function
+                self._note_inside(name, function)
+
+    def _note_inside(self, name: str, function: str) -> None:
+        kind = next((k for k in KINDS if k in function), None)
+        if kind is not None:
+            before = sum(i.kind == kind for i in set(self.inside.values()))
+            self.now = self.inside[name] = Inside(kind, before)
 
     def _make(self, name: str, numel: int, itemsize: int) -> None:
         made = len(self.size)
@@ -153,6 +180,8 @@ class _Walk:
                 self.itemsize[made] = itemsize
         whole.append(made)
         self.names[name] = [made]
+        if source in self.inside:
+            self.now = self.inside[name] = self.inside[source]
 
     def _call(self, call: ast.Call) -> None:
         """Learn the size of an op's result from the check that follows it."""
@@ -165,6 +194,9 @@ class _Walk:
         if self.size[made] == 0:
             shape, strides = (ast.unparse(a) for a in call.args[1:3])
             self.size[made] = _span(shape, strides) * self.itemsize[made]
+            sizes, steps = ast.literal_eval(shape), ast.literal_eval(strides)
+            if checked.id in self.inside and len(sizes) > 2 and steps[1] == 1 < sizes[1]:
+                self.channels_last.add(self.inside[checked.id])
 
     def _output(self, element: ast.expr) -> Output:
         name = _viewed(element)
@@ -203,7 +235,10 @@ def trace(source: str) -> RegionTrace | None:
         except (_Unreadable, ValueError):
             return None
         if outputs is not None:
-            return RegionTrace(walk.num_inputs, walk.size, tuple(walk.moments), tuple(outputs))
+            return RegionTrace(
+                walk.num_inputs, walk.size, tuple(walk.moments), tuple(outputs),
+                frozenset(walk.channels_last),
+            )  # fmt: skip
     return None
 
 
