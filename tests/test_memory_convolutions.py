@@ -109,5 +109,7 @@ def test_in_compiled_regions() -> None:
     assert call.settle().nbytes == least + convolution_bytes(backward, False)
     assert convolution_bytes(forward, True) < convolution_bytes(forward, False)
 
-    others = CompiledRegion((forward.all_input_nodes[0],), (), (), found)  # of which the compiler has made something else
+    others = CompiledRegion(
+        (forward.all_input_nodes[0],), (), (), found
+    )  # of which the compiler has made something else
     assert CompiledCall(others, 3, [(), ()]).settle().nbytes == least

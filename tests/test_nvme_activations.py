@@ -177,27 +177,27 @@ def test_host_and_files_hold_what_is_predicted(tmp_path: Path) -> None:
     assert abs(found.predicted_bytes / found.peak_bytes - 1) < 0.02
 
 
+def planned(layers: int, **plan: Any) -> Any:
+    """Return the memory of a stack of layers whose activations go to NVMe, without a run."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(layers)))
+    captured = zerofx.capture(model, (torch.zeros(16, 8),), differentiate="all")
+    offload = {"activations": "nvme", "path": "/nowhere"}
+    plan |= {"differentiate": "all", "offload": offload}
+    return zerofx.rewrite(captured, plan, 2, machine=SMALL).memory().memory
+
+
 def test_deeper_models_hold_no_more_on_the_host() -> None:
-    """Without a run: what is predicted does not grow with the layers, but what lies in files."""
-    host, files = [], []
-    for layers in (6, 12):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(layers)))
-        captured = zerofx.capture(model, (torch.zeros(16, 8),), differentiate="all")
-        plan = {"differentiate": "all", "offload": {"activations": "nvme", "path": "/nowhere"}}
-        report = zerofx.rewrite(captured, plan, 2, machine=SMALL).memory().memory
-        host.append(report.host_bytes)
-        files.append(report.nvme_bytes)
-    assert 0 < host[0] == host[1] < 0.6 * files[0]
-    assert files[1] > 1.7 * files[0]
+    """What is predicted does not grow with the layers, but what lies in files does."""
+    few, many = planned(6), planned(12)
+    assert 0 < few.host_bytes == many.host_bytes < 0.6 * few.nvme_bytes
+    assert many.nvme_bytes > 1.7 * few.nvme_bytes
 
 
-def test_a_host_budget_counts_what_passes_through(tmp_path: Path) -> None:
-    """36.9 KiB leave: too much for the host alone."""
-    model = spilling({"stage": 3, "host_budget": "36KiB"}, tmp_path)
-    batch_loss(model, "gpt", 0).backward()
-    assert model.programs[0].memory().memory.nvme_bytes > 36 << 10
+def test_a_host_budget_counts_what_passes_through() -> None:
+    needed = planned(6).host_bytes
+    assert planned(6, host_budget=needed).nvme_bytes > needed
     with pytest.raises(BudgetError, match="let the tier 'nvme' hold more"):
-        batch_loss(spilling({"stage": 3, "host_budget": "8KiB"}, tmp_path), "gpt", 0)
+        planned(6, host_budget=needed - 1)
 
 
 # -- files --------------------------------------------------------------------------------------

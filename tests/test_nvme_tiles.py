@@ -11,7 +11,7 @@ import torch
 from far_cases import Loop, far, tiers
 from pool import Pool
 from test_nvme_tier import moved_and_held
-from test_nvme_training import ALL, EVERYWHERE, LOOPS, WIDE, Cell, differing
+from test_nvme_training import ALL, EVERYWHERE, LOOPS, Cell, differing
 
 import zerofx
 from benchmarks.tiling import MLP
@@ -30,8 +30,7 @@ from zerofx.runtime.tiles import tiles_of
 
 TILED = {"blocks.*.mlp": 4, "position": 2}
 CELLS: list[Cell] = [
-    ("gpt", {"tiling": TILED}, Loop(accumulation=2, clip="function"), [ALL]),
-    ("gpt", {"tiling": TILED, "precision": "bf16", "prefetch": 2}, Loop(), [WIDE]),
+    ("gpt", {"tiling": TILED, "prefetch": 2}, Loop(accumulation=2, clip="function"), [ALL]),
 ]
 
 
