@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     | {"optim"},
     "zerofx": {"api", "reports", "optim", "nvme"},
     "demo": {"zerofx"},
-    "trial": {"api", "zerofx", "targets", "optim", "plan"},
+    "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
     "cli": {"api", "views", "demo", "doctor", "targets", "trial", "zerofx"},
     "__main__": {"cli"},

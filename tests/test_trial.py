@@ -13,6 +13,7 @@ from test_cli import STACK, run, run_json
 
 from zerofx import cli
 from zerofx.errors import PlanError, TargetError
+from zerofx.targets import Target
 from zerofx.trial import launch, ranks
 from zerofx.trial.batches import vary
 from zerofx.trial.compare import Comparison
@@ -112,6 +113,27 @@ def test_the_loss_comes_first() -> None:
 
 def test_one_rank() -> None:
     assert trial({"precision": "bf16"}, 1).is_equal
+
+
+def drops(world: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "resolve", lambda *_, **__: _dropout())
+        try:
+            return str(ranks.run(Settings("a", {"kernels": "aten"}, world)))
+        except TargetError as error:
+            return str(error)
+
+
+def _dropout() -> Target:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    return Target("drops", model, (torch.randn(8, 4),), {})
+
+
+def test_draws_of_each_rank_cannot_be_drawn_again(pool: Pool) -> None:
+    for text in pool.run(2, drops, 2):
+        assert "drops draws random numbers, and each of 2 ranks has a stream" in text
+    assert "equal within" in drops(1)
 
 
 # -- the command line -----------------------------------------------------------------------------

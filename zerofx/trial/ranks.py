@@ -22,6 +22,7 @@ import zerofx
 from zerofx import optim
 from zerofx.compat.graphs import pytree
 from zerofx.errors import PlanError, TargetError, ZerofxError
+from zerofx.ir.meta import info
 from zerofx.plan import Plan
 from zerofx.targets import Target, resolve
 from zerofx.trial.batches import Call, vary
@@ -127,6 +128,7 @@ class _Rank:
             with self.model.no_sync() if unsynced else nullcontext():
                 loss = loss_of(self.model(*_on(self.device, args), **_on(self.device, kwargs)))
                 loss.backward()
+            self._check_draws()
             losses = self._gather(float(loss.detach()))
             if self.plain is None:
                 continue
@@ -136,6 +138,19 @@ class _Rank:
                 f"of micro-batch {micro} on rank {rank}": (torch.tensor(got), torch.tensor(want))
                 for rank, (got, want) in enumerate(zip(losses, expected, strict=True))
             })  # fmt: skip
+
+    def _check_draws(self) -> None:
+        """Refuse what draws numbers of each rank's own, which plain training cannot draw again.
+
+        Raises:
+            TargetError: it does, on several ranks.
+        """
+        graphs = [gm.graph for program in self.model.programs for gm in program.graphs.values()]
+        if self.world > 1 and any(info(n).is_random for graph in graphs for n in graph.nodes):
+            raise TargetError(
+                f"verify --run: {self.target.name} draws random numbers, and each of {self.world} "
+                "ranks has a stream of its own; set dropout to 0, or try --world 1"
+            )
 
     def _call(self, number: int) -> Call:
         args, kwargs = self.target.args, self.target.kwargs
