@@ -119,6 +119,8 @@ class Stretch:
                 if values.get(key) is not None:
                     fill(view, values[key], param, key)
                 values[key] = view
+        if self.ledger is not None:
+            self.ledger.homes.rest()  # looking at states on NVMe has taken memory
         return new
 
     def _zeros(self, key: str) -> Tensor:

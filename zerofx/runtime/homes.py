@@ -160,6 +160,15 @@ class Homes:
         if self.nvme is not None:
             self.nvme.drop_early()
 
+    def fetch(self, view: Tensor) -> Tensor:
+        """Return what a tensor holds, brought to the host where it lies on NVMe."""
+        return view if self.nvme is None else self.nvme.fetch(view)
+
+    def release(self, view: Tensor) -> None:
+        """Give back the memory that looking at one tensor has taken, if it lies on NVMe."""
+        if self.nvme is not None:
+            self.nvme.release(view)
+
     def rest(self) -> None:
         """Give back the memory that looking at what lives on NVMe has taken."""
         if self.nvme is not None:
