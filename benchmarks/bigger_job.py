@@ -21,18 +21,20 @@ from zerofx.demo.gpt import GPT, GPTConfig
 SEED, LR = 0, 1e-3
 
 
-def status_bytes(key: str) -> int:
-    """Return a figure of this process from /proc/self/status: "VmRSS", "VmHWM", "VmData"."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def status_bytes(key: str, pid: int | str = "self") -> int:
+    """Return a figure of a process, "VmRSS" or "VmHWM"; 0 of one that has ended."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
+    return 0
 
 
-def plan_of(folder: str | None) -> zerofx.Plan:
+def plan_of(folder: str | None, host_budget: int | None = None) -> zerofx.Plan:
     """Return the plan: everything on NVMe, or with no folder everything on the device."""
     offload = {"parameters": "nvme", "optimizer": "nvme", "path": folder} if folder else {}
-    return zerofx.Plan(stage=3, update="in-backward", kernels="aten", offload=offload)
+    return zerofx.Plan(
+        stage=3, update="in-backward", kernels="aten", offload=offload, host_budget=host_budget
+    )
 
 
 def tokens(config: GPTConfig, batch: int, step: int) -> tuple[Tensor, Tensor]:
@@ -60,12 +62,18 @@ def on_paper(config: GPTConfig, batch: int, plan: zerofx.Plan) -> dict[str, int]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Plan, train, and return losses beside bytes held and predicted."""
+    """Plan, train, and return losses beside bytes held and predicted.
+
+    What a limit leaves for the host is the plan's budget, so that the engine refuses what exceeds
+    it before there is a parameter.
+    """
     torch.set_num_threads(1)
-    config, batch, plan = GPTConfig(**job["model"]), job["batch"], plan_of(job["folder"])
-    found: dict[str, Any] = on_paper(config, batch, plan)
+    config, batch, limit = GPTConfig(**job["model"]), job["batch"], job["limit"]
+    found: dict[str, Any] = on_paper(config, batch, plan_of(job["folder"]))
     found["before_bytes"] = status_bytes("VmRSS")
+    budget = limit and max(limit - found["before_bytes"] - found["device_bytes"], 0)
     torch.manual_seed(SEED)
+    plan = plan_of(job["folder"], budget if job["folder"] else None)
     model = zerofx.compile(on_meta(config), plan, device="cpu")
     optimizer = zerofx.optim.AdamW(model.parameters(), lr=LR)
     losses = []

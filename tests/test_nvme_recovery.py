@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from far_cases import everything, far, rank_here, train, unequal
+from far_cases import batch_loss, everything, far, rank_here, train, unequal
 from nvme_cases import Disk
 from pool import Died, Pool
 
@@ -28,6 +29,8 @@ def failing_step(model: Any, optimizer: Any, which: str, rank: int) -> str:
             disk.fails(which, errno.EIO)
         with pytest.raises(NvmeError) as caught:
             train(model, optimizer, "gpt", 2, 3)
+    if model._engine.store.updates is None:  # else it has freed its gradients
+        optimizer.zero_grad()
     return str(caught.value)
 
 
@@ -40,12 +43,9 @@ def loaded_again(folder: str, kind: str, plan: dict[str, Any], which: str) -> tu
     train(model, optimizer, "gpt", 0, 2)
     zerofx.save(f"{folder}/save", model, optimizer)
     told = failing_step(model, optimizer, which, 1)
-    again = ""
-    try:  # a further step is refused on every rank
-        train(model, optimizer, "gpt", 3, 4)
-    except zerofx.errors.ZerofxError as error:
-        again = str(error)
-    assert "zerofx.load an earlier state" in again, again
+    for go_on in (lambda: train(model, optimizer, "gpt", 3, 4), model.state_dict().copy):
+        with pytest.raises(NvmeError, match=r"zerofx\.load an earlier state before going on"):
+            go_on()  # on every rank
     zerofx.load(f"{folder}/save", model, optimizer)
     train(model, optimizer, "gpt", 2, STEPS)
     return told, unequal(everything(model, optimizer), expected)
@@ -63,7 +63,7 @@ def test_ranks_load_in_the_same_job(
     )
     assert not nothing and not none
     assert second.startswith(f"write of {tmp_path}/zerofx-rank1-") and "(EIO)" in second
-    assert " of blocks." in second and " at offset " in second
+    assert re.search(r" of bucket \d \([\w.]+: [\w.]+weight.*\) at offset \d+: ", second)
     assert f"rank 1: {second}" in first
 
 
@@ -89,8 +89,6 @@ def no_room_for_states(folder: str, plan: dict[str, Any]) -> tuple[str, list[str
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
-
-    from far_cases import batch_loss
 
     batch_loss(model, "gpt", 0).backward()
     with pytest.MonkeyPatch.context() as patch:

@@ -159,8 +159,8 @@ def grown(folder: str, optimizer: str = "nvme") -> dict[str, int]:
     place = {"parameters": "nvme", "optimizer": optimizer, "path": folder}
     plan = zerofx.Plan(kernels="aten", bucket_bytes=4 * MIB, offload=place)
     with torch.device("meta"):
-        model = zerofx.compile(Wide(), plan, device="cpu")
-        other = zerofx.compile(Wide(), plan, device="cpu")
+        plain = [Wide(), Wide()]
+    model, other = (zerofx.compile(each, plan, device="cpu") for each in plain)
     steps, again = (zerofx.optim.AdamW(m.parameters()) for m in (model, other))
     model(torch.ones(1, 1024)).backward()
     steps.step()

@@ -126,7 +126,10 @@ class CompiledModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model did; updates that are under way come first."""
         self._engine.store.settle()
-        return super().load_state_dict(*args, **kwargs)
+        found = super().load_state_dict(*args, **kwargs)
+        if not found.missing_keys:
+            self._engine.store.ledger.half_made = None
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.

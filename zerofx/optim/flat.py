@@ -72,6 +72,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
     grad_norm: Tensor | None
     _laid: dict[int, _Group]
     _casts: StepCasts | None = None  # within a step
+    _unmade: Sequence[Ledger] = ()  # whose states could not be made on some rank
     _half_made: str | None = None  # what ended a step in the middle, since the last load
 
     def _begin(self, max_grad_norm: float | None) -> None:
@@ -153,14 +154,20 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         Raises:
             NvmeError: there is none on some rank; no step was counted anywhere.
         """
-        found = {id(p): owner_of(p)[0] for each in laid for p in each.waiting if p.grad is not None}
-        ledgers = list({id(x): x for x in found.values() if x is not None}.values())
+        owners = (owner_of(p)[0] for each in laid for p in each.waiting if p.grad is not None)
+        found = {id(ledger): ledger for ledger in owners if ledger is not None}
+        # where it failed before, some ranks have all of theirs
+        ledgers, self._unmade = self._unmade or list(found.values()), ()
         problem = None
         try:
             self._make_fresh(laid, is_stepped)
         except NvmeError as error:
             problem = error
-        tell_ranks(ledgers, f"making states of {type(self).__name__}", problem)
+        try:
+            tell_ranks(ledgers, f"making states of {type(self).__name__}", problem)
+        except NvmeError:
+            self._unmade = ledgers
+            raise
 
     def _update_and_count(self, laid: Sequence[_Group], work: Sequence[Work]) -> None:
         """Update runs; count one write to each model, also if the update fails in the middle."""
@@ -191,7 +198,9 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         for ledger in ledgers:
             if ledger.homes.nvme is not None:
                 self._half_made = f"{type(error).__name__}: {error}"
-                if not isinstance(error, NvmeError):
+                if isinstance(error, NvmeError):
+                    ledger.half_made = str(error)
+                else:
                     ledger.world.report_failure(repr(error))
 
     def _check_whole(self) -> None:

@@ -108,8 +108,16 @@ class BucketUpdates:
             self._store.homes.drop_early()
             fault, self._fault = self._fault, None
             if self._store.homes.nvme is not None:
-                tell(self._store.world, "updates over NVMe inside backward", fault, NvmeError)
+                self._tell(fault)
             self._store.updates.end()
+
+    def _tell(self, fault: NvmeError | None) -> None:
+        """Let all ranks raise what went wrong on one."""
+        try:
+            tell(self._store.world, "updates over NVMe inside backward", fault, NvmeError)
+        except NvmeError as error:
+            self._store.ledger.half_made = str(error)
+            raise
 
     def abandon(self) -> None:
         """Forget what waited for an update that did not come."""

@@ -38,6 +38,7 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
     What lives on NVMe is read directly, so that it is proved and no page of a mapping is held.
     """
     world, shard = store.world, store.shards[bucket.index]
+    store.ledger.check_whole(what)
     world.agree(what, f"bucket {bucket.index} ({bucket.label()})")
     shard = store.homes.fetch(shard)
     if not store.is_sharded:

@@ -64,13 +64,13 @@ class _Load(Job):
         file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
         self.steps = LoadSteps(found, file_bytes, self.store.homes.release)
         self.saved_ranks = manifest["world_size"]
-        self.steps.plan(self._targets(torch.device("meta")))
+        self.steps.plan(self._targets(for_plan=True))
         return files.identity(manifest)
 
-    def _targets(self, fresh: torch.device | None = None) -> dict[str, Any]:
+    def _targets(self, for_plan: bool = False) -> dict[str, Any]:
         """Return what is to be filled: shards and states in place, the rest in new memory.
 
-        fresh: where states lie that the optimizer does not have yet.
+        for_plan: nothing is made yet of states that the optimizer does not have.
         """
         saved_ranks = self.saved_ranks
         buffers = state.buffers_of(self.model)
@@ -85,13 +85,11 @@ class _Load(Job):
             "random": state.one_row(self.random, row, saved_ranks),
         }
         if self.optimizer is not None:
-            self.states = self._optimizer_targets(self.optimizer, fresh)
+            self.states = self._optimizer_targets(self.optimizer, for_plan)
             targets["optimizer"] = state.pieces_of(self.states)
         return {key: part for key, part in targets.items() if part}
 
-    def _optimizer_targets(
-        self, optimizer: Optimizer, fresh: torch.device | None
-    ) -> dict[str, Any]:
+    def _optimizer_targets(self, optimizer: Optimizer, for_plan: bool) -> dict[str, Any]:
         saved = self.values["optimizer"]
         if not saved:
             raise SnapshotError(
@@ -100,9 +98,9 @@ class _Load(Job):
             )
         self.names = state.group_names(self.store, optimizer)
         state.check_same_groups(optimizer, self.names, saved)
-        if fresh is None:
+        if not for_plan:
             state.make_far_states(self.store, optimizer, saved["pieces"])
-        return state.optimizer_targets(self.store, optimizer, saved["pieces"], fresh)
+        return state.optimizer_targets(self.store, optimizer, saved["pieces"], for_plan)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -114,6 +112,7 @@ class _Load(Job):
             self.steps.plan(self._targets())
             self.steps.read()
             self._apply()
+            self.store.ledger.half_made = None
         except (OSError, RuntimeError, ValueError) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "

@@ -193,11 +193,11 @@ def optimizer_targets(
     store: ShardStore,
     optimizer: Optimizer,
     pieces: Mapping[str, Iterable[str]],
-    fresh: torch.device | None = None,
+    for_plan: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """Return a tensor to load each saved state into: the one in use, or a new one.
 
-    fresh: where new ones are made; with their parameters unless it is given.
+    for_plan: new ones have their form alone, and no memory.
     """
     params = store.params
     found: dict[str, dict[str, Tensor]] = {}
@@ -205,7 +205,7 @@ def optimizer_targets(
         param = params[name]
         states = optimizer.state.get(param) or {}
         found[name] = {
-            key: states[key] if _fits(states.get(key), param) else _like(param, fresh)
+            key: states[key] if _fits(states.get(key), param) else _like(param, for_plan)
             for key in keys
         }
     return found
@@ -231,10 +231,11 @@ def _fits(state: Any, param: nn.Parameter) -> bool:
     return same and state.is_contiguous()
 
 
-def _like(param: nn.Parameter, device: torch.device | None) -> Tensor:
-    if isinstance(param, ShardedTensor):
-        return wrap(torch.zeros_like(local_tensor(param), device=device), param._piece)
-    return torch.zeros(param.shape, dtype=param.dtype, device=device or param.device)
+def _like(param: nn.Parameter, for_plan: bool) -> Tensor:
+    local = local_tensor(param) if isinstance(param, ShardedTensor) else param
+    zeros = torch.zeros(() if for_plan else local.shape, dtype=param.dtype, device=param.device)
+    zeros = zeros.expand(local.shape)
+    return wrap(zeros, param._piece) if isinstance(param, ShardedTensor) else zeros
 
 
 def load_optimizer(

@@ -117,6 +117,8 @@ class _Job:
                     for first, part in self._found[name].read(0, buffer.numel()):
                         flat[first : first + len(part)] = part.to(buffer.dtype)
                     buffer.copy_(flat.view(buffer.shape))
+            if not self.keys.missing_keys:
+                self._store.ledger.half_made = None
         except (OSError, SnapshotError) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
