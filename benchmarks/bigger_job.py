@@ -65,13 +65,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Plan, train, and return losses beside bytes held and predicted.
 
     What a limit leaves for the host is the plan's budget, so that the engine refuses what exceeds
-    it before there is a parameter.
+    it before the first step.
     """
     torch.set_num_threads(1)
     config, batch, limit = GPTConfig(**job["model"]), job["batch"], job["limit"]
     found: dict[str, Any] = on_paper(config, batch, plan_of(job["folder"]))
     found["before_bytes"] = status_bytes("VmRSS")
-    budget = limit and max(limit - found["before_bytes"] - found["device_bytes"], 0)
+    budget = limit and max(limit - found["before_bytes"] - found["device_bytes"], 1)
     torch.manual_seed(SEED)
     plan = plan_of(job["folder"], budget if job["folder"] else None)
     model = zerofx.compile(on_meta(config), plan, device="cpu")
