@@ -11,6 +11,7 @@ from zerofx.analysis.cost import node_flops
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Memory, memory
 from zerofx.analysis.prices import FORMATS, Roofline
 from zerofx.analysis.steps import Lane
+from zerofx.analysis.storage import Compiled
 from zerofx.analysis.tasks import tasks
 from zerofx.analysis.timeline import Timeline, timeline
 from zerofx.analysis.traffic import Traffic, traffic
@@ -172,15 +173,17 @@ def forecast(
     clips: bool = False,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     keeps_results: bool = False,
+    compiled: Compiled | None = None,
 ) -> Forecast:
     """Return what a step of a finished program holds and takes on a hardware.
 
     clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
     keeps_results: the loop holds all results to the end of the step, not the loss alone.
+    compiled: what the regions that Inductor compiled here allocate.
     """
     is_compiled = program.plan.kernels == "inductor" and not program.plan.debug
     prices = Roofline(hardware, program.world_size, is_compiled)
-    held = memory(program, optimizer_bytes, keeps_results=keeps_results)
+    held = memory(program, optimizer_bytes, compiled, keeps_results)
     found = timeline(tasks(program, prices, clips))
     samples, tokens = _batch(program)
     return Forecast(program, hardware, held, found, traffic(program), samples, tokens)
