@@ -36,7 +36,8 @@ class Prices(Protocol):
         them.
     """
 
-    is_inline: bool
+    @property
+    def is_inline(self) -> bool: ...
 
     def region(self, nodes: Sequence[fx.Node]) -> Price:
         """Price the call of a region."""

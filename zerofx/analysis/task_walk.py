@@ -215,8 +215,7 @@ class Walk:
         self.behind[launch] = self.found.computes("arrival", name, price, info(launch))
 
     def pack(self, node: fx.Node) -> None:
-        grads = node.args[1]
-        size = sum(nbytes(value(g)) for g in grads)  # type: ignore[union-attr, arg-type]
+        size = sum(nbytes(value(g)) for g in node.all_input_nodes[1:])
         price = self.found.prices.touch(2 * size)
         self.found.computes("pack", f"pack b{info(node).index}", price, info(node))
 
