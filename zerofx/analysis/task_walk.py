@@ -200,11 +200,8 @@ class Walk:
             return
         self.found.ended.add(task)
         if launch.target in ops.REDUCES:
-            axis = (
-                self.layout.replicate_size
-                if self.layout.replicate_size > 1
-                else (self.layout.shard_size)
-            )
+            layout = self.layout
+            axis = layout.replicate_size if layout.replicate_size > 1 else layout.shard_size
             self._arrive(launch, nbytes(value(launch)), axis)
 
     def _arrive(self, launch: fx.Node, size: int, ranks: int) -> None:
