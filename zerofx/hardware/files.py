@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofx.errors import PlanError
 from zerofx.fields import check_names, load_mapping, refuse
-from zerofx.hardware.description import KNOWN_FIELDS, Hardware
+from zerofx.hardware.description import KNOWN_FIELDS, UNSOURCED, Hardware
 
 NODES = Path(__file__).parent / "nodes"
 OPTIONAL = ("curves", "sources")
@@ -44,7 +44,8 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 def _preset(name: str) -> Hardware:
     known = hardware_names()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        longer = [each for each in known if name and each.startswith(name)]
+        close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise PlanError(
             f"unknown hardware {name!r}; {hint}known are {', '.join(known)}, or give a file that "
@@ -59,8 +60,8 @@ def _from_file(path: Path, above: tuple[Path, ...]) -> Hardware:
         raise PlanError(f"hardware file {path} is a base of itself: {' -> '.join(map(str, above))}")
     given = load_mapping(path, "hardware")
     base = given.pop("base", None)
-    check_names("hardware", given, KNOWN_FIELDS)
     try:
+        check_names("hardware", given, KNOWN_FIELDS)
         # A preset's sources are complete, and a test says so; a user's file need not name any.
         if path.parent != NODES.resolve():
             given["sources"] = {**_given_in(path, given), **_mapping("sources", given)}
@@ -71,7 +72,7 @@ def _from_file(path: Path, above: tuple[Path, ...]) -> Hardware:
 
 def _given_in(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
     curves = _mapping("curves", given)
-    fields = [name for name in given if name not in OPTIONAL and name in KNOWN_FIELDS]
+    fields = [name for name in given if name not in UNSOURCED]
     return {str(name): f"given in {path.name}" for name in (*fields, *curves)}
 
 
