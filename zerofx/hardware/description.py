@@ -70,10 +70,12 @@ class Hardware:
     host_update_elements_per_s: parameters that Adam updates on the hosts of one node.
     launch_us: time of the host for one launch.
     curves: what was measured by size. A name is a kind and its details, joined by dots, as in
-        `matmul.bf16`, `memory.pointwise.inductor`, `gather.direct.2`; `curve.KINDS` lists the kinds
-        with the meaning of x and of the value. Shares are of the field that is named there, may
-        exceed 1 (in caches) and stay what they are beyond the ends (`Curve.at`); times grow in
-        proportion to x beyond the last point (`Curve.time_at`).
+        `matmul.bf16`, `memory.pointwise.inductor`, `all_gather.direct.2`; `curve.KINDS` lists the
+        kinds with the meaning of x and of the value. Compute and copies are measured on one rank
+        alone, and under the same name and `.2` on two ranks of a node that do the same at once.
+        Shares are of the field that is named there, may exceed 1 (in caches) and stay what they are
+        beyond the ends (`Curve.at`); times grow in proportion to x beyond the last point
+        (`Curve.time_at`).
     sources: where each figure is from, by field, and by name for curves.
 
     Raises:
