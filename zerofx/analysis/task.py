@@ -45,8 +45,10 @@ class Prices(Protocol):
     def launch(self, calls: int) -> Price:
         """Price the host's time for that many launches beside the device's work."""
 
-    def call(self, graph: str, ranks: int) -> Price:
-        """Price what a call of a graph, or a step of the optimizer, takes by itself."""
+    def call(self, graph: str, regions: int, ranks: int) -> Price:
+        """Price what a call of a graph of so many regions, or a step of the optimizer, takes by
+        itself.
+        """
 
     def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
         """Price a pass that reads and writes so many bytes of a tier's memory in all."""
