@@ -30,6 +30,7 @@ BELOW: dict[str, set[str]] = {
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
     "machine": {"errors", "sizes", "fields"},
+    "hardware": {"errors", "sizes", "fields", "machine"},
     "runtime": {"errors", "sizes", "compat", "collector"},
     "nvme": {"runtime"},
     "ir": {"runtime"} | LEAVES,

@@ -29,6 +29,7 @@ class Lane(str, Enum):
     H2D = "from host"
     NVME = "from nvme"
     TO_NVME = "to nvme"
+    UPDATE = "host update"  # the optimizer over what lives off the device
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class Schedule:
         return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
 
 
-_VERBS: dict[Any, str] = {
+VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
     ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
     **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD", ops.read_back: "RD",
     ops.write_out: "WR",
 }  # fmt: skip
-_LANES: dict[Any, Lane] = {
+LANES_OF: dict[Any, Lane] = {
     **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
     ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
     **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME, ops.read_back: Lane.NVME,
@@ -154,12 +155,12 @@ def _key(graph: str, node: fx.Node) -> tuple | None:
 def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     node, where = nodes[0], info(nodes[0])
     target = node.target
-    if target in _LANES or target is ops.wait:
-        launch = node if target in _LANES else node.all_input_nodes[0]
-        lane = _LANES[launch.target]
+    if target in LANES_OF or target is ops.wait:
+        launch = node if target in LANES_OF else node.all_input_nodes[0]
+        lane = LANES_OF[launch.target]
         kind = "launch" if node is launch else "wait"
         return Step(
-            index, graph, lane, kind, where.unit, where.index, _VERBS[launch.target],
+            index, graph, lane, kind, where.unit, where.index, VERBS[launch.target],
             is_value=launch.target in ops.COPIES, resident_bytes=resident,
         )  # fmt: skip
     if target is ops.release:
