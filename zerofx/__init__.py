@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zerofx.plan import Plan as Plan
     from zerofx.plan import Precision as Precision
     from zerofx.predicting import predict as predict
+    from zerofx.recording.record import record as record
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import save as save
@@ -43,6 +44,7 @@ _HOME = {
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",
     "predict": "zerofx.predicting",
+    "record": "zerofx.recording.record",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "export": "zerofx.snapshot",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -41,6 +42,9 @@ class Step:
     heaviest: the costliest op of a region, empty where there is none to name.
     is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
     resident_bytes: the most that the rank holds during the step.
+    name: unique in the program, and by which what was measured of a step is known: "forward region
+        3", "forward AG b0" (a launch, and what it moves), "forward AG b0 wait".
+    times: the first of `Memory.life`'s times that are the step's, and the one behind its last.
     """
 
     index: int
@@ -55,6 +59,8 @@ class Step:
     region: int = -1
     is_value: bool = False
     resident_bytes: int = 0
+    name: str = ""
+    times: tuple[int, int] = (0, 0)
 
     @property
     def is_backward(self) -> bool:
@@ -93,11 +99,29 @@ def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
     """Return the program's steps with the bytes resident at each."""
     report = memory(program, compiled=compiled)
     found: list[Step] = []
+    taken: Counter[str] = Counter()
     for graph, nodes, first in _groups(program, report):
         last = first + len(nodes)
         resident = max(report.curve[first:last], default=0)
-        found.append(_step(len(found), graph, nodes, resident))
+        step = _step(len(found), graph, nodes, resident)
+        name = _name(step)
+        taken[name] += 1
+        if taken[name] > 1:
+            name = f"{name} #{taken[name]}"
+        found.append(replace(step, name=name, times=(first, last)))
     return Schedule(tuple(found), report)
+
+
+def _name(step: Step) -> str:
+    """Say which step of the program it is, but for what may occur twice."""
+    if step.kind == "region":
+        return f"{step.graph} region {step.region}"
+    if step.kind == "sync":
+        return f"{step.graph} sync"
+    what = f"{'v' if step.is_value else 'b'}{step.bucket}"
+    if step.kind in ("launch", "wait"):
+        return f"{step.graph} {step.verb} {what}{' wait' if step.kind == 'wait' else ''}"
+    return f"{step.graph} {step.kind} {what}"
 
 
 def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
