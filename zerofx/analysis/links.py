@@ -78,9 +78,8 @@ def _measured_us(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> floa
     for algorithm in ("direct", "native"):
         found = nearest_world(hardware, f"{kind}.{algorithm}.", ranks)
         if found is not None:
-            ring = (ranks - 1) / ranks * found.world / (found.world - 1)
-            factor = found.direct(ranks) / ranks * found.world if algorithm == "direct" else ring
-            return factor * found.curve.time_at(max(nbytes, 1))
+            parts = (ranks - 1) / ranks * found.world / (found.world - 1)
+            return parts * found.curve.time_at(max(nbytes, 1))
     return None
 
 

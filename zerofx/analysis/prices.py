@@ -17,7 +17,7 @@ from zerofx.analysis.kernels import ATTENTION, PRODUCT, Kernel, kernels, region_
 from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
-from zerofx.hardware import Hardware
+from zerofx.hardware import Curve, Hardware
 from zerofx.runtime.tiers import Tier
 
 _US = 1e6  # microseconds a second
@@ -85,7 +85,8 @@ class Roofline:
         exponentials = 0.0
         if heavy is not None and kernel.heavy_numel and not kernel.flops:
             exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
-        return max(_US * max(arithmetic, traffic), exponentials)
+        least = self.hardware.launch_us if self.is_inline and not self.compiled else 0.0
+        return max(_US * max(arithmetic, traffic), exponentials, least)
 
     @property
     def _how(self) -> str:
@@ -111,7 +112,7 @@ class Roofline:
     def call(self, graph: str, regions: int, ranks: int) -> Price:
         curve = self.hardware.curve(f"call.{graph}.{min(ranks, 2)}")
         if curve is not None:
-            return _price(curve.time_at(max(regions, 1)), calls=0)
+            return _price(_line(curve, regions), calls=0)
         return _price(CALLS[graph] * self.hardware.launch_us, calls=CALLS[graph])
 
     def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
@@ -159,6 +160,12 @@ class Roofline:
         share = 1.0 if curve is None else curve.at(max(numel, 1))
         rate = self.hardware.host_update_elements_per_s * share / self.sharing
         return _price(_US * numel / rate, ADAM_BYTES * numel)
+
+
+def _line(curve: Curve, x: float) -> float:
+    """Return the value at `x` on the line through the first point of a curve and its last."""
+    (x0, v0), (x1, v1) = curve.points[0], curve.points[-1]
+    return v0 if x1 == x0 else max(v0 + (x - x0) * (v1 - v0) / (x1 - x0), 0.0)
 
 
 def _price(us: float, nbytes: int = 0, flops: float = 0.0, calls: int = 1) -> Price:

@@ -34,7 +34,8 @@ def step_tasks(
     found.graph = STEP
     updated = {info(n).index for n in program.graph(BACKWARD).nodes if n.target is ops.update}
     left = [b for b in layout.buckets if b.index in stored and b.index not in updated]
-    found.computes("call", "call", found.prices.call(STEP, len(left), program.world_size))
+    trained = sum(len(b.params) for b in left)
+    found.hosts("call", "call", found.prices.call(STEP, trained, program.world_size))
     if not left:
         return
     if clips:

@@ -55,7 +55,7 @@ class Walk:
         gm = self.program.graph(graph)
         first = {nodes[0]: nodes for nodes in regions(gm).values()}
         ranks = self.program.world_size
-        self.found.computes("call", "call", self.found.prices.call(graph, len(first), ranks))
+        self.found.hosts("call", "call", self.found.prices.call(graph, len(first), ranks))
         for node in gm.nodes:
             if node in first:
                 self._region(first[node])

@@ -120,7 +120,8 @@ class Timeline:
         """Return every span and what they add up to, as plain values."""
         spans = [
             {
-                **asdict(span.task), "lane": span.task.lane.value, "start_us": span.start_us,
+                **asdict(span.task), "lane": span.task.lane.value, "needs": list(span.task.needs),
+                "start_us": span.start_us,
                 "end_us": span.end_us, "waited_for": span.waited_for,
                 "idle_reason": span.idle_reason,
             }
