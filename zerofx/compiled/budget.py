@@ -32,7 +32,7 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
     gradients = engine.gradients
     if known.no_sync or gradients.no_sync or gradients.holds_sums:
         return SUMMING
-    return ADDING if known.accumulation > 1 or engine.store.shows_gradients else known
+    return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
 
 
 def fits(program: Program, loop: Loop) -> bool:
