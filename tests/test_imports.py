@@ -43,10 +43,11 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"compiled", "runtime"},
     "optim": {"runtime", "fields"},
     "reports": {"views", "codegen", "ir"},
+    "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},
-    "zerofx": {"api", "reports", "optim", "nvme"},
+    "zerofx": {"api", "reports", "optim", "nvme", "recording"},
     "demo": {"zerofx"},
     "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
