@@ -30,6 +30,7 @@ BELOW: dict[str, set[str]] = {
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
     "machine": {"errors", "sizes", "fields"},
+    "hardware": {"errors", "sizes", "fields", "machine"},
     "runtime": {"errors", "sizes", "compat", "collector"},
     "nvme": {"runtime"},
     "ir": {"runtime"} | LEAVES,
@@ -42,14 +43,16 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"compiled", "runtime"},
     "optim": {"runtime", "fields"},
     "reports": {"views", "codegen", "ir"},
+    "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},
-    "zerofx": {"api", "reports", "optim", "nvme"},
+    "zerofx": {"api", "reports", "optim", "nvme", "recording"},
     "demo": {"zerofx"},
     "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
-    "cli": {"api", "views", "demo", "doctor", "targets", "trial", "zerofx"},
+    "calibrate": {"api", "zerofx", "hardware", "optim", "nvme", "ir", "runtime"},
+    "cli": {"api", "views", "demo", "doctor", "calibrate", "targets", "trial", "zerofx"},
     "__main__": {"cli"},
 }
 

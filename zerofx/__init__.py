@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zerofx.plan import Offload as Offload
     from zerofx.plan import Plan as Plan
     from zerofx.plan import Precision as Precision
+    from zerofx.recording.record import record as record
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import save as save
@@ -41,6 +42,7 @@ _HOME = {
     "Plan": "zerofx.plan",
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",
+    "record": "zerofx.recording.record",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "export": "zerofx.snapshot",

@@ -86,6 +86,7 @@ class ProgramTable:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
+        self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -230,8 +231,10 @@ class ProgramTable:
             recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
             forward, backward = recorded.forward, recorded.backward
         executable = Executable(forward, backward, made, self._engine, self._buffers_of(program))
-        self.bound[key] = Bound(program, executable)
-        return self.bound[key]
+        self.bound[key] = bound = Bound(program, executable)
+        if self.on_bound is not None:
+            self.on_bound(bound)
+        return bound
 
     def _reserve(self, program: Program) -> None:
         """Make room for a program's slots, which the others' memory then counts too."""
