@@ -51,7 +51,8 @@ BELOW: dict[str, set[str]] = {
     "demo": {"zerofx"},
     "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
-    "cli": {"api", "views", "demo", "doctor", "targets", "trial", "zerofx"},
+    "calibrate": {"api", "zerofx", "hardware", "optim", "nvme", "ir", "runtime"},
+    "cli": {"api", "views", "demo", "doctor", "calibrate", "targets", "trial", "zerofx"},
     "__main__": {"cli"},
 }
 

@@ -2,6 +2,6 @@
 
 from zerofx.hardware.curve import Curve
 from zerofx.hardware.description import Hardware
-from zerofx.hardware.files import hardware_names, load_hardware
+from zerofx.hardware.files import hardware_names, load_hardware, write_hardware
 
-__all__ = ["Curve", "Hardware", "hardware_names", "load_hardware"]
+__all__ = ["Curve", "Hardware", "hardware_names", "load_hardware", "write_hardware"]

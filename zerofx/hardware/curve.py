@@ -20,7 +20,7 @@ KINDS = {
     "attention": "operations of one attention -> share of dense_flops_per_s; .FORMAT",
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
     "heavy": "elements of exponentials and the like in one op -> elements a us; .KERNELS",
-    "call": "regions of a graph with next to no work -> us of one call; .GRAPH.WORLD",
+    "call": "regions with next to no work (parameters of a step) -> us a call; .GRAPH.WORLD",
     "all_gather": "bytes of a full bucket -> us from launch to delivery; .ALGORITHM.WORLD",
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
     "all_reduce": "the same, without the sum; .ALGORITHM.WORLD",

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import PlanError
-from zerofx.fields import nearest, one_of, read_fields, real, refuse, size, spec_field, text, whole
+from zerofx.fields import (
+    check_names,
+    nearest,
+    one_of,
+    read_fields,
+    real,
+    refuse,
+    size,
+    spec_field,
+    text,
+    whole,
+)
 from zerofx.hardware.curve import Curve, Table, read_curves
 from zerofx.machine import CPU_GLOO, CUDA_NCCL, Machine
 
@@ -144,6 +155,12 @@ class Hardware:
             memory_bytes_per_s=self.memory_bytes_per_s,
             host_link_bytes_per_s=self.host_link_bytes_per_s,
         )
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Hardware:
+        """Return what plain values describe: what `to_dict` gives."""
+        check_names("hardware", given, KNOWN_FIELDS)
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field in plain values, as a hardware file holds them."""

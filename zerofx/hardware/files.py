@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -102,3 +103,28 @@ def _mapping(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise refuse(f"Hardware.{name}", value, "is a mapping")
     return value
+
+
+def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
+    """Write a YAML file that `load_hardware` reads back: a field, curve or source a line."""
+    lines = []
+    for name, value in hardware.to_dict().items():
+        if not isinstance(value, dict):
+            lines.append(f"{name}: {_plain(value)}")
+            continue
+        lines.append(f"{name}:" if value else f"{name}: {{}}")
+        lines += [f"  {key}: {_plain(each)}" for key, each in value.items()]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"hardware file {path} cannot be written: {error.strerror}") from error
+
+
+def _plain(value: Any) -> str:
+    """Write one value on one line; YAML takes a number with an exponent for text without a dot."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if isinstance(value, float):
+        digits, e, exponent = repr(value).partition("e")
+        return digits + ("" if "." in digits or not e else ".0") + e + exponent
+    return json.dumps(value, ensure_ascii=False)
