@@ -73,7 +73,7 @@ DEPENDENCIES = {"networkx", "jinja2", "typer", "rich", "tqdm", "yaml", "safetens
 OPTIONAL = {"scipy", "transformers", "triton"}  # imported inside functions only
 ONLY_IN = {
     "networkx": {"analysis", "passes", "ir"},
-    "jinja2": {"codegen"},
+    "jinja2": {"codegen", "views"},
     "typer": {"cli"},
     "rich": {"cli", "views", "demo", "api"},
     "triton": {"runtime", "codegen"},

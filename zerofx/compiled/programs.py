@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from zerofx.codegen.load_fit import check_fits
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.budget import (
     can_accumulate,
+    excess_bytes,
     fits,
     loop_so_far,
+    margin_for,
     pool_of,
     warn_of_regions,
     warn_of_slots,
 )
 from zerofx.compiled.contract import contract, forward_slots, written_out
-from zerofx.errors import CaptureError
+from zerofx.errors import BudgetError, CaptureError
 from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
@@ -45,6 +47,7 @@ from zerofx.runtime.step import Executable
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
+CORRECTIONS = 3  # of a budget, once the regions are compiled
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 
 
@@ -132,8 +135,25 @@ class ProgramTable:
         if is_new:
             self._check_limit(key)
         others = [b.program for k, b in self.bound.items() if k != key]
-        made = self._compile(args, kwargs, replace(setting or self._setting, pool=pool_of(others)))
-        if not is_new:
+        setting = replace(setting or self._setting, pool=pool_of(others))
+        captured = self._capture(args, kwargs, setting)
+        bound = self._install(key, self._planned(captured, setting), others)
+        for _ in range(CORRECTIONS):
+            excess = excess_bytes(bound.program)
+            if not excess or bound.program.signature in self._adopted:
+                break
+            setting = replace(setting, margin_bytes=margin_for(bound.program, excess))
+            try:
+                made = self._planned(captured, setting)
+            except BudgetError:  # there is no smaller one: the warning says by how much
+                break
+            bound = self._install(key, made, others)
+        warn_of_regions(bound.program)
+        return bound
+
+    def _install(self, key: Key, made: Program, others: Sequence[Program]) -> Bound:
+        """Write a program's directory and bind it, in place of what its call had before."""
+        if key in self.bound:
             del self.bound[key]
             self._engine.forget_slots()
             for program in others:
@@ -141,17 +161,15 @@ class ProgramTable:
         directory = made.directory or _write(made)
         log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
         self.known[key] = made, directory
-        bound = self._bind(key)
-        warn_of_regions(made)
-        return bound
+        return self._bind(key)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
-        """Capture a call and run the passes."""
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
+        """Capture a call."""
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
-        program = capture(
+        return capture(
             self._model,
             args,
             kwargs,
@@ -161,7 +179,10 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
-        program = run(program, setting)
+
+    def _planned(self, captured: Program, setting: Setting) -> Program:
+        """Run the passes on a captured call, unless a program was adopted for it."""
+        program = run(captured, setting)
         return self._instead_of(program) if program.signature in self._adopted else program
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:

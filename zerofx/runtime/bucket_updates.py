@@ -33,14 +33,14 @@ class BucketUpdates:
 
     def begin(self) -> None:
         """Check, before anything is launched, that a backward may update."""
-        self._store.begin_updates()
+        self._store.grads.begin_updates()
 
     def prepare(self, bucket: int) -> None:
         """Make ready for a bucket's gradient, which is about to be reduced."""
         if self._store.updates is None:
             return
         self._pending.join(bucket)  # of the last step, whose gradient lies where the new one will
-        self._store.prepare_update(bucket)
+        self._store.grads.prepare_update(bucket)
 
     def note(self, bucket: int, names: frozenset[str]) -> None:
         """Note that gradients of these parameters of a bucket have been stored."""
@@ -52,16 +52,16 @@ class BucketUpdates:
         if names is None:  # this backward runs for inputs alone
             return
         home = self._store.layout.buckets[bucket].home
-        is_beside = home is not Tier.DEVICE and self._store.may_update_beside(names)
+        is_beside = home is not Tier.DEVICE and self._store.grads.may_update_beside(names)
         if self._delayed and home is not Tier.DEVICE:
             self._away.settle(bucket)  # and with it every copy from the bucket's memory
             self._away.publish(bucket)
         if not is_beside:
             self._pending.join()
             self._away.settle(bucket)
-            self._store.take_update(bucket, names)()
+            self._store.grads.take_update(bucket, names)()
             return
-        run = partial(self._settled, bucket, self._store.take_update(bucket, names))
+        run = partial(self._settled, bucket, self._store.grads.take_update(bucket, names))
         self._pending.launch(bucket, run, AT_MOST if home is Tier.NVME else None)
 
     def _settled(self, bucket: int, update: Callable[[], None]) -> None:
@@ -84,5 +84,5 @@ class BucketUpdates:
             self._pending.drain()
             self._store.updates.abandon()
             for bucket in self._stored:
-                self._store.drop_grads(bucket)
+                self._store.grads.drop(bucket)
         self._stored.clear()

@@ -93,7 +93,7 @@ class Executable:
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
         if self.contract.is_training and not engine.keeps_memory:
-            engine.store.rest()
+            engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
         with self._guard(), self._own_random("forward"):

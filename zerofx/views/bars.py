@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zerofx.analysis.measured import Measured, MeasuredSpan
 from zerofx.analysis.steps import Lane
+from zerofx.analysis.timeline import Timeline
 
 WIDTH = 96  # characters of a lane
 _FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
@@ -47,6 +48,16 @@ class Track:
         return max((bar.end_us for bar in self.bars), default=0.0)
 
 
+def timeline_track(timeline: Timeline, note: str) -> Track:
+    """Return a step as it was predicted."""
+    bars = tuple(
+        Bar(s.task.name, s.task.lane, s.task.kind, s.start_us, s.end_us, s.task.graph, s.task.unit,
+            f"{format_us(s.task.low_us)} .. {format_us(s.task.high_us)}  {s.idle_reason}".strip())
+        for s in timeline.spans
+    )  # fmt: skip
+    return Track("predicted", bars, (timeline.low_us, timeline.high_us), note)
+
+
 def measured_track(measured: Measured) -> Track:
     """Return the typical step of a recording."""
     bars = tuple(
@@ -70,7 +81,7 @@ def lanes_of(bars: Iterable[Bar]) -> list[Lane]:
     return [lane for lane in Lane if lane in used]
 
 
-def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH) -> list[str]:
+def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH, in_steps: bool = False) -> list[str]:
     """Draw lanes as rows of characters: `#` computes, `=` moves, `w` waits, `l` launches, `.` idle.
 
     A character is what fills most of its time; `,` where that is less than half of it.
@@ -79,8 +90,9 @@ def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH) -> list[str]:
     if end <= 0.0:
         return []
     cell = end / width
-    ticks = [f"{format_us(end * k / 4):<{width // 4}}" for k in range(4)]
-    lines = [f"{'':<12}{''.join(ticks)}{format_us(end)}"]
+    write = "{:.0f}".format if in_steps else format_us
+    ticks = [f"{write(end * k / 4):<{width // 4}}" for k in range(4)]
+    lines = [f"{'':<12}{''.join(ticks)}{write(end)}"]
     for lane in lanes_of(bars):
         shares = _shares([b for b in bars if b.lane is lane], width, cell)
         row = "".join(_character(share, cell) for share in shares)
