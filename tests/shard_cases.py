@@ -77,12 +77,12 @@ def deliver(store: ShardStore, full: dict[str, Tensor], names: Any = None) -> No
                 if names is None or p.name in names:
                     flat[p.offset : p.end] = full[p.name].reshape(-1)
             lo, hi = store.layout.shard_bounds(bucket, store.world.shard_rank)
-            target, accumulate = store.grad_target(bucket.index)
+            target, accumulate = store.grads.target(bucket.index)
             if accumulate:
                 target.add_(flat[lo:hi])
             else:
                 target.copy_(flat[lo:hi])
-            store.publish_grads(bucket.index, names)
+            store.grads.publish(bucket.index, names)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -82,8 +82,12 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert line("4x128", "zerofx-3-host", data)["deepspeed_ratio"] is None
 
 
-def test_a_step_is_held_against_the_longest_lane_of_its_round() -> None:
-    found = dict(zip(LANES, ([1.0, 2.0], [0.5, 4.0], [0.5, 0.5]), strict=True))
-    row = overlap_line("4x1024", 1, found | {"after": [2.0, 6.5], "step": [1.1, 4.4]})
+@pytest.mark.parametrize("states", ["cpu", "nvme"])
+def test_a_step_is_held_against_the_longest_lane_of_its_round(states: str) -> None:
+    alone = ([1.0, 2.0], [0.5, 4.0], [0.5, 0.5], [0.25, 0.5])[: len(LANES[states])]
+    found = dict(zip(LANES[states], alone, strict=True))
+    found |= {"after": [2.0, 6.5], "step": [1.1, 4.4]}
+    row = overlap_line("4x1024", 1, states, found)
+    in_turn = [sum(lane[0] for lane in alone) / 1.0, sum(lane[1] for lane in alone) / 4.0]
     assert row["ratio"] == pytest.approx(1.1) and row["met"]
-    assert row["in_turn"] == pytest.approx((2.0 + 6.5 / 4.0) / 2)
+    assert row["in_turn"] == pytest.approx(sum(in_turn) / 2)

@@ -30,10 +30,11 @@ BELOW: dict[str, set[str]] = {
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
     "machine": {"errors", "sizes", "fields"},
+    "hardware": {"errors", "sizes", "fields", "machine"},
     "runtime": {"errors", "sizes", "compat", "collector"},
     "nvme": {"runtime"},
     "ir": {"runtime"} | LEAVES,
-    "analysis": {"ir", "machine"},
+    "analysis": {"ir", "machine", "hardware"},
     "views": {"analysis"},
     "passes": {"analysis", "ir", "plan", "machine"},
     "codegen": {"ir"},
@@ -42,14 +43,27 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"compiled", "runtime"},
     "optim": {"runtime", "fields"},
     "reports": {"views", "codegen", "ir"},
+    "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
+    "predicting": {"api", "views", "hardware", "targets"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},
-    "zerofx": {"api", "reports", "optim", "nvme"},
+    "zerofx": {"api", "reports", "optim", "nvme", "recording", "predicting"},
     "demo": {"zerofx"},
     "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
-    "cli": {"api", "views", "demo", "doctor", "targets", "trial", "zerofx"},
+    "calibrate": {"api", "zerofx", "hardware", "optim", "nvme", "ir", "runtime"},
+    "cli": {
+        "api",
+        "views",
+        "demo",
+        "doctor",
+        "calibrate",
+        "targets",
+        "trial",
+        "zerofx",
+        "predicting",
+    },
     "__main__": {"cli"},
 }
 
@@ -59,7 +73,7 @@ DEPENDENCIES = {"networkx", "jinja2", "typer", "rich", "tqdm", "yaml", "safetens
 OPTIONAL = {"scipy", "transformers", "triton"}  # imported inside functions only
 ONLY_IN = {
     "networkx": {"analysis", "passes", "ir"},
-    "jinja2": {"codegen"},
+    "jinja2": {"codegen", "views"},
     "typer": {"cli"},
     "rich": {"cli", "views", "demo", "api"},
     "triton": {"runtime", "codegen"},

@@ -86,6 +86,45 @@ def test_a_copy_has_files_of_its_own(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+# -- copies that stay -----------------------------------------------------------------------------
+STAYING: list[tuple[dict[str, Any], tuple[str, str], str]] = [
+    ({}, ("nvme", "none"), "_send"),
+    ({"precision": "bf16"}, ("nvme", "none"), "_send"),
+    ({"stage": 1, "precision": "bf16"}, ("nvme", "none"), "_send"),
+    ({**EARLY}, ("nvme", "none"), "_send"),
+    ({"precision": "bf16", **EARLY}, ("nvme", "cpu"), "settle_place"),
+    ({}, ("nvme", "cpu"), "settle_place"),
+]
+
+
+@pytest.mark.parametrize(("plan", "places", "moves"), STAYING, ids=str)
+def test_copies_follow_updates_and_are_made_anew_for_writes_of_others(
+    plan: dict[str, Any], places: tuple[str, str], moves: str, tmp_path: Path
+) -> None:
+    model, optimizer = made("gpt", "adamw", {**plan, **tiers(str(tmp_path), *places)})
+    like, its_optimizer = made("gpt", "adamw", plan)
+    made_anew: list[int] = []
+    owner = model._engine.away if moves == "_send" else model._engine.host
+    real = getattr(owner, moves)
+    trained = [b.index for b in model._engine.layout.buckets if b.trainable]
+    for step in range(4):
+        if step == 3:  # somebody else writes; which copies it outdates is not known
+            for each in (model, like):
+                with torch.no_grad():
+                    next(iter(each.parameters())).mul_(0.5)
+        made_anew.clear()
+        setattr(owner, moves, lambda *args: (made_anew.append(0), real(*args))[1])
+        loss = batch_loss(model, "gpt", step)
+        setattr(owner, moves, real)
+        assert len(made_anew) == (0 if step in (1, 2) else len(trained))
+        expected = batch_loss(like, "gpt", step)
+        assert torch.equal(loss, expected)
+        for each, its in ((loss, optimizer), (expected, its_optimizer)):
+            each.backward()
+            its.step()
+            its.zero_grad()
+
+
 # -- refused --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_optimizers_that_step_past_the_schedule(kind: Any, tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from oracle_cases import Choice
 from passes_compact import before, pass_named, run
 
+from zerofx.api import make_layout
+from zerofx.machine import preset
+from zerofx.plan import as_plan
 from zerofx.runtime.layout import Layout
 
 WHOLE = 1 << 30
@@ -33,6 +37,19 @@ def test_small_neighbours_merge_up_to_the_limit() -> None:
     assert units(found) == [("code", "layers.0"), ("layers.1", "layers.2"), ("layers.3",)]
     assert all(b.full_bytes <= 1500 for b in found.buckets)
     assert len(layout("chain", Choice(3, bucket_bytes=WHOLE, persist_below=0)).buckets) == 1
+
+
+def test_under_a_budget_no_bucket_is_larger_than_the_largest_unit() -> None:
+    """Its buffers are there anyway, so that larger ones would cost memory."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, n) for n in (2, 2, 4, 2)))
+    sizes = []
+    for plan in ({}, {"memory_budget": "1GiB"}, {"memory_budget": "1GiB", "bucket_bytes": WHOLE}):
+        found = make_layout(model, as_plan(plan), 2, preset("cpu-gloo"))
+        sizes.append([b.full_bytes for b in found.buckets])
+    assert len(sizes[0]) == len(sizes[2]) == 1
+    alone = make_layout(model, as_plan({"bucket_bytes": 0}), 2, preset("cpu-gloo"))
+    assert max(sizes[1]) == max(b.full_bytes for b in alone.buckets)
+    assert 1 < len(sizes[1]) < len(alone.buckets)
 
 
 def test_small_parameters_share_a_persistent_bucket() -> None:

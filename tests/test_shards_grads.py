@@ -33,7 +33,7 @@ class TestGradients:
             deliver(store, second)
             expect_grads(model, {k: first[k] + second[k] for k in first})
             assert all(a is p.grad for a, p in zip(shown, model.parameters(), strict=True))
-            flats = [store.grad_target(b.index)[0].data_ptr() for b in store.layout.buckets]
+            flats = [store.grads.target(b.index)[0].data_ptr() for b in store.layout.buckets]
             del shown
             model.zero_grad()
             deliver(store, second)
@@ -41,7 +41,7 @@ class TestGradients:
             model.zero_grad(set_to_none=False)
             deliver(store, first)
             expect_grads(model, dict(first))
-            targets = [store.grad_target(b.index) for b in store.layout.buckets]
+            targets = [store.grads.target(b.index) for b in store.layout.buckets]
             assert [t.data_ptr() for t, _ in targets] == flats and all(add for _, add in targets)
 
         on_ranks(size, body)

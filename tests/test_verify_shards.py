@@ -1,4 +1,4 @@
-"""verify refuses moves of shards and gradients that are missing, doubled, early or of others."""
+"""verify refuses moves of shards that are missing, doubled, early or of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from away_cases import OPTIMIZER, again, away, copied, release_of, sent, wait_of
 from verify_cases import Breaks, check_refused, find, program, set_argument
 
 from zerofx.ir import ops
@@ -16,42 +16,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.plan_parts import Offload
 
-BOTH = Offload(optimizer="cpu", parameters="cpu")
-OPTIMIZER = Offload(optimizer="cpu")
 broken = Breaks()
-
-
-def away(**plan: Any) -> Program:
-    """Return a program whose shards and optimizer live on the host."""
-    return program(offload=BOTH, **plan)
-
-
-def copied() -> Program:
-    """Return one whose optimizer alone does: copies of the shards stay on the device."""
-    return program(offload=OPTIMIZER)
-
-
-def sent(p: Program, bucket: int, graph: str = FORWARD) -> tuple[Any, Any, Any, Any]:
-    """Return a bucket's gather, its wait, and the launch and wait of the shard it sends."""
-    gather = find(p, ops.all_gather, bucket, graph)
-    held: Any = gather.args[0]
-    return gather, wait_of(gather), held.args[0], held
-
-
-def wait_of(launch: fx.Node) -> fx.Node:
-    return next(u for u in launch.users if u.target is ops.wait)
-
-
-def release_of(held: fx.Node) -> fx.Node:
-    return next(u for u in held.users if u.target is ops.release)
-
-
-def again(node: fx.Node, before: fx.Node, *args: Any) -> fx.Node:
-    """Repeat a node before another, with other leading arguments."""
-    with node.graph.inserting_before(before):
-        copy = node.graph.node_copy(node)
-    copy.args = (*args, *copy.args[len(args) :])
-    return copy
 
 
 @pytest.mark.parametrize("make", [away, copied, lambda: away(world=1), lambda: away(stage=3)])
@@ -266,128 +231,6 @@ def updated_while_it_is_read() -> Program:
     other = again(launch, update)
     other.args = launch.args[:3]
     again(held, update.next, other)
-    return p
-
-
-# -- gradients ----------------------------------------------------------------------------------
-def offloaded(p: Program, bucket: int = 2) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Return the launch that takes a bucket's gradient away, its wait, and the store."""
-    launch = find(p, ops.offload_grad, bucket)
-    return launch, wait_of(launch), find(p, ops.store_grad, bucket)
-
-
-@broken(
-    r"store_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind off"
-)
-def stored_on_the_device() -> Program:
-    p = away()
-    launch, wait, store = offloaded(p)
-    store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
-    p.graph(BACKWARD).erase_node(wait)
-    p.graph(BACKWARD).erase_node(launch)
-    return p
-
-
-@broken(
-    r"store_grad\w* stores reduced bucket 2 .* as it lies on the device; .* what offload_grad's"
-)
-def stored_from_where_it_was() -> Program:
-    p = away()
-    launch, wait, store = offloaded(p)
-    store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
-    return p
-
-
-@broken(
-    r"store_grad\w* reads reduced bucket 2 \(blocks.0\) before its wait: only what `wait` returns"
-)
-def stored_before_it_arrived() -> Program:
-    p = away()
-    launch, wait, store = offloaded(p)
-    store.replace_input_with(wait, launch)
-    return p
-
-
-@broken(
-    r"offload_grad\w* reads reduced bucket 2 .* before its wait: only what `wait` returns may be"
-)
-def offloaded_while_it_is_reduced() -> Program:
-    p = away()
-    launch, _, _ = offloaded(p)
-    reduced: Any = launch.args[0]
-    launch.replace_input_with(reduced, reduced.args[0])
-    return p
-
-
-@broken(
-    r"offload_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind"
-)
-def offloaded_twice() -> Program:
-    p = away()
-    launch, wait, _ = offloaded(p)
-    again(launch, wait.next)
-    return p
-
-
-@broken(
-    r"offload_grad\w* reads reduced bucket \d .*: a reduced slice is for store_grad only, behind"
-)
-def offloaded_from_its_home() -> Program:
-    p = program(offload=Offload(optimizer="cpu", device_fraction=0.3))
-    assert p.layout is not None
-    near = next(b.index for b in p.layout.buckets if not b.is_away)
-    store = find(p, ops.store_grad, near)
-    with p.graph(BACKWARD).inserting_before(store):
-        launch = call(p.graph(BACKWARD), ops.offload_grad, (store.args[0], near), like=store)
-        wait = call(p.graph(BACKWARD), ops.wait, (launch,), like=store)
-    store.replace_input_with(store.args[0], wait)  # type: ignore[arg-type]
-    return p
-
-
-@broken(r"offload_grad\w* offloads the reduced gradients of bucket 2 as those of bucket 3")
-def offloaded_as_anothers() -> Program:
-    p = away()
-    set_argument(offloaded(p)[0], 1, 3)
-    return p
-
-
-@broken(r"offload_grad\w* offloads shard\w*, which no reduction delivered|reads shard bucket 2")
-def a_shard_offloaded() -> Program:
-    p = away()
-    launch, _, _ = offloaded(p)
-    launch.args = (find(p, ops.reload_shard, 2).args[0], 2)
-    return p
-
-
-@broken(r"reduced bucket 2 \(blocks.0\) is launched but never waited for")
-def gradient_never_arrives() -> Program:
-    p = away()
-    _, wait, store = offloaded(p)
-    other = next(
-        s for s in p.graph(BACKWARD).nodes if s.target is ops.store_grad and s is not store
-    )
-    for user in list(store.users):
-        user.replace_input_with(store, other)
-    p.graph(BACKWARD).erase_node(store)
-    p.graph(BACKWARD).erase_node(wait)
-    return p
-
-
-@broken(r"reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind offload_grad")
-def gradient_computed_with() -> Program:
-    p = away()
-    _, wait, _ = offloaded(p)
-    with p.graph(BACKWARD).inserting_after(wait):
-        call(p.graph(BACKWARD), torch.ops.aten.neg.default, (wait,), like=wait)
-    return p
-
-
-@broken(r"offload_grad\w* is a gradient op: those belong into backward only")
-def offloaded_in_forward() -> Program:
-    p = away()
-    launch = sent(p, 2)[2]
-    with p.graph(FORWARD).inserting_before(launch):
-        call(p.graph(FORWARD), ops.offload_grad, (p.placeholders(FORWARD)[0], 2), like=launch)
     return p
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from zerofx.plan import Offload as Offload
     from zerofx.plan import Plan as Plan
     from zerofx.plan import Precision as Precision
+    from zerofx.predicting import predict as predict
+    from zerofx.recording.record import record as record
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import load_weights as load_weights
@@ -44,6 +46,8 @@ _HOME = {
     "Plan": "zerofx.plan",
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",
+    "predict": "zerofx.predicting",
+    "record": "zerofx.recording.record",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",

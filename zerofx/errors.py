@@ -65,3 +65,7 @@ class NvmeError(ZerofxError):
 
 class TrialError(ZerofxError):
     """The ranks of `zerofx verify --run` could not train."""
+
+
+class RecordingError(ZerofxError):
+    """A recording cannot be made, read, or shown beside this program."""

@@ -61,7 +61,8 @@ class Plan:
         patterns offload, pass through the host to files under `path`.
     prefetch: how many units ahead a gather is launched, or "auto" (the machine's).
     persist_below: parameters of fewer bytes stay gathered; None takes the machine's value.
-    bucket_bytes: smaller units share a collective up to this; None takes the machine's value.
+    bucket_bytes: smaller units share a collective up to this; None takes the machine's value,
+        under a memory budget at most the largest unit's.
     units: "auto", or name patterns of the modules whose parameters travel together.
     shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
     differentiate: "loss", or "all" float outputs. With "all", an output that is left out of the

@@ -1,4 +1,4 @@
-"""What a Program can say of itself: gives its methods dump, schedule, memory and emit their bodies.
+"""What a Program can say of itself: gives its methods (dump, schedule, look, ...) their bodies.
 
 They are written in rooms above ir (views, codegen), which ir may not import; so Program names them,
 and importing this room, as the face and the api do, hands them in.
@@ -6,11 +6,14 @@ and importing this room, as the face and the api do, hands them in.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
+from zerofx.analysis.steps import schedule as steps
 from zerofx.analysis.storage import CompiledRegion
 from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
@@ -20,7 +23,11 @@ from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
 from zerofx.runtime.region_keys import artifact_key, cache_dir
-from zerofx.views import memory, schedule
+from zerofx.views import look, memory, schedule
+from zerofx.views.recording import RecordingView, load_recording
+
+_Path = str | os.PathLike[str]
+Recorded = RecordingView | _Path | Sequence[_Path] | None
 
 
 def _dump(program: Program, level: str = "nodes") -> str:
@@ -63,4 +70,14 @@ def _trace(code: RegionCode, inputs: tuple[fx.Node, ...]) -> RegionTrace | None:
     return found if found is not None and found.num_inputs == len(inputs) else None
 
 
-register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit)
+def _look(program: Program, recording: Recorded = None) -> look.Look:
+    """Return a program's lanes; `recording` may be files, one a rank."""
+    if isinstance(recording, (str, os.PathLike)):
+        recording = [recording]
+    if recording is not None and not isinstance(recording, RecordingView):
+        recording = load_recording(*recording)
+    recorded = [] if recording is None else recording.of(program)
+    return look.look(program, steps(program, compiled_regions(program)), None, recorded)
+
+
+register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=_look)

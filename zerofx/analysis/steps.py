@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -28,6 +29,7 @@ class Lane(str, Enum):
     H2D = "from host"
     NVME = "from nvme"
     TO_NVME = "to nvme"
+    UPDATE = "host update"  # the optimizer over what lives off the device
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Step:
     heaviest: the costliest op of a region, empty where there is none to name.
     is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
     resident_bytes: the most that the rank holds during the step.
+    name: unique in the program, and by which what was measured of a step is known: "forward region
+        3", "forward AG b0" (a launch, and what it moves), "forward AG b0 wait".
+    times: the first of `Memory.life`'s times that are the step's, and the one behind its last.
     """
 
     index: int
@@ -54,6 +59,8 @@ class Step:
     region: int = -1
     is_value: bool = False
     resident_bytes: int = 0
+    name: str = ""
+    times: tuple[int, int] = (0, 0)
 
     @property
     def is_backward(self) -> bool:
@@ -73,13 +80,13 @@ class Schedule:
         return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
 
 
-_VERBS: dict[Any, str] = {
+VERBS: dict[Any, str] = {
     ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
     ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
     **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD", ops.read_back: "RD",
     ops.write_out: "WR",
 }  # fmt: skip
-_LANES: dict[Any, Lane] = {
+LANES_OF: dict[Any, Lane] = {
     **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
     ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
     **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME, ops.read_back: Lane.NVME,
@@ -92,11 +99,29 @@ def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
     """Return the program's steps with the bytes resident at each."""
     report = memory(program, compiled=compiled)
     found: list[Step] = []
+    taken: Counter[str] = Counter()
     for graph, nodes, first in _groups(program, report):
         last = first + len(nodes)
         resident = max(report.curve[first:last], default=0)
-        found.append(_step(len(found), graph, nodes, resident))
+        step = _step(len(found), graph, nodes, resident)
+        name = _name(step)
+        taken[name] += 1
+        if taken[name] > 1:
+            name = f"{name} #{taken[name]}"
+        found.append(replace(step, name=name, times=(first, last)))
     return Schedule(tuple(found), report)
+
+
+def _name(step: Step) -> str:
+    """Say which step of the program it is, but for what may occur twice."""
+    if step.kind == "region":
+        return f"{step.graph} region {step.region}"
+    if step.kind == "sync":
+        return f"{step.graph} sync"
+    what = f"{'v' if step.is_value else 'b'}{step.bucket}"
+    if step.kind in ("launch", "wait"):
+        return f"{step.graph} {step.verb} {what}{' wait' if step.kind == 'wait' else ''}"
+    return f"{step.graph} {step.kind} {what}"
 
 
 def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
@@ -130,12 +155,12 @@ def _key(graph: str, node: fx.Node) -> tuple | None:
 def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     node, where = nodes[0], info(nodes[0])
     target = node.target
-    if target in _LANES or target is ops.wait:
-        launch = node if target in _LANES else node.all_input_nodes[0]
-        lane = _LANES[launch.target]
+    if target in LANES_OF or target is ops.wait:
+        launch = node if target in LANES_OF else node.all_input_nodes[0]
+        lane = LANES_OF[launch.target]
         kind = "launch" if node is launch else "wait"
         return Step(
-            index, graph, lane, kind, where.unit, where.index, _VERBS[launch.target],
+            index, graph, lane, kind, where.unit, where.index, VERBS[launch.target],
             is_value=launch.target in ops.COPIES, resident_bytes=resident,
         )  # fmt: skip
     if target is ops.release:

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 
+from zerofx.analysis.memory import memory
 from zerofx.compiled.contract import forward_slots
 from zerofx.ir.program import Loop, Pool, Program
+from zerofx.passes.decide import budget_bytes
 from zerofx.plan import Plan
 from zerofx.runtime.engine import Engine
 from zerofx.sizes import format_bytes
@@ -32,7 +34,7 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
     gradients = engine.gradients
     if known.no_sync or gradients.no_sync or gradients.holds_sums:
         return SUMMING
-    return ADDING if known.accumulation > 1 or engine.store.shows_gradients else known
+    return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
 
 
 def fits(program: Program, loop: Loop) -> bool:
@@ -52,15 +54,30 @@ def pool_of(programs: Iterable[Program]) -> Pool:
     return Pool(tuple(sizes), frozenset(stay))
 
 
-def warn_of_regions(program: Program) -> None:
-    """Warn where the regions, now that they are compiled, take more than the budget was solved for.
+def excess_bytes(program: Program) -> int:
+    """Return by how much a training program, its regions compiled, takes more than its budget.
 
     The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
     """
+    budget = budget_bytes(program.plan)
+    if budget is None or not program.is_training or program.plan.kernels != "inductor":
+        return 0
+    return max(0, program.memory(**asdict(program.loop)).peak_bytes - budget)
+
+
+def margin_for(program: Program, excess: int) -> int:
+    """Return how much of the budget to leave, so that a program so much smaller is looked for."""
+    budget = budget_bytes(program.plan)
+    assert budget is not None
+    return budget - memory(program, **asdict(program.loop)).peak_bytes + excess
+
+
+def warn_of_regions(program: Program) -> None:
+    """Warn where no choice keeps the compiled regions within the budget."""
     if program.plan.kernels == "inductor":
         _warn(
-            program, "compiled by Inductor,", "lower the budget by the difference, or use "
-            "kernels='aten', which keeps it to the byte",
+            program, "compiled by Inductor,", "raise the budget to it, or use kernels='aten', "
+            "which keeps it to the byte",
         )  # fmt: skip
 
 
@@ -77,7 +94,7 @@ def _warn(program: Program, why: str, way_out: str) -> None:
     budget = program.plan.memory_budget
     if budget is None or not program.is_training:
         return
-    peak = program.memory().peak_bytes
+    peak = program.memory(**asdict(program.loop)).peak_bytes
     if peak > budget:
         log.warning(
             "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from zerofx.codegen.load_fit import check_fits
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.budget import (
     can_accumulate,
+    excess_bytes,
     fits,
     loop_so_far,
+    margin_for,
     pool_of,
     warn_of_regions,
     warn_of_slots,
 )
 from zerofx.compiled.contract import contract, forward_slots, written_out
-from zerofx.errors import CaptureError
+from zerofx.errors import BudgetError, CaptureError
 from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
@@ -45,6 +47,7 @@ from zerofx.runtime.step import Executable
 
 log = logging.getLogger("zerofx")
 PROGRAM_LIMIT = 16
+CORRECTIONS = 3  # of a budget, once the regions are compiled
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 
 
@@ -83,6 +86,7 @@ class ProgramTable:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
+        self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -131,8 +135,25 @@ class ProgramTable:
         if is_new:
             self._check_limit(key)
         others = [b.program for k, b in self.bound.items() if k != key]
-        made = self._compile(args, kwargs, replace(setting or self._setting, pool=pool_of(others)))
-        if not is_new:
+        setting = replace(setting or self._setting, pool=pool_of(others))
+        captured = self._capture(args, kwargs, setting)
+        bound = self._install(key, self._planned(captured, setting), others)
+        for _ in range(CORRECTIONS):
+            excess = excess_bytes(bound.program)
+            if not excess or bound.program.signature in self._adopted:
+                break
+            setting = replace(setting, margin_bytes=margin_for(bound.program, excess))
+            try:
+                made = self._planned(captured, setting)
+            except BudgetError:  # there is no smaller one: the warning says by how much
+                break
+            bound = self._install(key, made, others)
+        warn_of_regions(bound.program)
+        return bound
+
+    def _install(self, key: Key, made: Program, others: Sequence[Program]) -> Bound:
+        """Write a program's directory and bind it, in place of what its call had before."""
+        if key in self.bound:
             del self.bound[key]
             self._engine.forget_slots()
             for program in others:
@@ -140,17 +161,15 @@ class ProgramTable:
         directory = made.directory or _write(made)
         log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
         self.known[key] = made, directory
-        bound = self._bind(key)
-        warn_of_regions(made)
-        return bound
+        return self._bind(key)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
-        """Capture a call and run the passes."""
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
+        """Capture a call."""
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
-        program = capture(
+        return capture(
             self._model,
             args,
             kwargs,
@@ -160,7 +179,10 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
-        program = run(program, setting)
+
+    def _planned(self, captured: Program, setting: Setting) -> Program:
+        """Run the passes on a captured call, unless a program was adopted for it."""
+        program = run(captured, setting)
         return self._instead_of(program) if program.signature in self._adopted else program
 
     def adopt(self, program: Program, allow_changed_math: bool) -> Program:
@@ -209,8 +231,10 @@ class ProgramTable:
             recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
             forward, backward = recorded.forward, recorded.backward
         executable = Executable(forward, backward, made, self._engine, self._buffers_of(program))
-        self.bound[key] = Bound(program, executable)
-        return self.bound[key]
+        self.bound[key] = bound = Bound(program, executable)
+        if self.on_bound is not None:
+            self.on_bound(bound)
+        return bound
 
     def _reserve(self, program: Program) -> None:
         """Make room for a program's slots, which the others' memory then counts too."""

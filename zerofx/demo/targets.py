@@ -21,6 +21,11 @@ def gpt_175b() -> Call:
     return _call(GPTConfig(layers=96, width=12288, heads=96, seq=2048, vocab=50257), batch=1)
 
 
+def gpt_1t() -> Call:
+    """Return ZeRO-Infinity's model of 1 T parameters, and two sequences a rank."""
+    return _call(GPTConfig(layers=128, width=25600, heads=256, seq=1024, vocab=50257), batch=2)
+
+
 def _call(config: GPTConfig, batch: int) -> Call:
     with torch.device("meta"):
         model = GPT(config)

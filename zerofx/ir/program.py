@@ -217,6 +217,20 @@ class Program:
         """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`."""
         return _report("memory")(self, **options)
 
+    def look(self, recording: Any = None) -> Any:
+        """Return the lanes over time: print it, or write its `page` or its `trace` for Perfetto.
+
+        recording: what `zerofx.record` found of this program, or the files it was saved in.
+        """
+        return _report("look")(self, recording=recording)
+
+    def view(self, path: str | os.PathLike[str], passes: bool = True, **beside: Any) -> Path:
+        """Write one offline HTML page: lanes over time, memory, every pass and decision.
+
+        passes: with what each pass changed, for which all of them run again. beside: as in `look`.
+        """
+        return self.look(**beside).page(path, passes)
+
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the module that runs into a directory."""
         return _report("emit")(self, directory)

@@ -51,13 +51,14 @@ class Choices:
 Trial = Callable[[Choices], Program]  # compiles on paper
 
 
-def budget_bytes(plan: Plan) -> int | None:
-    """Return what a program may take of a plan's budget: all but a thousandth.
+def budget_bytes(plan: Plan, margin_bytes: int = 0) -> int | None:
+    """Return what a program may take of a plan's budget: all but a thousandth and a margin.
 
-    That is for what no graph shows: step counts, norms, the scalars of the loop.
+    The thousandth is for what no graph shows: step counts, norms, the scalars of the loop. The
+    margin is for what its regions were found to take beyond their operators, once compiled.
     """
     budget = plan.memory_budget
-    return None if budget is None else budget - budget // SPARE
+    return None if budget is None else budget - budget // SPARE - margin_bytes
 
 
 def budget_for(peak_bytes: int) -> int:
@@ -76,8 +77,15 @@ def link_of(plan: Plan, machine: Machine) -> Link | None:
     return Link(rate, machine.offload_min_bytes, machine.device_type == "cuda")
 
 
-def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial: Trial) -> Choices:
-    """Return the quickest choices whose peak is within the plan's budget.
+def decide(
+    captured: Program,
+    plan: Plan,
+    machine: Machine,
+    prefetch: int,
+    trial: Trial,
+    margin_bytes: int = 0,
+) -> Choices:
+    """Return the quickest choices whose peak is within the plan's budget, but for a margin.
 
     captured: the program as `split` will find it. prefetch: the distance to begin with; if the plan
         leaves it open, it shrinks where nothing else fits.
@@ -89,7 +97,7 @@ def decide(captured: Program, plan: Plan, machine: Machine, prefetch: int, trial
     tradeoffs = functools.cache(lambda: Tradeoffs(captured, machine, link, plan.host_budget))
     least: Memory | None = None
     for distance in range(prefetch, -1, -1) if plan.prefetch == "auto" else (prefetch,):
-        attempt = _Attempt(captured, plan, distance, trial, tradeoffs)
+        attempt = _Attempt(captured, plan, distance, trial, tradeoffs, margin_bytes)
         choices = attempt.run()
         if choices is not None:
             return choices
@@ -109,10 +117,11 @@ class _Attempt:
         distance: int,
         trial: Trial,
         tradeoffs: Callable[[], Tradeoffs],
+        margin_bytes: int,
     ) -> None:
         self.captured, self.plan = captured, plan
         self.distance, self.trial, self.tradeoffs = distance, trial, tradeoffs
-        budget = budget_bytes(plan)
+        budget = budget_bytes(plan, margin_bytes)
         assert budget is not None
         self.budget = budget
         self.least: Memory

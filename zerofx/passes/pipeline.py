@@ -48,6 +48,7 @@ class Setting:
 
     choices: what the plan's budget decided; None takes the plan's fields as they stand.
     loop: the steps that the budget is for. pool: slots that are there for other programs.
+    margin_bytes: of the budget, left for what compiled regions take beyond their operators.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Setting:
     choices: Choices | None = None
     loop: Loop = field(default_factory=Loop)
     pool: Pool = field(default_factory=Pool)
+    margin_bytes: int = 0
 
 
 # One pass a line, in the order they run, each with the reason for its place.
@@ -108,7 +110,7 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
     # after all that moves and frees: what fits is measured on the final order
     lambda s: KeepGathered(
-        budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan)
+        budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan, s.margin_bytes)
     ),
     # last: places follow the final order
     lambda s: AssignSlots(),
@@ -274,7 +276,8 @@ def _decided(program: Program, setting: Setting) -> Choices:
             _apply(tried, p, proves=False)
         return tried
 
-    return decide(program, setting.plan, setting.machine, _distance(setting), trial)
+    distance = _distance(setting)
+    return decide(program, setting.plan, setting.machine, distance, trial, setting.margin_bytes)
 
 
 @paused_collector()

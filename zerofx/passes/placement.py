@@ -24,12 +24,16 @@ def plan_layout(
     """Return the buckets of a model: a function of model, plan, machine table and world only.
 
     Stage 0 is sharded over one rank and replicated over all; stages 1 and 2 keep every parameter
-    gathered, so `persist_below` matters at stage 3 only.
+    gathered, so `persist_below` matters at stage 3 only. Under a memory budget units are merged no
+    further than the largest one goes, unless the plan says how far: its buffers are there anyway.
     """
     params = list(params)
     shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
     layout = unit_layout(params, shard_size, replicate_size, persist)
+    if plan.memory_budget is not None and plan.bucket_bytes is None:
+        sizes = [b.full_bytes for b in layout.buckets if not b.persistent]
+        bucket_bytes = min(bucket_bytes, max(sizes, default=0))
     return with_tiers(merge_small(layout, params, bucket_bytes), plan.offload)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ class AwayShards:
     it is made for the way only. With `delayed` updates all have such a copy: what gathers read,
     while the shard itself is updated.
 
+    What an update leaves of a shard on NVMe goes into the copies that stay while it is in host
+    memory anyway: nothing of it is read again.
+
     The host, which runs ahead of the device, waits at the end of every call for what still reads
     its memory or writes to it: behind a call everyone may write parameters and read gradients.
     """
@@ -38,12 +42,16 @@ class AwayShards:
     ) -> None:
         self._store, self._slots, self._host, self._delayed = store, slots, host, delayed
         self._published: dict[int, int] = {}  # bucket -> how often
+        self._updated: dict[int, int] = {}  # bucket on NVMe -> how often
         self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
+        self._following: dict[int, Any] = {}  # bucket -> event of its last update's copy to there
         self._casts: dict[int, Tensor] = {}  # bucket -> its shard's copy in the compute format
         self._fresh: dict[int, Stamp] = {}  # bucket -> what its copy on the device was made of
-        self._cast: dict[int, int] = {}  # bucket -> what its copy on the host was made of
+        self._cast: dict[int, Stamp] = {}  # bucket -> what its copy on the host was made of
         self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
         self._reading: dict[int, Copy] = {}  # bucket -> the last copy out of its shard
+        if (nvme := store.homes.nvme) is not None and not delayed:
+            nvme.on_update = weakref.WeakMethod(self.follow)
 
     # -- to the device ----------------------------------------------------------------------
     def reload(self, shard: Tensor, bucket: int, slot: int = -1) -> Copy:
@@ -62,15 +70,27 @@ class AwayShards:
                     shard.numel(), dtype=b.compute_dtype, device=self._store.world.device
                 )
             self._near[bucket] = near
-        elif self._fresh.get(bucket) == self.stamp(bucket):
+        elif self._fresh.get(bucket) == self._made_of(bucket):
+            self._await_update(bucket)
             return Flight(near, None, bucket)
         copy = self._send(near, shard, bucket)
-        self._fresh[bucket] = self.stamp(bucket)
+        self._fresh[bucket] = self._made_of(bucket)
         return copy
 
     def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
+        near = self._near.get(bucket)
+        is_there = near is not None and near.data_ptr() == out.data_ptr()
+        if is_there and self._fresh.get(bucket) == self._made_of(bucket):
+            self._await_update(bucket)
+            return out
+        self._near[bucket] = out
+        self._fresh[bucket] = self._made_of(bucket)
         return self._send(out, shard, bucket).wait()
+
+    def _await_update(self, bucket: int) -> None:
+        """Let the compute launched from now on wait for what a bucket's last update sent."""
+        self._host.join(H2D, self._following.pop(bucket, None))
 
     def _send(self, out: Tensor, shard: Tensor, bucket: int) -> Copy:
         copy = self._host.move(out, self._as_sent(shard, bucket), H2D)
@@ -94,7 +114,7 @@ class AwayShards:
         if not b.is_cast and not stays:
             return shard
         cast = self._casts.get(bucket)
-        if cast is not None and self._cast.get(bucket) == self._writes():
+        if cast is not None and self._cast.get(bucket) == self._cast_of(bucket):
             return cast
         if self._delayed:  # somebody else wrote: what is under way comes first
             self._store.ledger.pending.join()
@@ -107,12 +127,26 @@ class AwayShards:
         with torch.no_grad():
             cast.copy_(shard)
         if stays:
-            self._cast[bucket] = self._writes()
+            self._cast[bucket] = self._cast_of(bucket)
         return cast
 
     def stamp(self, bucket: int) -> Stamp:
         """Return what changes whenever what gathers read of a bucket does."""
         return self._writes(), self._published.get(bucket, 0)
+
+    def _made_of(self, bucket: int) -> Stamp:
+        """Return what changes whenever a copy of this rank's shard is outdated.
+
+        Of a shard on NVMe that is what others write and its own updates, which copies follow.
+        """
+        if self._delayed or self._store.layout.buckets[bucket].home is not Tier.NVME:
+            return self.stamp(bucket)
+        return self._store.ledger.foreign_writes, self._updated.get(bucket, 0)
+
+    def _cast_of(self, bucket: int) -> Stamp:
+        """Return the same for a copy on the host, into which delayed updates are published."""
+        made_of, _ = stamp = self._made_of(bucket)
+        return (made_of, 0) if self._delayed else stamp
 
     def _writes(self) -> int:
         """Count the writes after which copies are outdated: delayed updates are published."""
@@ -125,6 +159,30 @@ class AwayShards:
             self._host.settle_place(cast)
             with torch.no_grad():
                 cast.copy_(self._store.shards[bucket])
+
+    def follow(self, place: int, values: Tensor) -> None:
+        """Put what an update leaves of a place on NVMe into the copies that stay and are current.
+
+        place: the first of its buckets. values: its elements, in host memory that is lent out next.
+        """
+        layout = self._store.layout
+        for b in layout.blocks[layout.block_of[place]]:
+            mine, bucket = layout.part(values, b.index), b.index
+            cast, near = self._casts.get(bucket), self._near.get(bucket)
+            has_cast = cast is not None and self._cast.get(bucket) == self._cast_of(bucket)
+            has_near = near is not None and self._fresh.get(bucket) == self._made_of(bucket)
+            self._updated[bucket] = self._updated.get(bucket, 0) + 1
+            if cast is not None and has_cast:
+                self._host.settle_place(cast)
+                cast.copy_(mine)
+                self._cast[bucket] = self._cast_of(bucket)
+            if near is not None and has_near:
+                if near.dtype is not mine.dtype:
+                    mine = self._host.borrow(mine, near.dtype).copy_(mine)
+                copy = self._host.move(near, mine, H2D)
+                self._following[bucket] = copy.event
+                copy.wait()  # which lets go of the host's memory
+                self._fresh[bucket] = self._made_of(bucket)
 
     def forget(self) -> None:
         """Take every copy that stays for outdated."""

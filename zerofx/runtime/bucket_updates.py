@@ -37,7 +37,7 @@ class BucketUpdates:
 
     def begin(self) -> None:
         """Check, before anything is launched, that a backward may update."""
-        self._store.begin_updates()
+        self._store.grads.begin_updates()
 
     def prepare(self, bucket: int) -> None:
         """Make ready for a bucket's gradient, which is about to be reduced."""
@@ -45,7 +45,7 @@ class BucketUpdates:
             return
         with self._held():
             self._pending.join(bucket)  # of the last step, whose gradient lies where the new will
-            self._store.prepare_update(bucket)
+            self._store.grads.prepare_update(bucket)
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ class BucketUpdates:
         if names is None:  # this backward runs for inputs alone
             return
         home = self._store.layout.buckets[bucket].home
-        is_beside = home is not Tier.DEVICE and self._store.may_update_beside(names)
+        is_beside = home is not Tier.DEVICE and self._store.grads.may_update_beside(names)
         if self._delayed and home is not Tier.DEVICE:
             self._away.settle(bucket)  # and with it every copy from the bucket's memory
             self._away.publish(bucket)
@@ -84,9 +84,9 @@ class BucketUpdates:
     def _take(self, bucket: int, names: frozenset[str]) -> Callable[[], None]:
         """Take a bucket's update, for whose states there may be no room: then it has none."""
         try:
-            return self._store.take_update(bucket, names)
+            return self._store.grads.take_update(bucket, names)
         except BaseException:
-            self._store.drop_grads(bucket)
+            self._store.grads.drop(bucket)
             raise
 
     def _settled(self, bucket: int, update: Callable[[], None]) -> None:
@@ -125,6 +125,6 @@ class BucketUpdates:
             self._pending.drain()
             self._store.updates.abandon()
             for bucket in self._stored:
-                self._store.drop_grads(bucket)
+                self._store.grads.drop(bucket)
         self._stored.clear()
         self._fault = None

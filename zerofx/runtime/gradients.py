@@ -43,7 +43,7 @@ class Gradients:
         self.discards = False
         self.lends = True
         self.scaler, self.away, self.updates = scaler, away, updates
-        self.publish = store.publish_grads  # of a bucket, for these names
+        self.publish = store.grads.publish  # of a bucket, for these names
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
@@ -80,7 +80,7 @@ class Gradients:
         is_put_off = self.no_sync or self.discards or self._sums.holds(bucket)
         if is_put_off or not self._layout.reduces_in_place(self._layout.buckets[bucket]):
             return None
-        target, accumulate = self._store.grad_target(bucket)
+        target, accumulate = self._store.grads.target(bucket)
         if accumulate:
             return None
         self._targets[bucket] = target, False, frozenset()
@@ -91,7 +91,7 @@ class Gradients:
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
         if bucket in self._targets:  # p.grad's own memory: what it shows are the views
-            shown = self._store.grad_views(bucket)
+            shown = self._store.grads.views(bucket)
             foreach_copy_([shown[i] for i in params], grads)
         else:
             foreach_copy_(self._views.params(buffer, bucket, params), grads)
@@ -221,7 +221,7 @@ class Gradients:
         """Forget what was packed, launched, or stored for an update that did not come."""
         self.updates.abandon()
         self._store.homes.abandon()
-        self._store.abandon_grads()
+        self._store.grads.abandon()
         self._packed.clear()
         self._targets.clear()
         self._lent.clear()

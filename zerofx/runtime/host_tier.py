@@ -180,6 +180,11 @@ class HostTier:
             self.moved[lane].calls += 1
             self.moved[lane].nbytes += nbytes
 
+    def join(self, lane: str, event: Any) -> None:
+        """Let the compute launched from now on wait for a copy; None: for none."""
+        if event is not None:
+            self._lane(lane).join(event)
+
     def settle(self, copy: Copy) -> None:
         """Let the host itself wait for the end of a copy, what it is about to touch."""
         self._lane(copy.lane).settle(copy.event)

@@ -52,6 +52,7 @@ class NvmeHome:
     `write`), by the schedule and by the thread of its updates.
 
     names: what errors call each place. parts: bucket -> (its place's, start, stop, bytes of all).
+    on_update: who is told of each place of parameters, with its values, before they leave.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class NvmeHome:
         self._writes: list[Request] = []
         self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are taken
         self._lock = threading.RLock()
+        self.on_update: Callable[[], Callable[[int, Tensor], None] | None] | None = None
 
     def reserve(self, kind: str, sizes: Mapping[int, int]) -> None:
         """Make a file of a kind, with room in bytes for each bucket.
@@ -224,6 +226,8 @@ class NvmeHome:
 
     def write(self, kind: str, bucket: int, values: Tensor) -> None:
         """Launch the write of a bucket's place from a buffer on the host."""
+        if kind == PARAMETERS and self.on_update and (told := self.on_update()):
+            told(bucket, values)
         self._places[kind, bucket].is_written = True
         self._writes.append(self._stores[kind, bucket].write(self._names[bucket], values))
         self._host.count(NVME_WRITE, values.nbytes)

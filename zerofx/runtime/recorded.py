@@ -198,7 +198,7 @@ class Recorded:
         state: list[Hashable] = []
         targets = []
         for bucket in self._stored:
-            target, accumulate = engine.store.grad_target(bucket)
+            target, accumulate = engine.store.grads.target(bucket)
             params = [engine.store.params[p.owner] for p in engine.layout.buckets[bucket].params]
             # The ranges of those that have none yet are zeroed, in backward, before it adds.
             unset = tuple(i for i, p in enumerate(params) if p.grad is None) if accumulate else ()

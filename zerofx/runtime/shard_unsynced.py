@@ -157,12 +157,12 @@ class LocalSums:
         """Add a packed bucket of which `names` have gradients to the sum, which is unscaled."""
         self._scales[bucket] = scale
         if not self._is_sharded:
-            target, accumulate = self._store.grad_target(bucket)
+            target, accumulate = self._store.grads.target(bucket)
             if accumulate:
                 target.add_(buffer, alpha=1.0 / loss_scale)
             else:
                 torch.mul(buffer, 1.0 / loss_scale, out=target)
-            self._store.publish_grads(bucket, names)
+            self._store.grads.publish(bucket, names)
             return
         block = self._store.layout.block_of[bucket]
         held = self._sums.get(block)
@@ -192,7 +192,7 @@ class LocalSums:
             gradient from the sum.
         """
         if self._scales.pop(bucket, None) is None:
-            return *self._store.grad_target(bucket), frozenset()
+            return *self._store.grads.target(bucket), frozenset()
         layout = self._store.layout
         block = layout.block_of[bucket]
         held = self._sums.get(block)
@@ -202,8 +202,8 @@ class LocalSums:
                 buffer.add_(held.part(bucket), alpha=loss_scale)
             if not any(b.index in self._scales for b in layout.blocks[block]):
                 del self._sums[block]
-            return *self._store.grad_target(bucket), names
-        target, is_set = self._store.grad_target(bucket)
+            return *self._store.grads.target(bucket), names
+        target, is_set = self._store.grads.target(bucket)
         if is_set:
             # with what was reduced before: equal on all ranks, so is its mean
             buffer.add_(target, alpha=loss_scale)

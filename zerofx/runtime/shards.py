@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat.tensors import keep_version
-from zerofx.errors import GradientError, NvmeError
+from zerofx.errors import NvmeError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 from zerofx.runtime.nvme_space import claim_space
 from zerofx.runtime.param_piece import Ledger, Piece
-from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.shard_bindings import Bindings
-from zerofx.runtime.shard_grads import GradShard
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
 from zerofx.runtime.shard_tree import ParameterTree, attributes_of
@@ -25,6 +21,7 @@ from zerofx.runtime.sharded_parameter import (
     replicated_parameter,
     sharded_parameter,
 )
+from zerofx.runtime.store_grads import StoreGrads
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import together
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
@@ -62,7 +59,7 @@ class ShardStore:
             ]
         self.params: dict[str, nn.Parameter] = {}
         self.replaced: dict[int, nn.Parameter] = {}
-        self._grads: dict[int, GradShard] = {}
+        self.grads = StoreGrads(self.ledger, self.params, self.pieces, self._flats)
         self._bindings: Bindings
         self._versions = 0
 
@@ -182,119 +179,6 @@ class ShardStore:
         vars(new).update(attributes_of(like))
         self.params[name] = new
         return new
-
-    # -- gradients --------------------------------------------------------------------------
-    def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
-        """Return (flat tensor to receive the reduced gradient, whether to add to it).
-
-        Ranges of parameters that the program has no gradient for must receive zeros.
-        """
-        flat, accumulate = self._grad_shard(bucket).target(bucket)
-        return self.layout.part(flat, bucket), accumulate
-
-    def grad_views(self, bucket: int) -> list[Tensor]:
-        """Return what p.grad of the bucket's parameters shows, in order; of no tiled one."""
-        return self._grad_shard(bucket).views
-
-    def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
-        """Set p.grad of the bucket's parameters (those among `names`) that require one.
-
-        That of a tiled parameter is set when the last tile's gradient has come.
-        """
-        self._grad_shard(bucket).publish(bucket, names, self.layout.owners[self._block(bucket)])
-
-    def abandon_grads(self) -> None:
-        """Forget which tiles' gradients have come: the rest of them will not."""
-        for shard in self._grads.values():
-            shard.abandon()
-
-    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
-        """Take a bucket's gradients, those of `names`, from its parameters.
-
-        Returns:
-            What lets the optimizers update the bucket with them, and frees them.
-        """
-        assert self.updates is not None
-        trained = [n for n in names if self.params[n].requires_grad]
-        update = self.updates.take(self.ledger, bucket, trained)
-        shard = self._grad_shard(bucket)
-        shard.clear()
-
-        flat = self._flats[self._block(bucket)]
-
-        def run() -> None:
-            with keep_version(flat):  # it tells what others write
-                update()
-            shard.rest(0)
-
-        return run
-
-    def prepare_update(self, bucket: int) -> None:
-        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
-        b = self.layout.buckets[bucket]
-        if b.home is Tier.NVME:
-            assert self.homes.nvme is not None
-            self.homes.nvme.prefetch(bucket, b.dtype)
-
-    def may_update_beside(self, names: Collection[str]) -> bool:
-        """Tell whether the updates of these parameters need nothing of the main thread."""
-        return self.updates is not None and not self.updates.communicates(names)
-
-    def drop_grads(self, bucket: int) -> None:
-        """Free a bucket's gradients; its p.grad are None."""
-        self._grad_shard(bucket).drop()
-
-    def begin_updates(self) -> None:
-        """Check that a backward may update parameters, where that is what backward does."""
-        if self.updates is None:
-            return
-        trained = [n for n, p in self.params.items() if p.requires_grad]
-        self.updates.begin(trained)
-        for name in trained:
-            if self.params[name].grad is not None:
-                raise GradientError(
-                    f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
-                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
-                )
-
-    @property
-    def shows_gradients(self) -> bool:
-        """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
-        return any(shard.params[0].grad is not None for shard in self._grads.values())
-
-    def rest(self) -> None:
-        """Free large gradient shards that no p.grad shows."""
-        if self.updates is not None:
-            return  # freed by each update
-        for shard in self._grads.values():
-            shard.rest(self.layout.rest_bytes)
-
-    def _block(self, bucket: int) -> int:
-        return self.layout.block_of[bucket]
-
-    def _grad_shard(self, bucket: int) -> GradShard:
-        block = self._block(bucket)
-        shard = self._grads.get(block)
-        if shard is None:
-            names = self.layout.owners[block]
-            members = self.layout.blocks[block]
-            buckets, first = [b.index for b in members], members[0]
-            shard = GradShard(
-                [self.params[n] for n in names],
-                lambda: self.homes.gradient(first, self.layout.block_numel(members)),
-                lambda flat: self._grad_views(names, flat),
-                buckets,
-                *self.homes.rests(first),
-            )
-            self._grads[block] = shard
-        return shard
-
-    def _grad_views(self, names: Sequence[str], flat: Tensor) -> list[Tensor]:
-        pieces = [self.pieces[n] for n in names]
-        locals_ = [flat[p.shard_offset : p.shard_offset + p.length] for p in pieces]
-        if self.is_sharded:
-            return [wrap(t, p) for t, p in zip(locals_, pieces, strict=True)]
-        return [t.view(p.shape) for t, p in zip(locals_, pieces, strict=True)]
 
     # -- what the user may have changed -------------------------------------------------------
     def poll_writes(self) -> int:

@@ -49,7 +49,7 @@ class LoopbackAxis(Axis):
 
 
 class LooseStore:
-    """Shards and gradients without a model behind them."""
+    """Shards without a model behind them."""
 
     epoch = writes = 0
     updates = None
@@ -59,21 +59,29 @@ class LooseStore:
         self.ledger = Ledger(layout, world)
         self.homes = self.ledger.homes
         self.shards = [_made(layout.shard_numel(b), b.dtype, world.device) for b in layout.buckets]
-        self.grads: dict[int, Tensor] = {}
+        self.grads = LooseGrads(layout, self.shards)
+
+
+class LooseGrads:
+    """Their gradients, kept by bucket."""
+
+    def __init__(self, layout: Layout, shards: list[Tensor]) -> None:
+        self.layout, self.shards = layout, shards
+        self.arrived: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
 
-    def grad_target(self, bucket: int) -> tuple[Tensor, bool]:
+    def target(self, bucket: int) -> tuple[Tensor, bool]:
         self._targets[bucket] = torch.empty_like(self.shards[bucket])
         return self._targets[bucket], False
 
-    def grad_views(self, bucket: int) -> list[Tensor]:
+    def views(self, bucket: int) -> list[Tensor]:
         flat = self._targets[bucket]
         return [flat[p.offset : p.end].view(p.shape) for p in self.layout.buckets[bucket].params]
 
-    def publish_grads(self, bucket: int, names: Collection[str] | None = None) -> None:
-        self.grads[bucket] = self._targets[bucket]
+    def publish(self, bucket: int, names: Collection[str] | None = None) -> None:
+        self.arrived[bucket] = self._targets[bucket]
 
-    def abandon_grads(self) -> None:
+    def abandon(self) -> None:
         """Forget gradients on their way."""
         self._targets.clear()
 
@@ -107,14 +115,15 @@ def run_standalone(schedule_file: str) -> None:
     )
     inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
     with torch.no_grad(), tempfile.TemporaryDirectory(prefix="zerofx-") as folder:
-        engine = Engine(LooseStore(layout, world, folder))  # type: ignore[arg-type]
+        store = LooseStore(layout, world, folder)
+        engine = Engine(store)  # type: ignore[arg-type]
         engine.reserve(facts["slots"])
         outs, _, saved = module.forward(engine, engine.store.shards, buffers, inputs)
         _say("forward returned " + ", ".join(f"{list(o.shape)}" for o in outs))
         if "backward" in facts["placeholders"]:
             _, _, tangents = _placeholders(facts["placeholders"]["backward"])
             module.backward(engine, engine.store.shards, saved, tangents)
-            _say(f"backward reduced {len(engine.store.grads)} buckets")  # type: ignore[attr-defined]
+            _say(f"backward reduced {len(store.grads.arrived)} buckets")
 
 
 def _say(text: str) -> None:

@@ -93,7 +93,7 @@ class Executable:
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
         if self.contract.is_training and not engine.keeps_memory:
-            engine.store.rest()
+            engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")

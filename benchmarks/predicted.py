@@ -1,0 +1,207 @@
+"""Predicted against measured step times: six models, stages 0 to 3, one rank and two.
+
+    zerofx doctor --calibrate mine.yaml
+    python -m benchmarks.predicted --hardware mine.yaml              # 48 cells, 5 rounds
+    python -m benchmarks.predicted --hardware mine.yaml --only gpt2 --kernels aten
+
+All cells of a world live in one group of processes (gloo, one thread each) and take turns, so that
+what slows the machine down for a while slows all of them; a cell's time is the median over rounds
+of the slowest rank's. Predictions are made before anything is measured. Two plans of one model
+count as ordered where the one that is predicted to be faster is, of those that differ by over 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.memory_cells import LAYERS, MANY, MODELS, captured
+from benchmarks.pool import Group
+from benchmarks.report import Column, finish
+
+PROMISED = 0.15
+STAGES, WORLDS = (0, 1, 2, 3), (1, 2)
+WARMUP_STEPS = 3
+QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One plan of one model."""
+
+    model: str
+    stage: int
+    world: int
+    kernels: str
+    samples: int = MANY
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.stage}-{self.world}-{self.kernels}"
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return {"stage": self.stage, "kernels": self.kernels}
+
+
+class Job:
+    """What a worker serves: steps of any of the cells that it has prepared."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._cells: dict[str, tuple[Any, Any, Cell]] = {}
+        self._done = 0
+
+    def prepare(self, cell: dict[str, Any]) -> None:
+        """Compile a cell and train it until it is in its steady state."""
+        import torch
+
+        import zerofx
+
+        made = Cell(**cell)
+        torch.manual_seed(0)
+        model = zerofx.compile(MODELS[made.model].build(LAYERS), made.plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self._cells[str(made)] = model, optimizer, made
+        self._steps(str(made), WARMUP_STEPS)
+
+    def _steps(self, name: str, count: int) -> None:
+        model, optimizer, cell = self._cells[name]
+        for _ in range(count):
+            MODELS[cell.model].forward(model, 0, cell.samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def steps(self, name: str, seconds: float) -> dict[str, Any]:
+        """Train for about so long, behind an untimed step; return seconds a step."""
+        begin = time.perf_counter()
+        self._steps(name, 1)  # the caches held another cell; it also lines the ranks up
+        one = time.perf_counter() - begin
+        count = self._agreed(max(round(seconds / one), 1))
+        cpu, wall = time.process_time(), time.perf_counter()
+        self._steps(name, count)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return {"wall_s": wall / count, "cpu_s": cpu / count}
+
+    def _agreed(self, count: int) -> int:
+        """Return rank 0's count on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return count
+        held = torch.tensor(count)
+        dist.broadcast(held, 0)
+        return int(held)
+
+
+def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
+    """Return what is predicted of each cell."""
+    import zerofx
+
+    found = {}
+    for cell in cells:
+        program = captured(cell.model, LAYERS, cell.samples)
+        view = zerofx.predict(program, cell.plan, hardware=hardware, world_size=cell.world)
+        busy = {k.value: us / 1e3 for k, us in view.forecast.timeline.busy_us.items() if us}
+        found[str(cell)] = {
+            **{f"{k}_ms": us / 1e3 for k, us in asdict(view.forecast.step_us).items()},
+            "busy_ms": busy,
+        }
+    return found
+
+
+def measure(cells: list[Cell], rounds: int, seconds: float) -> dict[str, list[dict[str, float]]]:
+    """Time all cells of a world in interleaved rounds; return each round's answer."""
+    found: dict[str, list[dict[str, float]]] = {str(cell): [] for cell in cells}
+    for world in sorted({cell.world for cell in cells}):
+        mine = [cell for cell in cells if cell.world == world]
+        with Group(f"world {world}", "benchmarks.predicted:Job", {}, world, QUIET) as group:
+            group.ready()
+            for cell in mine:
+                group.call("prepare", cell=asdict(cell))
+            for number in range(rounds):
+                start = number % len(mine)
+                for cell in mine[start:] + mine[:start]:
+                    answers = group.call("steps", name=str(cell), seconds=seconds)
+                    slowest = max(a["wall_s"] for a in answers)
+                    cpu = sum(a["cpu_s"] for a in answers)
+                    found[str(cell)].append({"wall_s": slowest, "cpu_s": cpu})
+    return found
+
+
+def row(cell: Cell, said: dict[str, Any], rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Return one cell's line: predicted, measured, their ratio, and whether it is inside."""
+    walls = sorted(1e3 * r["wall_s"] for r in rounds)
+    measured = statistics.median(walls)
+    return {
+        **asdict(cell),
+        **said,
+        "measured_ms": measured,
+        "least_ms": walls[0],
+        "most_ms": walls[-1],
+        "cpu_ms": 1e3 * statistics.median(r["cpu_s"] for r in rounds),
+        "ratio": said["middle_ms"] / measured,
+        "is_inside": said["low_ms"] <= measured <= said["high_ms"],
+    }
+
+
+def orders(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return (pairs in the predicted order, pairs) of one model's plans that differ enough."""
+    kept, pairs = 0, 0
+    for a, b in itertools.combinations(rows, 2):
+        if a["model"] != b["model"] or a["kernels"] != b["kernels"]:
+            continue
+        quick, slow = sorted((a, b), key=lambda r: r["measured_ms"])
+        if slow["measured_ms"] > (1 + PROMISED) * quick["measured_ms"]:
+            pairs += 1
+            kept += quick["middle_ms"] < slow["middle_ms"]
+    return kept, pairs
+
+
+COLUMNS = [
+    *(Column(name, name) for name in ("model", "stage", "world", "kernels")),
+    Column("low_ms", "from ms", "{:.1f}"),
+    Column("middle_ms", "predicted ms", "{:.1f}"),
+    Column("high_ms", "to ms", "{:.1f}"),
+    Column("measured_ms", "measured ms", "{:.1f}"),
+    Column("cpu_ms", "CPU ms, all ranks", "{:.1f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+    Column("is_inside", "inside"),
+]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--hardware", required=True, help="a calibrated file of this machine")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a cell in a round")
+    parser.add_argument("--kernels", default="inductor", choices=("inductor", "aten"))
+    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    options = parser.parse_args()
+    cells = [
+        Cell(model, stage, world, options.kernels)
+        for world in WORLDS
+        for model in MODELS
+        for stage in STAGES
+    ]
+    cells = [cell for cell in cells if options.only in str(cell)]
+    said = predict(cells, options.hardware)
+    measured = measure(cells, options.rounds, options.seconds)
+    rows = [row(cell, said[str(cell)], measured[str(cell)]) for cell in cells]
+    kept, pairs = orders(rows)
+    close = sum(abs(r["ratio"] - 1) <= PROMISED for r in rows)
+    inside = sum(r["is_inside"] for r in rows)
+    print(f"{close} of {len(rows)} within {PROMISED:.0%}, {inside} inside their range")
+    print(f"{kept} of {pairs} pairs of plans that differ by more are in the predicted order")
+    finish("predicted", COLUMNS, rows, options)
+
+
+if __name__ == "__main__":
+    main()

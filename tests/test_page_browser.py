@@ -1,0 +1,146 @@
+"""The page of a program in a real browser: no network, no errors, hover, zoom, folded layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import pytest
+import torch
+from browser import Browser
+from stack import Stack, stack
+
+import zerofx
+from zerofx.ir.program import Program
+
+pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
+PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
+LAYERS = 96
+
+
+def program(layers: int, **fields: object) -> Program:
+    with torch.device("meta"):
+        model, x = Stack(layers), torch.zeros(8, 16)
+    return zerofx.rewrite(zerofx.capture(model, (x,)), {**PLAN, **fields}, 4)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser.running(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with a recording of another model of the same program beside it."""
+    torch.manual_seed(0)
+    model = zerofx.compile(Stack(), PLAN)
+    with zerofx.record(model) as recording:
+        for _ in range(3):
+            model(torch.randn(8, 16)).backward()
+    found = model.programs[0]
+    return found.view(tmp_path_factory.mktemp("page") / "page.html", recording=recording)
+
+
+def place(chromium: Browser, name: str) -> tuple[int, int]:
+    """Return the pixel in the middle of a bar."""
+    x, y = chromium.run(
+        "const bar = rows.flatMap((r) => r.bars || []).find((b) => b.name === "
+        f"{name!r}), box = lanes.getBoundingClientRect(), f = bar.track.folding;"
+        "return [box.left + (xOf(f.to(bar.from), lanes.clientWidth) + "
+        "xOf(f.to(bar.to), lanes.clientWidth)) / 2, box.top + bar.y + ROW / 2];"
+    )
+    return round(x), round(y)
+
+
+def said(chromium: Browser, what: str) -> str:
+    text = chromium.run(f"return document.getElementById({what!r}).textContent")
+    return str(text)
+
+
+def test_opens_without_network_or_errors(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    assert chromium.errors() == []
+    asked = chromium.requests()
+    assert page.as_uri() in asked
+    # chrome: is its own first tab
+    assert {url.split(":")[0] for url in asked} <= {"file", "data", "chrome"}, asked
+    facts = said(chromium, "facts")
+    assert "peak memory a rank" in facts and "step, measured, rank 0" in facts
+    filled = chromium.run(
+        "return [lanes, memory].map((c) => new Set(new Uint32Array(c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data.buffer)).size)"
+    )
+    assert min(filled) > 5  # colours: something was drawn on both
+
+
+def test_hover_names_what_is_there(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    x, y = place(chromium, "forward region 2")
+    chromium.hover(x, y)
+    tip = said(chromium, "tip")
+    assert "forward region 2" in tip and "f32[8, 16]" in tip and "stack.py:" in tip
+    assert "median" in tip and not chromium.run("return tip.hidden")
+    box = chromium.run("const b = memory.getBoundingClientRect(); return [b.left, b.top]")
+    chromium.hover(x, round(box[1]) + 100)
+    tip = said(chromium, "tip")
+    assert "KiB at forward" in tip and "optimizer" in tip and "largest" in tip
+    chromium.hover(round(box[0]) + 5, 5)
+    assert chromium.run("return tip.hidden")
+
+
+def test_zoom_and_pan_change_the_axis(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    whole = chromium.run("return axis.to - axis.from")
+    before = said(chromium, "range")
+    x, y = place(chromium, "forward region 2")
+    chromium.wheel(x, y, -800)
+    zoomed = chromium.run("return [axis.from, axis.to]")
+    assert zoomed[1] - zoomed[0] < 0.5 * whole and said(chromium, "range") != before
+    again = place(chromium, "forward region 2")
+    assert abs(again[0] - x) <= 3  # what is under the pointer stays there
+    chromium.drag(x, y, 200)
+    assert chromium.run("return axis.from") < zoomed[0]
+    chromium.run("document.getElementById('fit').click()")
+    assert said(chromium, "range") == before and chromium.errors() == []
+
+
+def test_tabs(chromium: Browser, tmp_path: Path) -> None:
+    chromium.open(
+        zerofx.rewrite(
+            zerofx.capture(*stack()), {**PLAN, "activations": "auto", "memory_budget": 30000}, 2
+        ).view(tmp_path / "page.html")
+    )
+    names = chromium.run("return [...tabs.children].map((b) => b.textContent)")
+    assert names == ["Steps", "Passes", "Decisions"]
+    shown = {}
+    for k, name in enumerate(names):
+        chromium.run(f"tabs.children[{k}].click()")
+        shown[name] = said(chromium, "panel")
+    assert "identical layers from layers." in shown["Steps"]
+    assert "shard-parameters" in shown["Passes"] and "zfx.all_gather" in shown["Passes"]
+    assert "keep gathered" in shown["Decisions"] and "one all-gather of" in shown["Decisions"]
+    assert chromium.errors() == []
+
+
+def test_many_layers(chromium: Browser, tmp_path: Path) -> None:
+    """96 layers: under 5 MB, loaded within 2 s, folded, and opened by a click."""
+    path = program(LAYERS).view(tmp_path / "page.html")
+    assert path.stat().st_size < 5e6
+    assert chromium.open(path) < 2.0
+    folded = chromium.run("return axis.length")
+    rows = chromium.run("return panel.querySelectorAll('tr').length")
+    cut = chromium.run(
+        "const c = main.folding.cuts[0], box = lanes.getBoundingClientRect();"
+        "return [box.left + xOf(main.folding.to((c.from + c.to) / 2), lanes.clientWidth),"
+        "box.top + rows.find((r) => r.bars).y + 5]"
+    )
+    x, y = map(round, cut)
+    chromium.hover(x, y)
+    assert "more layers like layers." in said(chromium, "tip")
+    chromium.click(x, y)
+    assert chromium.run("return axis.length") > 5 * folded
+    chromium.run("panel.querySelector('tr.layer').click()")
+    assert chromium.run("return panel.querySelectorAll('tr').length") > 5 * rows
+    assert chromium.errors() == []

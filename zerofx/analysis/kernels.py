@@ -1,0 +1,188 @@
+"""What a region runs as: its kernels, each with its operations and the bytes that it moves.
+
+Run op by op, every node but a view is a kernel. Inductor leaves matrix products, attention and the
+like alone and fuses what stands between them: all that is connected at the same depth, counted in
+such nodes, is one group, which reads what comes from outside once and writes what leaves it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.analysis.cost import node_flops
+from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
+from zerofx.ir.meta import nbytes, value
+
+PRODUCT, ATTENTION, POINTWISE, REDUCTION, OTHER = (
+    "matmul", "attention", "pointwise", "reduction", "other",
+)  # fmt: skip
+_REDUCTIONS = ("norm", "softmax", "sum", "mean", "var", "amax", "loss", "logsumexp")
+_APART = ("scatter", "index_put", "sort", "embedding_dense_backward", "max_pool", "cumsum", "topk")
+_LOOKUPS = ("embedding.", "gather.", "index_select", "index.Tensor")
+_HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "pow", "sin", "cos")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, or one group that a compiler fuses into a few.
+
+    kind: "matmul", "attention", "pointwise", "reduction" or "other".
+    nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like.
+    dtype: in which it multiplies. rows, inner, columns: of a matrix product, 0 where unknown.
+    """
+
+    kind: str
+    flops: float
+    nbytes: int
+    heavy_numel: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+def kernels(nodes: Sequence[fx.Node], compiled: bool) -> tuple[Kernel, ...]:
+    """Return the kernels of a region's nodes, as Inductor fuses them or op by op."""
+    work = [n for n in nodes if _works(n)]
+    alone = [n for n in work if not compiled or _is_apart(n)]
+    found = [_kernel([n], kind_of(n)) for n in alone]
+    if compiled:
+        rest = [n for n in work if not _is_apart(n)]
+        for group in _groups(nodes, rest):
+            kinds = {kind_of(n) for n in group}
+            found.append(_kernel(group, REDUCTION if REDUCTION in kinds else POINTWISE))
+    return tuple(found)
+
+
+def kind_of(node: fx.Node) -> str:
+    """Return what kind of kernel a node is by itself."""
+    name = str(node.target)
+    if "attention" in name:
+        return ATTENTION
+    if node_flops(node) > 0.0:
+        return PRODUCT
+    if any(word in name for word in _APART):
+        return OTHER
+    return REDUCTION if any(word in name for word in _REDUCTIONS) else POINTWISE
+
+
+def _works(node: fx.Node) -> bool:
+    """Tell whether a node is a kernel: neither a view nor a part of a result."""
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and not is_alias(node)
+        and nbytes(value(node)) > 0
+    )
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Tell whether a compiler calls a kernel for this node instead of fusing it."""
+    return is_fused(node) or kind_of(node) in (PRODUCT, ATTENTION, OTHER)
+
+
+def _groups(nodes: Sequence[fx.Node], fusible: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Yield what is fused: nodes of the same depth, connected by values or by what they read."""
+    depth: dict[fx.Node, int] = {}
+    inside = set(nodes)
+    for node in nodes:
+        before = [n for n in node.all_input_nodes if n in inside]
+        depth[node] = max((depth[n] + (_works(n) and _is_apart(n)) for n in before), default=0)
+    group: dict[fx.Node, fx.Node] = {n: n for n in fusible}
+
+    def root(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for node in fusible:
+        for source in map(_source, node.all_input_nodes):
+            if source in group and depth[source] == depth[node]:
+                group[root(node)] = root(source)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in fusible:
+        found.setdefault(root(node), []).append(node)
+    yield from found.values()
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the call whose memory a value lies in."""
+    return root_producer(alias_source(root_producer(node)))
+
+
+def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
+    """Weigh what a group reads from outside and what others read of it."""
+    inside = set(group)
+    reads: dict[fx.Node, int] = {}
+    for node in group:
+        rows_only = any(word in f"{node.target}" for word in _LOOKUPS)
+        for given in node.all_input_nodes:
+            source = _source(given)
+            if source in inside:
+                continue
+            size = min(_span(given), nbytes(value(node)) if rows_only else _span(given))
+            reads[source] = max(reads.get(source, 0), size)
+    writes = sum(nbytes(value(n)) for n in group if len(group) == 1 or _leaves(n, inside))
+    first = value(group[0])
+    tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors(first)))
+    heavy = sum(_numel(n) for n in group if any(w in str(n.target) for w in _HEAVY))
+    flops = sum(node_flops(n) for n in group) if kind in (PRODUCT, ATTENTION) else 0.0
+    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype)
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Tell whether something outside a group reads a node, also through views of it."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if user in inside:
+            continue
+        if user.target is operator.getitem or is_alias(user):
+            todo += user.users
+            continue
+        return True
+    return False
+
+
+def _span(node: fx.Node) -> int:
+    """Return the bytes of memory that a value covers: of a broadcast one those that exist."""
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        return nbytes(val)
+    numel = 1
+    for size, step in zip(val.shape, val.stride(), strict=True):
+        numel *= size if step else 1
+    return numel * val.element_size()
+
+
+def _tensors(val: object) -> list[torch.Tensor]:
+    return [v for v in val if isinstance(v, torch.Tensor)] if isinstance(val, (tuple, list)) else []
+
+
+def _numel(node: fx.Node) -> int:
+    val = value(node)
+    return val.numel() if isinstance(val, torch.Tensor) else 0
+
+
+def region_key(nodes: Sequence[fx.Node]) -> tuple:
+    """Return what two regions have alike that are priced alike: ops, wiring and shapes."""
+    number = {n: i for i, n in enumerate(nodes)}
+    return tuple(
+        (
+            node.target,
+            tuple((number.get(a), _shape(a)) for a in node.all_input_nodes),
+            _shape(node),
+            any(u not in number for u in node.users),
+        )
+        for node in nodes
+    )
+
+
+def _shape(node: fx.Node) -> tuple:
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape), tuple(val.stride()), val.dtype
+    return tuple((tuple(v.shape), v.dtype) for v in _tensors(val))

@@ -1,0 +1,150 @@
+"""What a recording found of a program: every step of its schedule with its times, plain values.
+
+Times are in microseconds. A span's place is that in one step, the typical one (of median length);
+how long it takes is a median over all steps recorded, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.analysis.steps import Lane
+from zerofx.errors import RecordingError
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import Program
+from zerofx.ir.text import describe
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class MeasuredSpan:
+    """One step of a schedule as it was measured.
+
+    kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
+        it has arrived; the launch and the wait are spans too: what the host, or the compute, gave.
+    host_us: how long the host was in the call. ops: the dearest operators within, with their times.
+    """
+
+    name: str
+    graph: str
+    lane: Lane
+    kind: str
+    unit: str = ""
+    bucket: int = -1
+    start_us: float = 0.0
+    end_us: float = 0.0
+    us: float = 0.0
+    low_us: float = 0.0
+    high_us: float = 0.0
+    host_us: float = 0.0
+    ops: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One program's steps on one rank.
+
+    identity: what tells its program from others. steps_us: of each step recorded, from the begin of
+        its forward to the next one's. frames: (graph, begin, end) of each function in the typical
+        step. wall_ns: when that began, so that ranks can be laid side by side.
+    """
+
+    model: str
+    identity: dict[str, Any]
+    rank: int
+    world: int
+    device: str
+    steps_us: tuple[float, ...]
+    spans: tuple[MeasuredSpan, ...]
+    frames: tuple[tuple[str, float, float], ...]
+    wall_ns: int = 0
+
+    @property
+    def step_us(self) -> float:
+        """The median step."""
+        ranked = sorted(self.steps_us)
+        return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+
+    @property
+    def exposed_us(self) -> float:
+        """How long the compute waited for transfers in a step, by the medians."""
+        return sum(s.us for s in self.spans if s.kind == "wait")
+
+    def by_name(self) -> dict[str, MeasuredSpan]:
+        return {s.name: s for s in self.spans}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, which `from_dict` takes back."""
+        return {"format": FORMAT, **dataclasses.asdict(self), "step_us": self.step_us} | {
+            "spans": [{**dataclasses.asdict(s), "lane": s.lane.value} for s in self.spans],
+        }
+
+    @classmethod
+    def from_dict(cls, said: dict[str, Any]) -> Measured:
+        """Return what `to_dict` wrote.
+
+        Raises:
+            RecordingError: it is of another format, or no recording.
+        """
+        if not isinstance(said, dict) or said.get("format") != FORMAT:
+            found = said.get("format") if isinstance(said, dict) else type(said).__name__
+            raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
+        fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
+        spans = tuple(
+            MeasuredSpan(**{**s, "lane": Lane(s["lane"]), "ops": tuple(map(tuple, s["ops"]))})
+            for s in said["spans"]
+        )
+        fields |= {"spans": spans, "steps_us": tuple(said["steps_us"])}
+        return cls(**fields | {"frames": tuple((g, a, b) for g, a, b in said["frames"])})
+
+
+def identity_of(program: Program) -> dict[str, Any]:
+    """Return what a recording must have in common with a program to be shown beside it."""
+    graph = next(iter(program.graphs))
+    inputs = {
+        info(n).name or n.name: describe(value(n)) for n in program.placeholders(graph, Role.INPUT)
+    }
+    return {
+        "model": program.model_name,
+        "training": program.is_training,
+        "world": program.world_size,
+        "parameters": sum(_numel(p.shape) for p in program.params.values()),
+        "inputs": inputs,
+        "plan": {} if program.plan is None else program.plan.to_dict(),
+    }
+
+
+def check_same(measured: Measured, program: Program) -> None:
+    """Check that a recording is of this program.
+
+    Raises:
+        RecordingError: it is not; every difference is named with both values.
+    """
+    found = _differences(measured.identity, identity_of(program))
+    if found:
+        raise RecordingError(
+            f"the recording is of another program than {program.model_name}: "
+            + "; ".join(f"{what} is {a} there and {b} here" for what, a, b in found)
+            + "; record this one, or ask for the program that was recorded"
+        )
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], at: str = "") -> list[tuple]:
+    found = []
+    for key in dict.fromkeys([*there, *here]):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{at}{key}.")
+        elif a != b:
+            found.append((f"{at}{key}", "absent" if a is None else a, "absent" if b is None else b))
+    return found
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,172 @@
+"""What tasks cost on a hardware: rooflines under the efficiencies that were measured there.
+
+A kernel takes the longer of its arithmetic and its memory traffic, each at the share of the paper's
+rate that the hardware's curves give for its size. Curves are optional: what stands in for one is
+named beside the constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zerofx.analysis.kernels import ATTENTION, PRODUCT, Kernel, kernels, region_key
+from zerofx.analysis.links import collective_us, nearest_world
+from zerofx.analysis.steps import Lane
+from zerofx.analysis.task import Price
+from zerofx.hardware import Curve, Hardware
+from zerofx.runtime.tiers import Tier
+
+_US = 1e6  # microseconds a second
+# From the middle of a price to its ends: together under the 30 % that a range may be wide.
+LOW, HIGH = 0.87, 1.15
+FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Without a curve: what large products and streaming kernels reach of a data sheet's rates.
+PRODUCT_SHARE, MEMORY_SHARE = 0.7, 0.85
+# An attention kernel without a curve of its own, of what a product of as many operations reaches.
+ATTENTION_SHARE = 0.6
+ADAM_BYTES = 28  # an element: parameter, gradient, two moments read; all but the gradient written
+# Calls by themselves, in launches: guards, agreement between ranks, autograd, results.
+CALLS = {"forward": 12, "backward": 12, "step": 8}
+
+
+@dataclass
+class Roofline:
+    """Prices of one plan's tasks on one hardware; equal regions are priced once.
+
+    compiled: regions are what Inductor makes of them, else they run op by op.
+    """
+
+    hardware: Hardware
+    world_size: int = 1
+    compiled: bool = True
+    known: dict[tuple, Price] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_inline(self) -> bool:
+        return self.hardware.device_type == "cpu"
+
+    @property
+    def sharing(self) -> int:
+        """The ranks of one node, which share its host, its disks and its network."""
+        return min(self.world_size, self.hardware.devices_per_node)
+
+    def region(self, nodes: Sequence[fx.Node]) -> Price:
+        key = region_key(nodes)
+        if key not in self.known:
+            self.known[key] = self._region(kernels(nodes, self.compiled))
+        return self.known[key]
+
+    def _region(self, found: Sequence[Kernel]) -> Price:
+        us = sum(map(self.kernel_us, found))
+        if self.is_inline and not self._calls_are_known:
+            us += self.hardware.launch_us
+        flops = sum(k.flops for k in found)
+        return _price(us, sum(k.nbytes for k in found), flops, max(len(found), 1))
+
+    @property
+    def _calls_are_known(self) -> bool:
+        """Tell whether what a region's call itself takes is in a measured curve of whole calls."""
+        return any(name.startswith("call.") for name in self.hardware.curves)
+
+    def kernel_us(self, kernel: Kernel) -> float:
+        """Return the longer of a kernel's arithmetic and its memory traffic."""
+        arithmetic = 0.0
+        if kernel.flops:
+            form = FORMATS.get(kernel.dtype, "fp32")
+            rates = self.hardware.dense_flops_per_s
+            rate = rates.get(form) or rates[next(iter(rates))]
+            arithmetic = kernel.flops / (rate * self._product_share(kernel, form))
+        traffic = kernel.nbytes / self._memory_rate(kernel.kind, max(kernel.nbytes, 1))
+        heavy = self.hardware.curve(f"heavy.{self._how}")
+        exponentials = 0.0
+        if heavy is not None and kernel.heavy_numel and not kernel.flops:
+            exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
+        least = self.hardware.launch_us if self.is_inline and not self.compiled else 0.0
+        return max(_US * max(arithmetic, traffic), exponentials, least)
+
+    @property
+    def _how(self) -> str:
+        return "inductor" if self.compiled else "aten"
+
+    def _product_share(self, kernel: Kernel, form: str) -> float:
+        own = self.hardware.curve(f"{kernel.kind}.{form}")
+        if own is not None:
+            return own.at(kernel.flops)
+        product = self.hardware.curve(f"{PRODUCT}.{form}")
+        share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
+        return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
+
+    def _memory_rate(self, kind: str, nbytes: int) -> float:
+        names = (f"memory.{kind}.{self._how}", f"memory.pointwise.{self._how}")
+        curve = next((c for c in map(self.hardware.curve, names) if c is not None), None)
+        share = MEMORY_SHARE if curve is None else curve.at(max(nbytes, 1))
+        return self.hardware.memory_bytes_per_s * share
+
+    def launch(self, calls: int) -> Price:
+        return _price(calls * self.hardware.launch_us, calls=calls)
+
+    def call(self, graph: str, regions: int, ranks: int) -> Price:
+        curve = self.hardware.curve(f"call.{graph}.{min(ranks, 2)}")
+        if curve is not None:
+            return _price(_line(curve, regions), calls=0)
+        return _price(CALLS[graph] * self.hardware.launch_us, calls=CALLS[graph])
+
+    def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
+        rate = self._memory_rate("copy", nbytes)
+        if tier is not Tier.DEVICE:
+            rate = self.hardware.host_memory_bytes_per_s * MEMORY_SHARE / self.sharing
+        own = self.hardware.launch_us if self.is_inline else 0.0
+        return _price(_US * nbytes / rate + own, nbytes)
+
+    def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
+        return _price(collective_us(self.hardware, kind, nbytes, ranks, stride), nbytes)
+
+    def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
+        found = nearest_world(self.hardware, f"beside.{kind}.", ranks)
+        if not self.is_inline:
+            return _price(0.0)
+        if found is None:  # the cores that compute send as well
+            return _price(collective_us(self.hardware, kind, nbytes, ranks, 1))
+        return _price(found.curve.time_at(max(nbytes, 1)) * found.direct(ranks))
+
+    def arrival(self, nbytes: int, ranks: int) -> Price:
+        found = nearest_world(self.hardware, "arrival.", ranks)
+        if self.is_inline and found is not None:
+            return _price(found.curve.time_at(max(nbytes, 1)) * found.direct(ranks))
+        return self.touch((1 + ranks if self.is_inline else 2) * nbytes)
+
+    def copy(self, lane: Lane, nbytes: int) -> Price:
+        hardware = self.hardware
+        if lane in (Lane.H2D, Lane.D2H):
+            shared = hardware.node_host_link_bytes_per_s / self.sharing
+            rate = min(hardware.host_link_bytes_per_s, shared)
+            curve = hardware.curve("host_copy")
+        else:
+            reads = lane is Lane.NVME
+            whole = hardware.nvme_read_bytes_per_s if reads else hardware.nvme_write_bytes_per_s
+            rate = whole / self.sharing
+            curve = hardware.curve("nvme_read" if reads else "nvme_write")
+        share = 1.0 if curve is None else curve.at(max(nbytes, 1))
+        return _price(_US * nbytes / (rate * share), nbytes)
+
+    def update(self, tier: Tier, numel: int) -> Price:
+        if tier is Tier.DEVICE and not self.is_inline:
+            return self.touch(ADAM_BYTES * numel)
+        curve = self.hardware.curve("host_update")
+        share = 1.0 if curve is None else curve.at(max(numel, 1))
+        rate = self.hardware.host_update_elements_per_s * share / self.sharing
+        return _price(_US * numel / rate, ADAM_BYTES * numel)
+
+
+def _line(curve: Curve, x: float) -> float:
+    """Return the value at `x` on the line through the first point of a curve and its last."""
+    (x0, v0), (x1, v1) = curve.points[0], curve.points[-1]
+    return v0 if x1 == x0 else max(v0 + (x - x0) * (v1 - v0) / (x1 - x0), 0.0)
+
+
+def _price(us: float, nbytes: int = 0, flops: float = 0.0, calls: int = 1) -> Price:
+    return Price(LOW * us, us, HIGH * us, nbytes, flops, calls)

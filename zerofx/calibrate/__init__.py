@@ -1,0 +1,1 @@
+"""Measure the machine this runs on, as `zerofx.hardware` describes machines."""

@@ -1,0 +1,97 @@
+"""From the words of a command line to a plan, a machine, a program, and a view printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from zerofx.cli.options import RANKS
+from zerofx.errors import PlanError
+
+if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
+    from zerofx.ir.program import Program
+    from zerofx.plan import Plan
+
+
+def plan_of(file: Path | None, stage: int | None, fields: list[str] | None) -> Plan:
+    from zerofx.plan import Plan
+
+    plan = with_fields(Plan.load(file) if file else Plan(), "--set", fields)
+    return plan if stage is None else with_fields(plan, "--stage", [f"stage={stage}"])
+
+
+def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
+    """Return the plan with fields given as `key=value` in their place."""
+    import yaml
+
+    from zerofx.plan import Plan
+
+    given = plan.to_dict()
+    for text in fields or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise PlanError(f"{option} {text}: write key=value, for example stage=2")
+        given[key.strip()] = yaml.safe_load(value)
+    return Plan.from_dict(given)
+
+
+def machine_of(name: str | None) -> Any:
+    from zerofx.machine import machine_for
+
+    return machine_for("cpu", name)
+
+
+def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
+    from zerofx import reports  # noqa: F401  # gives Program its methods
+    from zerofx.capture import capture
+    from zerofx.passes.placement import compute_dtype
+    from zerofx.targets import resolve
+
+    target = resolve(model, batch, seq)
+    return capture(
+        target.module, target.args, target.kwargs,
+        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+        compute_dtype=compute_dtype(plan.precision),
+    )  # fmt: skip
+
+
+def program_of(
+    model: str, world: int | None, plan: Plan, machine: str | None, batch: int, seq: int,
+    until: str | None = None, loop: dict[str, Any] | None = None,
+) -> Program:  # fmt: skip
+    """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
+    from zerofx.ir.program import Loop
+    from zerofx.passes.pipeline import Setting, run
+
+    if Path(model).is_dir():
+        return emitted(model, world, plan, until)
+    start = captured(model, plan, batch, seq)
+    setting = Setting(plan, world or RANKS, machine_of(machine), loop=Loop(**loop or {}))
+    return run(start, setting, until)
+
+
+def emitted(directory: str, world: int | None, plan: Plan, until: str | None) -> Program:
+    """Load an emitted program, whose plan and world are settled."""
+    from zerofx import reports  # noqa: F401  # gives Program its methods
+    from zerofx.api import load_program
+    from zerofx.plan import Plan
+
+    program = load_program(directory)
+    if plan != Plan() or until or world not in (None, program.world_size):
+        raise PlanError(
+            f"{directory} is an emitted program for world {program.world_size}: its plan is in "
+            "plan.yaml; leave out --plan, --stage, --set, --pass and --world"
+        )
+    return program
+
+
+def refuse_directory(model: str) -> None:
+    if Path(model).is_dir():
+        raise PlanError(f"{model} is an emitted program, without a model; --run needs the model")
+
+
+def show(view: Any, as_json: bool) -> None:
+    typer.echo(json.dumps(view.to_dict(), indent=1) if as_json else str(view))

@@ -1,0 +1,85 @@
+"""Predict a step before it runs: memory, time and what limits it, for any hardware and world."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from zerofx import reports
+from zerofx.analysis.forecast import forecast
+from zerofx.api import PlanLike, load_program, rewrite
+from zerofx.capture import capture
+from zerofx.errors import PlanError
+from zerofx.hardware import Hardware, load_hardware
+from zerofx.ir.program import Program
+from zerofx.passes.placement import compute_dtype
+from zerofx.plan import Plan, as_plan
+from zerofx.targets import resolve
+from zerofx.views.prediction import PredictionView
+
+
+def predict(
+    target: str | Program,
+    plan: PlanLike = None,
+    *,
+    hardware: Hardware | str | os.PathLike[str],
+    world_size: int = 1,
+    batch: int = 1,
+    seq: int = 128,
+    accumulation: int = 1,
+    no_sync: bool = False,
+    clips: bool = False,
+    optimizer_bytes: int = 8,
+    keeps_results: bool = False,
+) -> PredictionView:
+    """Return what one step of a training loop holds and takes; nothing is run or allocated.
+
+    target: a captured or a finished program, or what the command line takes: `package:function`,
+        `file.py:function`, `hf:config.json`, an emitted directory. A finished program keeps its
+        plan and world.
+    hardware: a description, a preset's name (`zerofx.hardware.hardware_names()`), or a file.
+    batch, seq: of an `hf:` model's call.
+    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync.
+    clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
+    keeps_results: the loop holds all results until the step, not the loss alone.
+
+    Raises:
+        PlanError: the hardware is unknown or does not multiply in the plan's format; a plan was
+            given for a finished program; or the plan cannot be.
+    """
+    described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    checked = as_plan(plan)
+    program = _program(target, checked, plan is not None, batch, seq)
+    if program.layout is None:
+        loop: dict[str, Any] = {"accumulation": accumulation, "no_sync": no_sync}
+        machine = described.machine(_format(checked))
+        program = rewrite(program, checked, world_size, machine, **loop)
+    compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
+    found = forecast(program, described, clips, optimizer_bytes, keeps_results, compiled)
+    memory = program.memory(optimizer_bytes=optimizer_bytes, keeps_results=keeps_results)
+    return PredictionView(found, memory)
+
+
+def _program(target: str | Program, plan: Plan, has_plan: bool, batch: int, seq: int) -> Program:
+    """Return the captured program that is to be planned, or the finished one that was given."""
+    if isinstance(target, str) and Path(target).is_dir():
+        target = load_program(target)
+    if isinstance(target, Program):
+        if target.layout is not None and has_plan:
+            raise PlanError(
+                f"the program of {target.model_name} is finished for world {target.world_size}: "
+                "its plan is settled; leave out the plan, or give the captured program"
+            )
+        return target
+    named = resolve(target, batch, seq)
+    return capture(
+        named.module, named.args, named.kwargs,
+        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+        compute_dtype=compute_dtype(plan.precision),
+    )  # fmt: skip
+
+
+def _format(plan: Plan) -> str:
+    """Return the format that a plan computes in, as hardware names it."""
+    return plan.precision.compute

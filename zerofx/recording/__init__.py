@@ -1,0 +1,1 @@
+"""Measure what a compiled model does, beside what was predicted: `zerofx.record`."""

@@ -1,0 +1,165 @@
+"""zerofx.record: measure a few steps of a compiled model, lane by lane, without synchronising.
+
+    with zerofx.record(model) as recording:
+        for x, y in batches[:6]:
+            train_step(x, y)
+    print(recording)
+    recording.save("run.json.gz")
+
+While the block runs, each schedule's functions are replaced by copies of themselves whose calls are
+timed (`runtime/stopwatch.py`); behind it the model is as it was. On CUDA times are those of events
+on the compute's stream, else the host's. What a transfer takes is seen from its launch to the end
+of its wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerofx.analysis.measured import Measured
+from zerofx.analysis.steps import Step, schedule
+from zerofx.compiled.bound import Bound
+from zerofx.compiled.module import CompiledModule
+from zerofx.errors import RecordingError
+from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.recording.operators import dearest_operators, profiler_for
+from zerofx.recording.steps import RecordedStep, measured
+from zerofx.runtime.stopwatch import Run, Stopwatch, clock_for
+from zerofx.views.recording import RecordingView
+
+
+@contextlib.contextmanager
+def record(
+    model: CompiledModule, *, warmup: int = 1, profile: bool = False
+) -> Iterator[RecordingView]:
+    """Record the steps that run in the block; what is yielded is filled at its end.
+
+    model: what `zerofx.compile` returned. Programs that are compiled in the block are recorded too.
+    warmup: steps left out at the start.
+    profile: run torch.profiler too, each call a range of its own, and note the dearest operators
+        of each; this makes everything slower.
+
+    Raises:
+        RecordingError: the model is not compiled by zerofx, replays CUDA graphs, or ran no whole
+            step behind the warmup.
+    """
+    recorder = _Recorder(model, warmup, profile)
+    found = RecordingView()
+    with recorder.running():
+        yield found
+    found.programs += recorder.results()
+
+
+class _Recorder:
+    """Puts stopwatches over a model's programs, and takes them off again."""
+
+    def __init__(self, model: CompiledModule, warmup: int, profile: bool) -> None:
+        if not isinstance(model, CompiledModule):
+            raise RecordingError(
+                f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
+            )
+        if model._setting.plan.cuda_graph:
+            raise RecordingError(
+                "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
+                "nothing can be timed; record with cuda_graph=False"
+            )
+        self._table, self._world = model._programs, model._engine.world
+        if self._table.on_bound is not None:
+            raise RecordingError("record: this model is being recorded already, in an outer block")
+        self._clock = clock_for(self._world.device)
+        self._warmup = warmup
+        self._profiler = profiler_for(self._world.device) if profile else None
+        self._schedules: dict[int, tuple[Step, ...]] = {}
+        self._steps: list[RecordedStep] = []
+        self._before: list[tuple[Bound, Any, Any]] = []
+        self._update: list[Any] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Time every program of the model, and every optimizer's steps, within the block."""
+        hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._begin_update()),
+            register_optimizer_step_post_hook(lambda *_: self._end_update()),
+        ]
+        for bound in self._table.bound.values():
+            self._watch(bound)
+        self._table.on_bound = self._watch
+        try:
+            with self._profiler or contextlib.nullcontext():
+                yield
+        finally:
+            self._table.on_bound = None
+            for bound, forward, backward in self._before:
+                bound.executable.forward, bound.executable.backward = forward, backward
+            for hook in hooks:
+                hook.remove()
+        if self._steps:
+            self._steps[-1].close(self._clock.mark())
+
+    def _watch(self, bound: Bound) -> None:
+        run = bound.executable
+        self._before.append((bound, run.forward, run.backward))
+        take = partial(self._take, bound.program)
+        over = {}
+        for graph in (FORWARD, BACKWARD):
+            is_named = self._profiler is not None
+            steps = self._steps_of(bound.program) if is_named else ()
+            names = [step.name for step in steps if step.graph == graph]
+            over[graph] = Stopwatch(graph, self._clock, take, names)
+        run.forward = over[FORWARD].over(run.forward)
+        if run.backward is not None:
+            run.backward = over[BACKWARD].over(run.backward)
+
+    # -- what comes in, in the order of time ----------------------------------------------------
+    def _take(self, program: Program, run: Run) -> None:
+        """Note a run: a forward ends the step before it and begins one."""
+        if run.graph == FORWARD:
+            if self._steps:
+                self._steps[-1].close(run.began)
+            self._steps.append(RecordedStep(program))
+        if self._steps:
+            self._steps[-1].runs.append((program, run))
+
+    def _begin_update(self) -> None:
+        self._update = [self._clock.mark(), time.perf_counter_ns()]
+
+    def _end_update(self) -> None:
+        if self._steps and self._update:
+            began, host = self._update
+            host_us = (time.perf_counter_ns() - host) / 1e3
+            self._steps[-1].updates.append((began, self._clock.mark(), host_us))
+
+    # -- what comes out -------------------------------------------------------------------------
+    def results(self) -> list[Measured]:
+        """Return what was measured of each program, in the order of their first steps."""
+        self._clock.settle()
+        steps = self._steps[self._warmup :]
+        if not steps:
+            raise RecordingError(
+                f"record: {len(self._steps)} steps ran in the block, of which "
+                f"warmup={self._warmup} are left out; run more, or lower warmup"
+            )
+        programs = {id(s.program): s.program for s in steps}
+        found = []
+        for program in programs.values():
+            own, all_steps = [s for s in steps if s.program is program], self._steps_of(program)
+            ops = {}
+            if self._profiler is not None:
+                ops = dearest_operators(self._profiler, {s.name for s in all_steps})
+            found.append(measured(all_steps, own, self._clock, self._world, ops))
+        return found
+
+    def _steps_of(self, program: Program) -> tuple[Step, ...]:
+        """Return the program's steps: one for each call that its functions make."""
+        if id(program) not in self._schedules:
+            self._schedules[id(program)] = schedule(program).steps
+        return self._schedules[id(program)]

@@ -1,0 +1,160 @@
+"""A stopwatch over one emitted schedule: when each of its calls began and ended.
+
+It stands in for the schedule's functions while a recording runs, and is not there otherwise.
+Nothing is waited for: on CUDA events are left on the compute's stream, and read once all is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+VERBS = (
+    "all_gather", "refresh", "reduce_scatter", "all_reduce", "wait", "release", "pack", "update",
+    "sync_buffers", "offload", "reload", "write_out", "read_back", "reload_shard", "refresh_shard",
+    "read_shard", "offload_grad",
+)  # fmt: skip
+REGION = "region"
+
+
+class Clock(Protocol):
+    """Tells when the compute gets to what is launched now."""
+
+    def mark(self) -> Any: ...
+
+    def settle(self) -> None:
+        """Make every mark readable."""
+
+    def between_us(self, first: Any, second: Any) -> float: ...
+
+
+class HostClock:
+    """The host's own clock: on a CPU what is called runs at once."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def settle(self) -> None:
+        pass
+
+    def between_us(self, first: int, second: int) -> float:
+        return (second - first) / 1e3
+
+
+class CudaClock:
+    """Events on the compute's stream: when the device gets to them, known at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def between_us(self, first: Any, second: Any) -> float:
+        return first.elapsed_time(second) * 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock that tells when work on a device runs."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a schedule's function: (verb, begin, end) of each of its calls, in order.
+
+    host_us: how long the host was in each call. wall_ns: when it began, by the clock on the wall.
+    """
+
+    graph: str
+    began: Any
+    wall_ns: int
+    ended: Any = None
+    calls: list[tuple[str, Any, Any]] = field(default_factory=list)
+    host_us: list[float] = field(default_factory=list)
+
+
+class Stopwatch:
+    """Times the calls that one function of a schedule makes.
+
+    graph: "forward" or "backward". names: of the calls in their order, for the profiler's ranges;
+        without them it is given none. done: takes each run, whole or broken off.
+    """
+
+    def __init__(
+        self,
+        graph: str,
+        clock: Clock,
+        done: Callable[[Run], None],
+        names: Sequence[str] = (),
+    ) -> None:
+        self.graph = graph
+        self._clock, self._done, self._names = clock, done, names
+        self._run: Run | None = None
+
+    def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of a schedule that runs as it did, each of its calls timed."""
+        assert isinstance(function, FunctionType), f"{function} is no function of a schedule"
+        own = dict(function.__globals__)
+        for name in vars(own["regions"]):
+            own[name] = self.timed(REGION, own[name])
+        if "kernels" in own:
+            own["kernels"] = _Watched(own["kernels"], lambda f: self.timed(REGION, f))
+        inner = FunctionType(function.__code__, own, function.__name__)
+
+        def watched(engine: Any, *rest: Any) -> Any:
+            rt = _Watched(engine, lambda f: f)
+            for verb in VERBS:
+                setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
+            self._run = run = Run(self.graph, self._clock.mark(), time.time_ns())
+            try:
+                return inner(rt, *rest)
+            finally:
+                run.ended, self._run = self._clock.mark(), None
+                self._done(run)
+
+        return watched
+
+    def timed(self, verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call that notes when it began and ended."""
+        mark = self._clock.mark
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            assert run is not None, f"{verb} was called outside its schedule"
+            with self._range(len(run.calls)):
+                host = time.perf_counter_ns()
+                began = mark()
+                result = function(*args, **kwargs)
+                run.calls.append((verb, began, mark()))
+                run.host_us.append((time.perf_counter_ns() - host) / 1e3)
+            return result
+
+        return call
+
+    def _range(self, index: int) -> contextlib.AbstractContextManager[Any]:
+        """Name a call for torch.profiler."""
+        if index < len(self._names):
+            return torch.profiler.record_function(self._names[index])
+        return contextlib.nullcontext()
+
+
+class _Watched:
+    """Stands in for an object whose attributes are wrapped as they are asked for."""
+
+    def __init__(self, held: Any, wrap: Callable[[Any], Any]) -> None:
+        self._held, self._wrap = held, wrap
+
+    def __getattr__(self, name: str) -> Any:
+        return self._wrap(getattr(self._held, name))

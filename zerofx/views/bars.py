@@ -1,0 +1,134 @@
+"""What runs when, as bars on lanes: the form in which predicted and measured times are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zerofx.analysis.measured import Measured, MeasuredSpan
+from zerofx.analysis.steps import Lane
+from zerofx.analysis.timeline import Timeline
+
+WIDTH = 96  # characters of a lane
+_FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stretch of a lane. kind: "region", "transfer", "wait", ..., as of a measured span."""
+
+    name: str
+    lane: Lane
+    kind: str
+    start_us: float
+    end_us: float
+    graph: str = ""
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+
+@dataclass(frozen=True)
+class Track:
+    """One rank's step: predicted, or as it was measured.
+
+    range_us: the least and the most that a step takes. note: of what it is.
+    """
+
+    name: str
+    bars: tuple[Bar, ...]
+    range_us: tuple[float, float] = (0.0, 0.0)
+    note: str = ""
+
+    @property
+    def end_us(self) -> float:
+        return max((bar.end_us for bar in self.bars), default=0.0)
+
+
+def timeline_track(timeline: Timeline, note: str) -> Track:
+    """Return a step as it was predicted."""
+    bars = tuple(
+        Bar(s.task.name, s.task.lane, s.task.kind, s.start_us, s.end_us, s.task.graph, s.task.unit,
+            f"{format_us(s.task.low_us)} .. {format_us(s.task.high_us)}  {s.idle_reason}".strip())
+        for s in timeline.spans
+    )  # fmt: skip
+    return Track("predicted", bars, (timeline.low_us, timeline.high_us), note)
+
+
+def measured_track(measured: Measured) -> Track:
+    """Return the typical step of a recording."""
+    bars = tuple(
+        Bar(s.name, s.lane, s.kind, s.start_us, s.end_us, s.graph, s.unit, _spread(s))
+        for s in measured.spans
+    )
+    steps = measured.steps_us
+    note = f"{measured.device}, the typical of {len(steps)} steps"
+    return Track(f"measured, rank {measured.rank}", bars, (min(steps), max(steps)), note)
+
+
+def _spread(span: MeasuredSpan) -> str:
+    """Say what a span took over all steps."""
+    said = f"median {format_us(span.us)} ({format_us(span.low_us)} .. {format_us(span.high_us)})"
+    return "\n".join([said, *(f"{op}  {format_us(us)}" for op, us in span.ops)])
+
+
+def lanes_of(bars: Iterable[Bar]) -> list[Lane]:
+    """Return the lanes that have bars, in the order of Lane."""
+    used = {bar.lane for bar in bars}
+    return [lane for lane in Lane if lane in used]
+
+
+def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH, in_steps: bool = False) -> list[str]:
+    """Draw lanes as rows of characters: `#` computes, `=` moves, `w` waits, `l` launches, `.` idle.
+
+    A character is what fills most of its time; `,` where that is less than half of it.
+    """
+    end = max((bar.end_us for bar in bars), default=0.0)
+    if end <= 0.0:
+        return []
+    cell = end / width
+    write = "{:.0f}".format if in_steps else format_us
+    ticks = [f"{write(end * k / 4):<{width // 4}}" for k in range(4)]
+    lines = [f"{'':<12}{''.join(ticks)}{write(end)}"]
+    for lane in lanes_of(bars):
+        shares = _shares([b for b in bars if b.lane is lane], width, cell)
+        row = "".join(_character(share, cell) for share in shares)
+        lines.append(f"{lane.value:<12}{row}")
+    return lines
+
+
+def _shares(bars: Iterable[Bar], width: int, cell: float) -> list[dict[str, float]]:
+    """Return, for each cell, how long each character's bars are in it."""
+    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    for bar in bars:
+        mark = _FILL.get(bar.kind, "=" if bar.kind == "transfer" else "#")
+        first = max(0, int(bar.start_us / cell))
+        for at in range(first, min(width, int(bar.end_us / cell) + 1)):
+            inside = min(bar.end_us, (at + 1) * cell) - max(bar.start_us, at * cell)
+            if inside > 0.0:
+                shares[at][mark] = shares[at].get(mark, 0.0) + inside
+    return shares
+
+
+def _character(share: dict[str, float], cell: float) -> str:
+    if not share:
+        return "."
+    mark = max(share, key=lambda m: share[m])
+    return mark if sum(share.values()) >= cell / 2 else ","
+
+
+def format_us(us: float) -> str:
+    """Write a time with three figures: 42.0 us, 1.23 ms, 4.56 s; zero as 0."""
+    if us == 0.0:
+        return "0"
+    for unit, size in (("us", 1.0), ("ms", 1e3)):
+        if us < 999.5 * size:
+            return f"{_three(us / size)} {unit}"
+    return f"{_three(us / 1e6)} s"
+
+
+def _three(x: float) -> str:
+    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"

@@ -1,0 +1,95 @@
+"""A program over time, predicted and as recorded: as text, a page, a trace, or plain values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofx.analysis.measured import Measured
+from zerofx.analysis.steps import Lane, Schedule
+from zerofx.ir.program import Program
+from zerofx.views.bars import Bar, Track, format_us, lane_lines, measured_track
+from zerofx.views.details import details
+from zerofx.views.page import render
+from zerofx.views.page_data import page_data, step_times
+from zerofx.views.schedule import title
+from zerofx.views.trace import Process, write_trace
+
+
+@dataclass(frozen=True)
+class Look:
+    """A program's schedule with its tracks: print it, write `page` or `trace`, or `to_dict()`.
+
+    starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
+    in_steps: no times are known: the only track is the schedule, each step one wide.
+    """
+
+    program: Program
+    schedule: Schedule
+    tracks: tuple[Track, ...]
+    starts: tuple[int, ...]
+    in_steps: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"# {title(self.program)}"]
+        for track in self.tracks:
+            end = f"{track.end_us:.0f} steps" if self.in_steps else format_us(track.end_us)
+            lines += ["", f"{track.name}: {end}   {track.note}"]
+            lines += lane_lines(track.bars, in_steps=self.in_steps)
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the page shows, as plain values, but for the passes."""
+        data = page_data(self.program, self.schedule, self.tracks, passes=False)
+        return data | {"in_steps": self.in_steps}
+
+    def page(self, path: str | os.PathLike[str], passes: bool = True) -> Path:
+        """Write the HTML page. passes: with what each pass changed."""
+        where = Path(path)
+        text = render(self.program, self.schedule, self.tracks, self.in_steps, passes)
+        where.write_text(text, encoding="utf-8")
+        return where
+
+    def trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write trace events for Perfetto, gzip: a process each track, on one clock."""
+        began = min((at for at in self.starts if at), default=0)
+        processes = [
+            Process(track.name, track.bars, self._counters(track), max(0, at - began) / 1e3)
+            for track, at in zip(self.tracks, self.starts, strict=True)
+        ]
+        return write_trace(path, processes, details(self.program, self.schedule))
+
+    def _counters(self, track: Track) -> Mapping[str, list[tuple[float, int]]]:
+        """Return the memory over the track's time."""
+        times = step_times(track, self.schedule)
+        held = [(t[0], s.resident_bytes) for t, s in zip(times, self.schedule.steps, strict=True)]
+        return {"memory, predicted": held}
+
+
+def look(
+    program: Program, schedule: Schedule, predicted: Track | None, recorded: Sequence[Measured]
+) -> Look:
+    """Return a program's look from what was predicted and recorded of it."""
+    tracks = [] if predicted is None else [predicted]
+    tracks += [measured_track(m) for m in recorded]
+    starts = [0] * (predicted is not None) + [m.wall_ns for m in recorded]
+    if not tracks:
+        return Look(program, schedule, (step_track(schedule),), (0,), in_steps=True)
+    return Look(program, schedule, tuple(tracks), tuple(starts))
+
+
+def step_track(schedule: Schedule) -> Track:
+    """Return the schedule as a track on which every step is one wide."""
+    waits = {s.name.removesuffix(" wait"): s.index for s in schedule.steps if s.kind == "wait"}
+    bars = []
+    for s in schedule.steps:
+        kind, end = ("transfer", waits.get(s.name, s.index)) if s.kind == "launch" else (
+            s.kind, s.index
+        )  # fmt: skip
+        lane = Lane.HOST if s.kind == "release" else s.lane
+        if s.kind != "wait":
+            bars.append(Bar(s.name, lane, kind, s.index, end + 1, s.graph, s.unit))
+    return Track("schedule", tuple(bars), note="each step one wide; --hardware NAME predicts times")

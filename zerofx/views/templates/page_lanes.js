@@ -1,0 +1,179 @@
+// Lanes over time on a canvas: one row a lane, more where bars overlap.
+const MARGIN = 112, ROW = 19, GAP = 4, HEAD = 20, RULER = 18;
+const FORWARD = "#3b73b9", BACKWARD = "#7d5fb8";
+const KIND = { wait: "#d64545", pack: "#7c8ca1", update: "#b0506a", launch: "#b9c3d0", release: "#d3dae3", sync: "#c77d0a" };
+const LANE = { gather: "#25968a", reduce: "#d08a1d", "to host": "#6f9a2f", "from host": "#4c8f5c", "from nvme": "#94754a", "to nvme": "#7d6a53", "host update": "#b0506a" };
+
+function colour(bar) {
+  if (KIND[bar.kind]) return KIND[bar.kind];
+  const lane = D.lanes[bar.lane];
+  if (bar.kind !== "region" && LANE[lane]) return LANE[lane];
+  return bar.graph === "backward" ? BACKWARD : bar.graph === "step" ? KIND.update : FORWARD;
+}
+
+// Rows of all tracks: {track, label, y, bars} with bars in order of time, none overlapping.
+const rows = [];
+let lanesHeight = RULER;
+for (const track of D.tracks) {
+  rows.push({ track, head: track.name, note: track.note, y: lanesHeight });
+  lanesHeight += HEAD;
+  track.byStep = new Map();
+  track.bars = track.bars.map(([own, kind, lane, graph, from, to, note]) => {
+    const step = typeof own === "number" ? steps[own] : null;
+    const bar = { step, name: step ? step.name : own, kind, lane, graph, from, to, note, track };
+    if (step) track.byStep.set(step.i, bar);
+    return bar;
+  });
+  D.lanes.forEach((label, lane) => {
+    const lines = [];
+    for (const bar of track.bars.filter((b) => b.lane === lane).sort((a, b) => a.from - b.from)) {
+      let line = lines.find((l) => l[l.length - 1].to <= bar.from + 1e-9);
+      if (!line) lines.push(line = []);
+      line.push(bar);
+    }
+    lines.forEach((bars, k) => {
+      bars.forEach((bar) => { bar.y = lanesHeight; });
+      rows.push({ track, label: k ? "" : label, y: lanesHeight, bars });
+      lanesHeight += k < lines.length - 1 ? ROW + 1 : ROW + GAP;
+    });
+  });
+}
+
+const lanes = document.getElementById("lanes");
+function prepare(canvas, height) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
+  canvas.style.height = height + "px";
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+  }
+  const g = canvas.getContext("2d");
+  g.setTransform(ratio, 0, 0, ratio, 0, 0);
+  g.clearRect(0, 0, width, height);
+  g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+  g.textBaseline = "middle";
+  return [g, width];
+}
+function xOf(at, width) { return MARGIN + (at - axis.from) / (axis.to - axis.from) * (width - MARGIN); }
+function atOf(x, width) { return axis.from + (x - MARGIN) / (width - MARGIN) * (axis.to - axis.from); }
+
+function ticks() {
+  const span = axis.to - axis.from, step = 10 ** Math.floor(Math.log10(span / 5));
+  const size = [1, 2, 5, 10].map((k) => k * step).find((s) => span / s <= 9);
+  const found = [];
+  for (let at = Math.ceil(axis.from / size) * size; at <= axis.to; at += size) found.push(at);
+  return found;
+}
+
+let hovered = null;
+function drawLanes() {
+  const [g, width] = prepare(lanes, lanesHeight);
+  g.strokeStyle = "#e8ecf1";
+  g.fillStyle = "#66758a";
+  g.textAlign = "center";
+  const main = D.tracks[0];
+  for (const at of ticks()) {
+    const x = xOf(at, width);
+    g.beginPath(); g.moveTo(x, RULER - 4); g.lineTo(x, lanesHeight); g.stroke();
+    if (main && x < width - 24 && x > MARGIN + 14) g.fillText(time(main.folding.from(at), 4), x, 7);
+  }
+  for (const row of rows) drawRow(g, width, row);
+  for (const track of D.tracks) drawCuts(g, width, track);
+  if (hovered) drawFlow(g, width, hovered);
+  g.clearRect(0, RULER, MARGIN - 4, lanesHeight);
+  g.textAlign = "right";
+  for (const row of rows) {
+    if (row.head) {
+      g.textAlign = "left"; g.fillStyle = "#1d2733"; g.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
+      g.fillText(row.head, 0, row.y + HEAD / 2 + 1);
+      g.font = "11px system-ui, 'DejaVu Sans', sans-serif"; g.fillStyle = "#66758a";
+      g.fillText(row.note, MARGIN, row.y + HEAD / 2 + 1);
+      g.textAlign = "right";
+    } else {
+      g.fillStyle = "#66758a";
+      g.fillText(row.label, MARGIN - 8, row.y + ROW / 2);
+    }
+  }
+}
+
+function drawRow(g, width, row) {
+  if (!row.bars) return;
+  g.fillStyle = "#f5f7fa";
+  g.fillRect(MARGIN, row.y, width - MARGIN, ROW);
+  let last = -1; // what ends before the pixel drawn last is under it
+  for (const bar of row.bars) {
+    const from = xOf(row.track.folding.to(bar.from), width), to = xOf(row.track.folding.to(bar.to), width);
+    if (to < MARGIN || from > width || to < last) continue;
+    const x = Math.max(from, MARGIN), w = Math.max(1, Math.min(to, width) - x);
+    g.fillStyle = colour(bar);
+    g.globalAlpha = hovered && hovered !== bar ? 0.75 : 1;
+    g.fillRect(x, row.y, Math.max(1, w - (w > 4 ? 1 : 0)), ROW);
+    last = x + w;
+    if (w > 34) label(g, bar, x, w, row.y);
+  }
+  g.globalAlpha = 1;
+}
+
+function label(g, bar, x, w, y) {
+  const text = title(bar);
+  g.fillStyle = ["launch", "release"].includes(bar.kind) ? "#1d2733" : "#fff";
+  g.textAlign = "left";
+  g.save();
+  g.beginPath(); g.rect(x, y, w - 4, ROW); g.clip();
+  g.fillText(text, x + 4, y + ROW / 2 + 1);
+  g.restore();
+}
+function title(bar) {
+  const s = bar.step;
+  if (!s) return bar.name.replace(/^(forward|backward|step) /, "");
+  if (s.kind === "region") return (s.unit || "(root)") + (s.heaviest ? "  " + s.heaviest : "");
+  return s.name.replace(/^(forward|backward) /, "") + (s.unit ? "  " + s.unit : "");
+}
+
+function drawCuts(g, width, track) {
+  const own = rows.filter((r) => r.track === track && r.bars);
+  if (!own.length) return;
+  const top = own[0].y, bottom = own[own.length - 1].y + ROW;
+  for (const c of track.folding.cuts) {
+    const x = xOf(track.folding.to(c.from), width), w = xOf(track.folding.to(c.to), width) - x;
+    if (x + w < MARGIN || x > width) continue;
+    g.fillStyle = "#eef1f5"; g.fillRect(x, top, w, bottom - top);
+    g.strokeStyle = "#9aa8b9"; g.setLineDash([3, 3]); g.strokeRect(x + 0.5, top + 0.5, w - 1, bottom - top - 1); g.setLineDash([]);
+    g.fillStyle = "#1d2733"; g.textAlign = "center";
+    g.fillText(`+ ${D.layers[c.layer][2] - 1}`, x + w / 2, (top + bottom) / 2);
+  }
+}
+
+// From a launch to the step that first reads what it delivers.
+function drawFlow(g, width, bar) {
+  if (!bar.step || bar.kind !== "transfer") return;
+  const to = bar.track.byStep.get(D.uses[bar.step.i]);
+  if (!to) return;
+  const f = bar.track.folding;
+  const x0 = xOf(f.to(bar.from), width), x1 = xOf(f.to(to.from), width);
+  g.strokeStyle = "#1d2733"; g.lineWidth = 1.5;
+  g.beginPath(); g.moveTo(x0, bar.y + ROW / 2);
+  g.bezierCurveTo((x0 + x1) / 2, bar.y + ROW / 2, (x0 + x1) / 2, to.y + ROW / 2, x1, to.y + ROW / 2);
+  g.stroke(); g.lineWidth = 1;
+  g.fillStyle = "#1d2733";
+  g.beginPath(); g.arc(x1, to.y + ROW / 2, 3, 0, 7); g.fill();
+}
+
+function barAt(x, y) {
+  const row = rows.find((r) => r.bars && y >= r.y && y < r.y + ROW);
+  if (!row || x < MARGIN) return null;
+  const width = lanes.clientWidth;
+  let best = null, near = 3; // pixels
+  for (const bar of row.bars) {
+    const from = xOf(row.track.folding.to(bar.from), width), to = Math.max(from + 1, xOf(row.track.folding.to(bar.to), width));
+    const away = x < from ? from - x : x > to ? x - to : 0;
+    if (away < near) { near = away; best = bar; if (!away) break; }
+  }
+  return best;
+}
+function cutAt(x, y) {
+  const row = rows.find((r) => r.bars && y >= r.y && y < r.y + ROW + GAP);
+  if (!row) return null;
+  const t = row.track.folding.from(atOf(x, lanes.clientWidth));
+  return row.track.folding.cuts.find((c) => t > c.from && t < c.to) || null;
+}

@@ -1,0 +1,106 @@
+// The tables under the picture: steps, predicted beside measured, passes, decisions.
+const panel = document.getElementById("panel"), tabs = document.getElementById("tabs");
+function text(value) {
+  return String(value).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+}
+function table(head, body) {
+  const cells = head.map((h) => `<th class="${h.startsWith("#") ? "n" : ""}">${text(h.replace("#", ""))}</th>`);
+  return `<table><thead><tr>${cells.join("")}</tr></thead><tbody>${body.join("")}</tbody></table>`;
+}
+
+// -- steps, identical layers once ---------------------------------------------------------------
+const listed = new Set(); // layers that are written out
+function stepRow(i, inner) {
+  const s = steps[i], times = D.tracks.map((t) => t.byStep.get(i)).map((b) => `<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
+  const what = s.kind === "region" ? s.heaviest : s.moves;
+  return `<tr class="step${inner ? " in" : ""}" data-step="${i}"><td>${text(s.name)}</td><td>${text(s.unit)}</td>` +
+    `<td>${text(what)}</td><td class="n">${s.bytes ? bytes(s.bytes) : ""}</td>${isInSteps ? "" : times.join("")}` +
+    `<td class="n">${bytes(s.resident)}</td><td>${text(s.line)}</td></tr>`;
+}
+function stepsTab() {
+  const body = [];
+  let at = 0;
+  const own = (from, to, inner) => { for (let i = from; i < to; i++) body.push(stepRow(i, inner)); };
+  D.layers.forEach(([first, period, count, unit], layer) => {
+    own(at, first, false);
+    const open = listed.has(layer), last = first + period * count;
+    body.push(`<tr class="layer" data-layer="${layer}"><td colspan="9">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
+    own(first, open ? last : first + period, true);
+    at = last;
+  });
+  own(at, steps.length, false);
+  const names = isInSteps ? [] : D.tracks.map((t) => "#" + t.name);
+  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", "line"], body);
+}
+panel.addEventListener("click", (event) => {
+  const row = event.target.closest("tr");
+  if (row && row.dataset.layer) {
+    const layer = Number(row.dataset.layer);
+    if (!listed.delete(layer)) listed.add(layer);
+    stepsTab();
+  } else if (row && row.dataset.step) lookAt(Number(row.dataset.step));
+});
+function lookAt(i) {
+  const [from, to] = main.times[i], f = main.folding, wide = Math.max(to - from, main.end / 5000);
+  show(f.to(from) - 3 * wide, f.to(to) + 3 * wide);
+  draw();
+  window.scrollTo({ top: 0, behavior: "smooth" });
+}
+
+// -- predicted beside measured ------------------------------------------------------------------
+function compareTab() {
+  const [left, right] = D.tracks, sums = new Map();
+  for (const [i, a] of left.byStep) {
+    const b = right.byStep.get(i), s = steps[i];
+    if (!b) continue;
+    const key = [s.kind, s.graph, s.unit.replace(/\d+/g, "*"), s.names, s.heaviest].join("|");
+    const row = sums.get(key) || { i, count: 0, a: 0, b: 0 };
+    row.count++; row.a += a.to - a.from; row.b += b.to - b.from;
+    sums.set(key, row);
+  }
+  const ranked = [...sums.values()].sort((p, q) => Math.abs(q.b - q.a) - Math.abs(p.b - p.a));
+  const body = ranked.map(({ i, count, a, b }) => {
+    const s = steps[i];
+    return `<tr class="step" data-step="${i}"><td>${text(s.name)}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${text(s.unit)}</td>` +
+      `<td>${text(s.heaviest || s.moves)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td>` +
+      `<td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`;
+  });
+  panel.innerHTML = `<p>${text(left.name)} ${time(left.end)}, ${text(right.name)} ${time(right.end)}; largest differences first, identical layers summed. A transfer lasts from its launch to the end of its wait where it was measured.</p>` +
+    table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body);
+}
+
+// -- passes and decisions -----------------------------------------------------------------------
+function passesTab() {
+  panel.innerHTML = D.history.map((p, k) => {
+    const before = D.history[k - 1] || p;
+    const lines = p.diff.map((l) => `<span class="${{ "+": "a", "-": "d", "@": "h" }[l[0]] || ""}">${text(l)}</span>`);
+    const head = `<b>${String(k).padStart(2, "0")} ${text(p.pass)}</b> &nbsp; ${text(p.summary)} &nbsp; <small>nodes ${before.nodes} → ${p.nodes}, sends ${bytes(p.comm_bytes)}, peak ${bytes(before.peak_bytes)} → ${bytes(p.peak_bytes)}</small>`;
+    return p.diff.length ? `<details><summary>${head}</summary><pre>${lines.join("\n")}</pre></details>` : `<div>${head}</div>`;
+  }).join("");
+}
+function decisionsTab() {
+  panel.innerHTML = `<p>${text(D.spent || "")}</p><input type="search" id="search" placeholder="a value, module, bucket, choice or line"><div id="found"></div>`;
+  const list = () => {
+    const wanted = document.getElementById("search").value;
+    const found = D.decisions.filter((d) => !wanted || [d.subject, d.module, d.line, d.choice].some((v) => v.includes(wanted)));
+    const body = found.slice(0, 500).map((d) => `<tr><td>${text(d.choice)}</td><td class="n">${bytes(d.nbytes)}</td><td>${text(d.subject)}</td><td>${text(d.module)}</td><td>${text(d.line)}</td><td class="wide">${text(d.why)}</td></tr>`);
+    document.getElementById("found").innerHTML = `<p><small>${found.length} decisions${found.length > 500 ? ", the first 500" : ""}</small></p>` +
+      table(["choice", "#bytes", "what", "module", "line", "why"], body);
+  };
+  document.getElementById("search").addEventListener("input", list);
+  list();
+}
+
+const TABS = [["Steps", stepsTab, true], ["Predicted and measured", compareTab, D.tracks.length > 1],
+  ["Passes", passesTab, D.history.length > 0], ["Decisions", decisionsTab, D.decisions.length > 0]].filter((t) => t[2]);
+TABS.forEach(([name, fill], k) => {
+  const button = document.createElement("button");
+  button.textContent = name;
+  button.onclick = () => {
+    for (const other of tabs.children) other.className = "";
+    button.className = "on";
+    fill();
+  };
+  tabs.append(button);
+  if (!k) button.onclick();
+});
