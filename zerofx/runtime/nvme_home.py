@@ -176,7 +176,7 @@ class NvmeHome:
         (kind, bucket), start = found
         nbytes = self._places[kind, bucket].memory.numel()
         arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
-        return arrival.wait().view(view.shape)
+        return arrival.wait().clone().view(view.shape)  # places are lent to their tensor alone
 
     def release(self, view: Tensor) -> None:
         """Give back the memory that looking at a tensor has taken, if it lies in a place."""
