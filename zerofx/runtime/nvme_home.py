@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, host_memory
 from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.folder import prepare
 from zerofx.runtime.nvme.mapped import Mapped
@@ -176,7 +176,10 @@ class NvmeHome:
         (kind, bucket), start = found
         nbytes = self._places[kind, bucket].memory.numel()
         arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
-        return arrival.wait().clone().view(view.shape)  # places are lent to their tensor alone
+        # memory of its own, since places are lent to their tensor alone; and mapped, since the
+        # allocator's heap would not shrink again
+        out, _ = host_memory(view.nbytes, view.device)
+        return out.view(view.dtype).copy_(arrival.wait()).view(view.shape)
 
     def release(self, view: Tensor) -> None:
         """Give back the memory that looking at a tensor has taken, if it lies in a place."""
