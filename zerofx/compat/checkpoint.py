@@ -1,4 +1,4 @@
-"""The files of torch.distributed.checkpoint: what a rank's file is called, what its index says of it.
+"""The files of torch.distributed.checkpoint: a rank's file by name, an item of its index.
 
 Its own writer is not used: that of 2.13 holds every tensor until all of a file has been written.
 """
