@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
     from zerofx.api import rewrite as rewrite
+    from zerofx.compiled.full_state import full_state_dict as full_state_dict
+    from zerofx.compiled.full_state import iter_state_dict as iter_state_dict
     from zerofx.compiled.module import CompiledModule as CompiledModule
-    from zerofx.compiled.module import full_state_dict as full_state_dict
     from zerofx.machine import Machine as Machine
     from zerofx.plan import Offload as Offload
     from zerofx.plan import Plan as Plan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from zerofx.recording.record import record as record
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
+    from zerofx.snapshot import load_weights as load_weights
     from zerofx.snapshot import save as save
 
 __version__ = "0.1.0"
@@ -39,7 +41,8 @@ _HOME = {
     "rewrite": "zerofx.api",
     "Machine": "zerofx.machine",
     "CompiledModule": "zerofx.compiled.module",
-    "full_state_dict": "zerofx.compiled.module",
+    "full_state_dict": "zerofx.compiled.full_state",
+    "iter_state_dict": "zerofx.compiled.full_state",
     "Plan": "zerofx.plan",
     "Precision": "zerofx.plan",
     "Offload": "zerofx.plan",
@@ -47,6 +50,7 @@ _HOME = {
     "record": "zerofx.recording.record",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
+    "load_weights": "zerofx.snapshot",
     "export": "zerofx.snapshot",
 }
 

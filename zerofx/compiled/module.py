@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from zerofx.capture.signature import signature_key
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
+from zerofx.compiled.full_state import filled, state_of
 from zerofx.compiled.hooks import HookWatch
 from zerofx.compiled.programs import Programs, ProgramTable, load_directory
 from zerofx.compiled.scaling import make_scaler
@@ -22,7 +22,7 @@ from zerofx.ir.program import Program
 from zerofx.passes.pipeline import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.shard_state import flat_state, full_state
+from zerofx.runtime.shard_state import flat_state
 from zerofx.runtime.shards import ShardStore
 
 
@@ -126,32 +126,22 @@ class CompiledModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model did; updates that are under way come first."""
         self._engine.store.settle()
-        return super().load_state_dict(*args, **kwargs)
+        found = super().load_state_dict(*args, **kwargs)
+        if not found.missing_keys:
+            self._engine.store.ledger.half_made = None
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.
 
-        A collective call: every rank must make it. One bucket is gathered at a time.
+        A collective call: every rank must make it. One bucket is gathered at a time. Where
+        something lives on NVMe, each value is gathered when it is read (see `LazyState`).
         """
-        keep_vars = kwargs.pop("keep_vars", False)
-        if keep_vars:
-            raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
-        return self._named(self._model.state_dict(*args, keep_vars=True, **kwargs), full_state)
+        return state_of(self, *args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return what torch.distributed.checkpoint saves: this rank's pieces, and the buffers."""
-        return dict(self._named(self._model.state_dict(keep_vars=True), flat_state))
-
-    def _named(self, state: Any, values: Callable[[ShardStore], dict[str, Any]]) -> Any:
-        """Put `values` (by canonical name) in place of the parameters in a state dict."""
-        found = values(self._engine.store)
-        names = {id(p): name for name, p in self._engine.store.params.items()}
-        for key, value in state.items():
-            if id(value) in names:
-                state[key] = found[names[id(value)]]
-            elif isinstance(value, Tensor):
-                state[key] = value.detach().cpu()
-        return state
+        return dict(filled(self._engine.store, self._model.state_dict(keep_vars=True), flat_state))
 
     # -- what it refuses, by name ---------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
@@ -226,19 +216,3 @@ class CompiledModule(nn.Module):
     def __repr__(self) -> str:
         plan, world = self._setting.plan, self._engine.world
         return f"CompiledModule(stage={plan.stage}, world={world.size}, {self._model!r})"
-
-
-def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDict[str, Any]:
-    """Return the model's full state on rank 0 (empty elsewhere), or on every rank.
-
-    A collective call: every rank must make it.
-    """
-    state = model._model.state_dict(keep_vars=True)
-    world = model._engine.world
-    if rank0_only and world.rank != 0:
-        full_state(model._engine.store, rank0_only=True)
-        return OrderedDict()
-    found: OrderedDict[str, Any] = model._named(
-        state, lambda store: full_state(store, rank0_only=rank0_only)
-    )
-    return found

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from zerofx.compat.optim import foreach_add_
-from zerofx.errors import OptimizerError
+from zerofx.errors import NvmeError, OptimizerError
 from zerofx.optim.casts import StepCasts
 from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import Owner, StepsInBackward, is_stepped, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
-from zerofx.optim.staged import divide, update_staged
+from zerofx.optim.staged import divide, tell_ranks, update_staged
 from zerofx.optim.stretch import Run, Stretch
 from zerofx.runtime.param_piece import Ledger
 
@@ -72,6 +72,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
     grad_norm: Tensor | None
     _laid: dict[int, _Group]
     _casts: StepCasts | None = None  # within a step
+    _unmade: Sequence[Ledger] = ()  # whose states could not be made on some rank
     _half_made: str | None = None  # what ended a step in the middle, since the last load
 
     def _begin(self, max_grad_norm: float | None) -> None:
@@ -143,16 +144,43 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
             return loss
         with torch.inference_mode(False):
             laid = [self._layout(number) for number in range(len(self.param_groups))]
+            self._make_fresh_together(laid)
             self._update_and_count(laid, self._works(laid, is_stepped))
         return loss
+
+    def _make_fresh_together(self, laid: Sequence[_Group]) -> None:
+        """Make the states that a step needs, on all ranks or none: there may be no room for them.
+
+        Raises:
+            NvmeError: there is none on some rank; no step was counted anywhere.
+        """
+        owners = (owner_of(p)[0] for each in laid for p in each.waiting if p.grad is not None)
+        found = {id(ledger): ledger for ledger in owners if ledger is not None}
+        # where it failed before, some ranks have all of theirs
+        ledgers, self._unmade = self._unmade or list(found.values()), ()
+        problem = None
+        try:
+            self._make_fresh(laid, is_stepped)
+        except NvmeError as error:
+            problem = error
+        try:
+            tell_ranks(ledgers, f"making states of {type(self).__name__}", problem)
+        except NvmeError:
+            self._unmade = ledgers
+            raise
 
     def _update_and_count(self, laid: Sequence[_Group], work: Sequence[Work]) -> None:
         """Update runs; count one write to each model, also if the update fails in the middle."""
         found = {id(s.ledger): s.ledger for each in laid for s in each.stretches}
         ledgers = [ledger for ledger in found.values() if ledger is not None]
         casts = self._casts = StepCasts(ledgers, (run for pairs in work for run, _ in pairs))
+        problem = None
         try:
-            self._update_all(work)
+            try:
+                self._update_all(work)
+            except NvmeError as error:
+                problem = error
+            tell_ranks(ledgers, f"a step of {type(self).__name__} over NVMe", problem)
         except BaseException as error:
             self._note_fault(ledgers, error)
             raise
@@ -163,11 +191,17 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         casts.end()
 
     def _note_fault(self, ledgers: Sequence[Ledger], error: BaseException) -> None:
-        """Tell all ranks of a step over NVMe that failed in the middle, and take no further one."""
+        """Take no further step after one over NVMe that failed in the middle, on this rank or any.
+
+        Of what is no fault of the disk the other ranks do not know yet.
+        """
         for ledger in ledgers:
             if ledger.homes.nvme is not None:
                 self._half_made = f"{type(error).__name__}: {error}"
-                ledger.world.report_failure(repr(error))
+                if isinstance(error, NvmeError):
+                    ledger.half_made = str(error)
+                else:
+                    ledger.world.report_failure(repr(error))
 
     def _check_whole(self) -> None:
         if self._half_made is not None:
@@ -194,7 +228,7 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
 
         if any(near) or not far:
             update(near)
-        update_staged(far, update)
+        update_staged(far, update, self.communicates)
 
     @property
     def state_bytes(self) -> int:
@@ -230,6 +264,17 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         self.grad_norm = None
         super().__setstate__(state)
 
+    @torch.no_grad()
+    def make_states(self, params: Sequence[Tensor]) -> None:
+        """Make the states, zeros of no step, of those of these parameters that have none."""
+        wanted = set(map(id, params))
+        with torch.inference_mode(False):
+            for number in range(len(self.param_groups)):
+                laid = self._layout(number)
+                fresh = [p for p in laid.waiting if id(p) in wanted]
+                laid.stretches += self._stretches(fresh, laid.keys)
+                laid.waiting = [p for p in laid.waiting if id(p) not in wanted]
+
     # -- layout -------------------------------------------------------------------------------
     def _works(self, laid: Sequence[_Group], is_due: Callable[[Owner], bool]) -> list[Work]:
         """Return each group's runs that are due and have gradients; counts a step of each.
@@ -237,13 +282,17 @@ class FlatOptimizer(StepsInBackward, Optimizer, ABC):
         States are made where there are none yet: for all groups before any step is counted, since
         there may be no room for them.
         """
+        self._make_fresh(laid, is_due)
+        return [self._work(each, is_due) for each in laid]
+
+    def _make_fresh(self, laid: Sequence[_Group], is_due: Callable[[Owner], bool]) -> None:
+        """Make the states of what has its first gradient."""
         for each in laid:
             fresh = [p for p in each.waiting if is_due(owner_of(p)) and p.grad is not None]
             if fresh:
                 each.stretches += self._stretches(fresh, each.keys)
                 made = set(map(id, fresh))
                 each.waiting = [p for p in each.waiting if id(p) not in made]
-        return [self._work(each, is_due) for each in laid]
 
     def _work(self, laid: _Group, is_due: Callable[[Owner], bool]) -> Work:
         work: Work = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from torch import Tensor
 
+from zerofx.errors import NvmeError
 from zerofx.optim.stretch import Run
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.nvme_home import PARAMETERS, Arrival, NvmeHome
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import tell
 
 Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
 Groups = list[Work]  # a group's runs each
@@ -36,28 +38,60 @@ def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
     return near, [far[key] for key in sorted(far)]
 
 
-def update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
+def update_staged(
+    far: Sequence[Groups], update: Callable[[Groups], None], asks_others: bool
+) -> None:
     """Update each bucket in host memory, the next one's reads and the last one's writes beside it.
+
+    asks_others: `update` is a collective call, before which ranks tell each other of faults.
 
     Raises:
         NvmeError: a read or write failed; names file, offset and bucket. Nothing is under way then.
     """
     try:
-        _update_staged(far, update)
+        _update_staged(far, update, _together(far) if asks_others else _alone)
     except BaseException:
         for groups in far:
             _home_of(groups).drain()
         raise
 
 
-def _update_staged(far: Sequence[Groups], update: Callable[[Groups], None]) -> None:
-    coming = map(_Stage, far)
-    stage = next(coming, None)
-    while stage is not None:
-        following = next(coming, None)  # its reads begin
-        update(stage.arrived())
-        stage.leave()
-        stage = following
+def _alone(problem: NvmeError | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _together(far: Sequence[Groups]) -> Callable[[NvmeError | None], None]:
+    """Return what raises on all ranks where there is a problem on one."""
+    if not far:
+        return _alone
+    world = _ledger_of(far[0]).world
+    return lambda problem: tell(world, "an update over NVMe", problem, NvmeError)
+
+
+def _update_staged(
+    far: Sequence[Groups],
+    update: Callable[[Groups], None],
+    check: Callable[[NvmeError | None], None],
+) -> None:
+    coming, problem = map(_Stage, far), None
+    stage = following = None
+    for _ in far:
+        try:
+            if problem is None:
+                stage = following or next(coming)
+                following = next(coming, None)  # its reads begin
+                groups = stage.arrived()
+        except NvmeError as error:
+            problem = error
+        check(problem)
+        update(groups)
+        assert stage is not None
+        try:
+            stage.leave()
+        except NvmeError as error:
+            problem = error
+    _alone(problem)
     for groups in far:
         _home_of(groups).join()
 
@@ -100,7 +134,24 @@ def _runs(groups: Groups) -> Iterator[Run]:
     return (run for run, _ in chain.from_iterable(groups))
 
 
-def _home_of(groups: Groups) -> NvmeHome:
+def _ledger_of(groups: Groups) -> Ledger:
     ledger: Ledger | None = next(_runs(groups)).ledger
-    assert ledger is not None and ledger.homes.nvme is not None
-    return ledger.homes.nvme
+    assert ledger is not None
+    return ledger
+
+
+def _home_of(groups: Groups) -> NvmeHome:
+    home = _ledger_of(groups).homes.nvme
+    assert home is not None
+    return home
+
+
+def tell_ranks(ledgers: Iterable[Ledger], what: str, problem: NvmeError | None) -> None:
+    """Let all ranks raise in this very call what went wrong over NVMe on one of them.
+
+    A collective call of the models that have something there.
+    """
+    far = [ledger for ledger in ledgers if ledger.homes.nvme is not None]
+    for world in {ledger.world: None for ledger in far}:
+        tell(world, what, problem, NvmeError)
+    _alone(problem)

@@ -110,23 +110,46 @@ class Stretch:
         self, old: Sequence[MutableMapping[str, Any]], keys: Sequence[str]
     ) -> Sequence[MutableMapping[str, Any]]:
         """Return each parameter's states, with `keys` laid out; made where there were none."""
-        new = [self._detached(values, keys) for values in old]
-        self.states = {key: self._zeros(key) for key in keys}
+        kept = {key for key in keys if self._lies_there(key, old)}
+        others = [key for key in keys if key not in kept]
+        new = [self._detached(values, others) for values in old]
+        self.states = {key: self._zeros(key, key in kept) for key in keys}
         for number, (param, values) in enumerate(zip(self.params, new, strict=True)):
             start, stop = self._bounds[number]
             for key, flat in self.states.items():
                 view = shown(flat[start:stop], param)
-                if values.get(key) is not None:
+                if key not in kept and values.get(key) is not None:
                     fill(view, values[key], param, key)
                 values[key] = view
+        if self.ledger is not None:
+            self.ledger.homes.rest()  # looking at states on NVMe has taken memory
         return new
 
-    def _zeros(self, key: str) -> Tensor:
-        """Return zeros like the parameters for a state, where their bucket lives."""
+    def _lies_there(self, key: str, old: Sequence[Mapping[str, Any]]) -> bool:
+        """Say whether a state of all parameters is already where it lives on NVMe."""
+        if self.ledger is None or self.bucket is None or self.bucket.home is not Tier.NVME:
+            return False
+        start = self.ledger.homes.state_at(key, self.bucket, self._offset)
+        for held, (first, last) in zip(old, self._bounds, strict=True):
+            if start is None or not isinstance(held.get(key), Tensor):
+                return False
+            value = local_of(held[key])
+            is_alike = value.dtype == self.flat.dtype and value.is_contiguous()
+            if not is_alike or value.numel() != last - first:
+                return False
+            if last > first and value.data_ptr() != start + first * value.itemsize:
+                return False
+        return True
+
+    def _zeros(self, key: str, keeps: bool) -> Tensor:
+        """Return zeros like the parameters for a state, where their bucket lives.
+
+        keeps: its place there is filled already, and stays as it is.
+        """
         ledger, bucket = self.ledger, self.bucket
         if ledger is None or bucket is None or not bucket.is_away:
             return torch.zeros_like(self.flat)
-        return ledger.homes.state(key, bucket, self.numel, self._offset, self.owner)
+        return ledger.homes.state(key, bucket, self.numel, self._offset, self.owner, keeps)
 
     def _detached(self, values: MutableMapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         """Return a parameter's states, off the place on NVMe that new ones are about to get."""

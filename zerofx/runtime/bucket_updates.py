@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from zerofx.errors import NvmeError
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.away_shards import AwayShards
@@ -30,6 +33,7 @@ class BucketUpdates:
         self._store, self._away, self._delayed = store, away, delayed
         self._pending: HostUpdates = store.ledger.pending
         self._stored: dict[int, frozenset[str]] = {}  # bucket -> whose gradients wait for an update
+        self._fault: NvmeError | None = None  # of an update of this backward, told at its end
 
     def begin(self) -> None:
         """Check, before anything is launched, that a backward may update."""
@@ -39,8 +43,17 @@ class BucketUpdates:
         """Make ready for a bucket's gradient, which is about to be reduced."""
         if self._store.updates is None:
             return
-        self._pending.join(bucket)  # of the last step, whose gradient lies where the new one will
-        self._store.grads.prepare_update(bucket)
+        with self._held():
+            self._pending.join(bucket)  # of the last step, whose gradient lies where the new will
+            self._store.grads.prepare_update(bucket)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keep a fault of the disk for the end of backward, to which all ranks come together."""
+        try:
+            yield
+        except NvmeError as error:
+            self._fault = self._fault or error
 
     def note(self, bucket: int, names: frozenset[str]) -> None:
         """Note that gradients of these parameters of a bucket have been stored."""
@@ -57,12 +70,24 @@ class BucketUpdates:
             self._away.settle(bucket)  # and with it every copy from the bucket's memory
             self._away.publish(bucket)
         if not is_beside:
-            self._pending.join()
+            with self._held():
+                self._pending.join()
             self._away.settle(bucket)
-            self._store.grads.take_update(bucket, names)()
+            run = self._take(bucket, names)
+            with self._held():
+                run()
             return
-        run = partial(self._settled, bucket, self._store.grads.take_update(bucket, names))
-        self._pending.launch(bucket, run, AT_MOST if home is Tier.NVME else None)
+        with self._held():
+            run = partial(self._settled, bucket, self._take(bucket, names))
+            self._pending.launch(bucket, run, AT_MOST if home is Tier.NVME else None)
+
+    def _take(self, bucket: int, names: frozenset[str]) -> Callable[[], None]:
+        """Take a bucket's update, for whose states there may be no room: then it has none."""
+        try:
+            return self._store.grads.take_update(bucket, names)
+        except BaseException:
+            self._store.grads.drop(bucket)
+            raise
 
     def _settled(self, bucket: int, update: Callable[[], None]) -> None:
         """Run an update whose gradient may still be on its way to the host."""
@@ -70,13 +95,29 @@ class BucketUpdates:
         update()
 
     def finish(self, is_whole: bool) -> None:
-        """End a backward. is_whole: it has reduced and updated all that it will."""
+        """End a backward. is_whole: it has reduced and updated all that it will.
+
+        Raises:
+            NvmeError: an update failed, on this rank or another; names file, offset and bucket.
+        """
         self._stored.clear()
         if is_whole and self._store.updates is not None:
             if not self._delayed:
-                self._pending.join()
+                with self._held():
+                    self._pending.join()
             self._store.homes.drop_early()
+            fault, self._fault = self._fault, None
+            if self._store.homes.nvme is not None:
+                self._tell(fault)
             self._store.updates.end()
+
+    def _tell(self, fault: NvmeError | None) -> None:
+        """Let all ranks raise what went wrong on one."""
+        try:
+            tell(self._store.world, "updates over NVMe inside backward", fault, NvmeError)
+        except NvmeError as error:
+            self._store.ledger.half_made = str(error)
+            raise
 
     def abandon(self) -> None:
         """Forget what waited for an update that did not come."""
@@ -86,3 +127,4 @@ class BucketUpdates:
             for bucket in self._stored:
                 self._store.grads.drop(bucket)
         self._stored.clear()
+        self._fault = None

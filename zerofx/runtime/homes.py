@@ -87,10 +87,18 @@ class Homes:
         self._lent.add(key)
         return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
 
-    def state(self, key: str, bucket: Bucket, numel: int, offset: int, owner: Any) -> Tensor:
+    def state_at(self, key: str, bucket: Bucket, offset: int) -> int | None:
+        """Return the address of a state of a bucket on NVMe, None if it has no place there."""
+        if self.nvme is None or not self.nvme.has(key, bucket.index):
+            return None
+        return self.nvme.place(key, bucket.index, bucket.dtype)[offset:].data_ptr()
+
+    def state(
+        self, key: str, bucket: Bucket, numel: int, offset: int, owner: Any, keeps: bool = False
+    ) -> Tensor:
         """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on.
 
-        owner: a weak reference to the optimizer whose it is.
+        owner: a weak reference to the optimizer whose it is. keeps: what is there is its own.
 
         Raises:
             OptimizerError: another one has the same place, and is still there.
@@ -113,7 +121,7 @@ class Homes:
                 "there; drop it (del optimizer, and its schedulers) before the new one steps, or "
                 "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')"
             )
-        if earlier:
+        if earlier and not keeps:
             held.zero_()
         ranges[:] = [(a, b, w) for a, b, w in ranges if w() is not None]
         ranges.append((offset, offset + numel, owner))
@@ -159,6 +167,15 @@ class Homes:
         """Let go of reads from NVMe for updates that did not come."""
         if self.nvme is not None:
             self.nvme.drop_early()
+
+    def fetch(self, view: Tensor) -> Tensor:
+        """Return what a tensor holds, brought to the host where it lies on NVMe."""
+        return view if self.nvme is None else self.nvme.fetch(view)
+
+    def release(self, view: Tensor) -> None:
+        """Give back the memory that looking at one tensor has taken, if it lies on NVMe."""
+        if self.nvme is not None:
+            self.nvme.release(view)
 
     def rest(self) -> None:
         """Give back the memory that looking at what lives on NVMe has taken."""

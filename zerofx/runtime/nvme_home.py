@@ -162,6 +162,40 @@ class NvmeHome:
                 if kind == PARAMETERS:
                     mapped.settle()
 
+    def fetch(self, view: Tensor) -> Tensor:
+        """Return what a tensor that lies in a place holds: read directly, compared, on the host.
+
+        What lies in no place is returned as it is.
+
+        Raises:
+            NvmeError: it cannot be read, or is damaged; names file, offset and bucket.
+        """
+        found = self._place_of(view)
+        if found is None:
+            return view
+        (kind, bucket), start = found
+        nbytes = self._places[kind, bucket].memory.numel()
+        arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
+        return arrival.wait().view(view.shape)
+
+    def release(self, view: Tensor) -> None:
+        """Give back the memory that looking at a tensor has taken, if it lies in a place."""
+        found = self._place_of(view)
+        if found is not None:
+            self._places[found[0]].rest()
+
+    def _place_of(self, view: Tensor) -> tuple[tuple[str, int], int] | None:
+        """Return in which place, and at which of its bytes, a tensor begins."""
+        if not view.numel() or view.device.type != "cpu":
+            return None
+        at = view.data_ptr()
+        with self._lock:
+            for key, mapped in self._places.items():
+                start = at - mapped.memory.data_ptr()
+                if 0 <= start < mapped.memory.numel():
+                    return key, start
+        return None
+
     def prefetch(self, bucket: int, dtype: torch.dtype) -> None:
         """Launch the reads that a bucket's update will take: its parameters and its states.
 

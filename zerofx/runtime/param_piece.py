@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
+from zerofx.errors import NvmeError
 from zerofx.runtime.homes import Homes
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
@@ -39,6 +40,7 @@ class Ledger:
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
     pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
+    half_made: what ended an update over NVMe on some rank, as all of them know; a load mends it.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
 
@@ -54,7 +56,20 @@ class Ledger:
         self.pending = HostUpdates()
         self.updates = Updates() if in_backward else None
         self.copies: dict[int, CastCopy] = {}
+        self.half_made: str | None = None
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
+
+    def check_whole(self, what: str) -> None:
+        """Refuse to use parameters some of which an update that failed has not reached.
+
+        Raises:
+            NvmeError: on all ranks alike, so that they stay together.
+        """
+        if self.half_made is not None:
+            raise NvmeError(
+                f"{what}: the last update failed before it had reached all parameters "
+                f"({self.half_made}); zerofx.load an earlier state before going on"
+            )
 
     def note_write(self) -> None:
         """Count a write that somebody else than an optimizer of ours has made."""

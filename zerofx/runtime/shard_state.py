@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
 from zerofx.errors import ShardError
+from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_gather import gather_full
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import ShardedTensor
@@ -31,6 +32,52 @@ def full_tensor(store: ShardStore, name: str) -> Tensor:
     return gather_full(store.local_view(name), store.pieces[name])
 
 
+def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
+    """Return all of a bucket, flat; a collective call, which `what` names for errors.
+
+    What lives on NVMe is read directly, so that it is proved and no page of a mapping is held.
+    """
+    world, shard = store.world, store.shards[bucket.index]
+    store.ledger.check_whole(what)
+    world.agree(what, f"bucket {bucket.index} ({bucket.label()})")
+    shard = store.homes.fetch(shard)
+    if not store.is_sharded:
+        return shard
+    full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
+    world.all_gather(full, shard.to(world.device)).wait()
+    return full
+
+
+class FullReader:
+    """Reads parameters whole, on the host, each when it is asked for; each read is collective.
+
+    The last bucket that was gathered is kept, so that reading in order gathers each once.
+    """
+
+    def __init__(self, store: ShardStore) -> None:
+        self._store = store
+        self._last: tuple[int, Tensor] | None = None
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """Return one parameter whole, in memory of its own."""
+        self._store.settle()
+        where, first = self._store.layout.owned[name][0]
+        whole = torch.empty(first.whole_shape, dtype=where.dtype)
+        for bucket, param in self._store.layout.owned[name]:
+            rows = slice(None) if param.tile is None else slice(*param.tile.rows)
+            part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
+            (whole if param.tile is None else whole[rows]).copy_(part)
+        return whole
+
+    def _gathered(self, bucket: Bucket, name: str) -> Tensor:
+        if self._last is None or self._last[0] != bucket.index:
+            self._last = None  # its memory first
+            full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict")
+            self._last = bucket.index, full
+        return self._last[1]
+
+
 @torch.no_grad()
 def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor on the host), gathering one bucket at a time; a collective call.
@@ -40,11 +87,7 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
     world, layout = store.world, store.layout
     store.settle()
     for bucket in layout.buckets:
-        world.agree("state_dict (or a save)", f"bucket {bucket.index} ({bucket.label()})")
-        full = store.shards[bucket.index]
-        if store.is_sharded:
-            full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
-            world.all_gather(full, store.shards[bucket.index].to(world.device)).wait()
+        full = gather_bucket(store, bucket, "state_dict (or a save)")
         if rank0_only and world.rank != 0:
             continue
         for param in bucket.params:

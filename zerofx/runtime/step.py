@@ -95,6 +95,7 @@ class Executable:
         if self.contract.is_training and not engine.keeps_memory:
             engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
+        engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")
         self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
         with self._guard(), self._own_random("forward"):
             outs, updates, saved = self.forward(

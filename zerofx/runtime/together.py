@@ -63,6 +63,27 @@ def together(world: World, what: str, step: Callable[[], T], raises: type[Zerofx
     return [value for _, value in answers]  # type: ignore[misc]
 
 
+def tell(world: World, what: str, problem: Exception | None, raises: type[ZerofxError]) -> None:
+    """Tell all ranks whether something went wrong on this one; a collective call.
+
+    Raises: `problem`, or on the other ranks one of `raises` that names the rank and the error.
+    """
+    if isinstance(problem, DesyncError):  # the ranks have lost each other: there is nobody to tell
+        raise problem
+    if world.size > 1:
+        world.agree(what, "")
+        flag = torch.tensor([float(problem is not None)], device=world.device)
+        world.all_reduce(flag, label=what).wait()
+        if not flag.item():
+            return
+        answers = exchange(world, None if problem is None else _describe(problem), what)
+    if problem is not None:
+        raise problem
+    for rank, told in enumerate(answers if world.size > 1 else ()):
+        if told is not None:
+            raise raises(f"{what}: rank {rank}: {told}")
+
+
 def _describe(problem: Exception) -> str:
     if isinstance(problem, ZerofxError):
         return str(problem)

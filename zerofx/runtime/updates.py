@@ -23,6 +23,9 @@ class BucketOptimizer(Protocol):
     def update_in_backward(self) -> None:
         """Take over its parameters of models whose backward updates them."""
 
+    def make_states(self, params: Sequence[Any]) -> None:
+        """Make the states, zeros of no step, of those of these parameters that have none."""
+
     def begin_backward(self) -> None:
         """Make ready for the updates of one backward."""
 

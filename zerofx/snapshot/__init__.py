@@ -6,10 +6,12 @@ files.py                what lies on disk, how it is published, what proves it w
 state.py, values.py, generators.py    what is saved: tensors by name, other values, generators
 dcp.py                  tensors to files and back through torch.distributed.checkpoint
 exporting.py            full weights as safetensors, for others
+weights.py, tensor_files.py    weights out of safetensors, straight into the shards
 """
 
 from zerofx.snapshot.exporting import export
 from zerofx.snapshot.loading import load
 from zerofx.snapshot.saving import save
+from zerofx.snapshot.weights import load_weights
 
-__all__ = ["export", "load", "save"]
+__all__ = ["export", "load", "load_weights", "save"]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.errors import SnapshotError
@@ -50,13 +51,41 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class SaveSteps:
-    """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`."""
+class _SavePlanner(DefaultSavePlanner):
+    """Gives the writer each tensor when its turn comes, and has what `fetch` makes of it."""
 
-    def __init__(self, folder: Path, rank: int, tensors: dict[str, Any]) -> None:
+    def __init__(self, fetch: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found = super().resolve_data(write_item)
+        return self._fetch(found) if isinstance(found, Tensor) else found
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Tells `done` of each tensor that has been filled."""
+
+    def __init__(self, done: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._done = done
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._done(tensor)
+
+
+class SaveSteps:
+    """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`.
+
+    fetch: what lies far away is brought by it, one tensor at a time.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, tensors: dict[str, Any], fetch: Callable[[Tensor], Tensor]
+    ) -> None:
         self._rank = rank
         self._writer = _Writer(folder)
-        self._planner = DefaultSavePlanner()
+        self._planner = _SavePlanner(fetch)
         self._tensors = tensors
         self._metadata = Metadata({})
 
@@ -125,13 +154,16 @@ class LoadSteps:
     """The steps of a load: everything is checked when it is made, `read` fills the tensors.
 
     file_bytes: the size of every file that belongs to the snapshot.
+    done: told of each tensor once it is filled.
 
     Raises:
         SnapshotError: the index is not one, or what it points at is not there whole.
     """
 
-    def __init__(self, folder: Path, file_bytes: Mapping[str, int]) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, file_bytes: Mapping[str, int], done: Callable[[Tensor], None]
+    ) -> None:
+        self._folder, self._done = folder, done
         self._reader = _Reader(folder)
         self.index = self._reader.read_metadata()
         self._check_pointers(file_bytes)
@@ -160,7 +192,7 @@ class LoadSteps:
 
     def plan(self, tensors: dict[str, Any]) -> None:
         """Find what fills `tensors`, which may be a part of what was saved."""
-        self._planner = DefaultLoadPlanner()
+        self._planner = _LoadPlanner(self._done)
         try:
             self._planner.set_up_planner(tensors, self.index, is_coordinator=True)
             self._reader.set_up_storage_reader(self.index, is_coordinator=True)

@@ -25,25 +25,9 @@ from zerofx.runtime.together import together
 from zerofx.runtime.world import World
 from zerofx.snapshot.files import discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of
+from zerofx.snapshot.tensor_files import DTYPES
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -146,7 +130,7 @@ def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str
     entries: dict[str, object] = {"__metadata__": metadata}
     starts, end = {}, 0
     for key, tensor in order:
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = _NAMES.get(tensor.dtype)
         if dtype is None:
             raise SnapshotError(f"{key} is {tensor.dtype}, which safetensors files cannot hold")
         starts[key], begin, end = end, end, end + tensor.nbytes

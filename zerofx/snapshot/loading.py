@@ -61,12 +61,18 @@ class _Load(Job):
         files.check_files(found, sums, self.world.rank, self.world.size)
         self.values = unpack(found / files.VALUES)
         self.extra: dict[str, Any] = self.values["extra"]
-        self.steps = LoadSteps(found, {name: num_bytes for name, (num_bytes, _) in sums.items()})
-        self.steps.plan(self._targets(manifest["world_size"]))
+        file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
+        self.steps = LoadSteps(found, file_bytes, self.store.homes.release)
+        self.saved_ranks = manifest["world_size"]
+        self.steps.plan(self._targets(for_plan=True))
         return files.identity(manifest)
 
-    def _targets(self, saved_ranks: int) -> dict[str, Any]:
-        """Return what is to be filled: shards and states in place, the rest in new memory."""
+    def _targets(self, for_plan: bool = False) -> dict[str, Any]:
+        """Return what is to be filled: shards and states in place, the rest in new memory.
+
+        for_plan: nothing is made yet of states that the optimizer does not have.
+        """
+        saved_ranks = self.saved_ranks
         buffers = state.buffers_of(self.model)
         self.buffers = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in buffers.items()}
         device = self.world.device
@@ -79,11 +85,11 @@ class _Load(Job):
             "random": state.one_row(self.random, row, saved_ranks),
         }
         if self.optimizer is not None:
-            self.states = self._optimizer_targets(self.optimizer)
+            self.states = self._optimizer_targets(self.optimizer, for_plan)
             targets["optimizer"] = state.pieces_of(self.states)
         return {key: part for key, part in targets.items() if part}
 
-    def _optimizer_targets(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _optimizer_targets(self, optimizer: Optimizer, for_plan: bool) -> dict[str, Any]:
         saved = self.values["optimizer"]
         if not saved:
             raise SnapshotError(
@@ -92,7 +98,9 @@ class _Load(Job):
             )
         self.names = state.group_names(self.store, optimizer)
         state.check_same_groups(optimizer, self.names, saved)
-        return state.optimizer_targets(self.store, optimizer, saved["pieces"])
+        if not for_plan:
+            state.make_far_states(self.store, optimizer, saved["pieces"])
+        return state.optimizer_targets(self.store, optimizer, saved["pieces"], for_plan)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -101,8 +109,10 @@ class _Load(Job):
         Gradients that no_sync has summed of the weights before are dropped.
         """
         try:
+            self.steps.plan(self._targets())
             self.steps.read()
             self._apply()
+            self.store.ledger.half_made = None
         except (OSError, RuntimeError, ValueError) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
@@ -110,6 +120,7 @@ class _Load(Job):
             ) from error
         finally:
             self.store.ledger.note_write()
+            self.store.homes.rest()
             self.model._engine.gradients.drop_unsynced()
 
     def _apply(self) -> None:

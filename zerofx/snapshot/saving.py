@@ -107,7 +107,7 @@ class _Save(Job):
         if self.optimizer is not None:
             pieces = state.optimizer_tensors(self.store, self.optimizer)
             tensors.update({"optimizer": pieces} if pieces else {})
-        self.steps = SaveSteps(written, self.world.rank, tensors)
+        self.steps = SaveSteps(written, self.world.rank, tensors, self.store.homes.fetch)
         self.target = written
         return self.steps.local()
 

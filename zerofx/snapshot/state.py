@@ -18,6 +18,8 @@ from zerofx.errors import SnapshotError
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
 from zerofx.runtime.shard_state import FlatPiece, flat_piece
 from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.tiers import Tier
+from zerofx.runtime.updates import BucketOptimizer
 
 # 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
 STEP_STATES = ("step", "mu_product", "eta", "mu")
@@ -65,10 +67,10 @@ def check_same_model(kind: str, saved: Mapping[str, str], here: Mapping[str, str
         ),
     ]
     if differences:
-        raise SnapshotError(f"the save is of another model: {kind} {_few(sorted(differences))}")
+        raise SnapshotError(f"the save is of another model: {kind} {few(sorted(differences))}")
 
 
-def _few(texts: list[str]) -> str:
+def few(texts: list[str]) -> str:
     rest = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + rest
 
@@ -176,21 +178,35 @@ def check_same_groups(
         only = sorted(set(mine) ^ set(group["params"]))
         if only:
             raise SnapshotError(
-                f"group {number} of {kind} has other parameters than in the save: {_few(only)}"
+                f"group {number} of {kind} has other parameters than in the save: {few(only)}"
             )
 
 
+def make_far_states(store: ShardStore, optimizer: Optimizer, names: Iterable[str]) -> None:
+    """Give parameters on NVMe their states there, so that loading fills these and no others."""
+    if isinstance(optimizer, BucketOptimizer) and store.homes.nvme is not None:
+        far = [n for n in names if store.pieces[n].bucket.home is Tier.NVME]
+        optimizer.make_states([store.params[n] for n in far])
+
+
 def optimizer_targets(
-    store: ShardStore, optimizer: Optimizer, pieces: Mapping[str, Iterable[str]]
+    store: ShardStore,
+    optimizer: Optimizer,
+    pieces: Mapping[str, Iterable[str]],
+    for_plan: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return a tensor to load each saved state into: the one in use, or a new one."""
+    """Return a tensor to load each saved state into: the one in use, or a new one.
+
+    for_plan: new ones have their form alone, and no memory.
+    """
     params = store.params
     found: dict[str, dict[str, Tensor]] = {}
     for name, keys in pieces.items():
         param = params[name]
         states = optimizer.state.get(param) or {}
         found[name] = {
-            key: states[key] if _fits(states.get(key), param) else _like(param) for key in keys
+            key: states[key] if _fits(states.get(key), param) else _like(param, for_plan)
+            for key in keys
         }
     return found
 
@@ -215,10 +231,11 @@ def _fits(state: Any, param: nn.Parameter) -> bool:
     return same and state.is_contiguous()
 
 
-def _like(param: nn.Parameter) -> Tensor:
-    if isinstance(param, ShardedTensor):
-        return wrap(torch.zeros_like(local_tensor(param)), param._piece)
-    return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+def _like(param: nn.Parameter, for_plan: bool) -> Tensor:
+    local = local_tensor(param) if isinstance(param, ShardedTensor) else param
+    zeros = torch.zeros(() if for_plan else local.shape, dtype=param.dtype, device=param.device)
+    zeros = zeros.expand(local.shape)
+    return wrap(zeros, param._piece) if isinstance(param, ShardedTensor) else zeros
 
 
 def load_optimizer(
