@@ -52,7 +52,7 @@ class Trained:
             if bucket.home is not Tier.HOST:
                 continue
             found += store.shards[bucket.index].nbytes
-            block = store._grads.get(layout.block_of[bucket.index])
+            block = store.grads.shards.get(layout.block_of[bucket.index])
             if block is not None:
                 found += layout.part(block.flat, bucket.index).nbytes
             owners |= {bucket.tile.name} if bucket.tile is not None else set(bucket.names)

@@ -82,7 +82,7 @@ def run_rest() -> tuple[list[int], list[int], bool]:
         Model(GPTConfig(layers=2, width=256, heads=2, seq=8)), {"stage": 3, "kernels": "aten"}
     )
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    shards = model._engine.store._grads
+    shards = model._engine.store.grads.shards
 
     def held() -> list[int]:
         return [s.flat.untyped_storage().nbytes() for s in shards.values()]

@@ -34,7 +34,13 @@ def test_a_probe_takes_as_many_calls_as_the_clock_needs() -> None:
 
 
 def test_every_probe_of_compute_runs_and_has_its_kind() -> None:
-    probes = [*compute.matmuls(), *compute.attentions(), *compute.aten(), *compute.others()]
+    probes = [
+        *compute.matmuls(),
+        *compute.convolutions(),
+        *compute.attentions(),
+        *compute.aten(),
+        *compute.others(),
+    ]
     assert {p.curve.split(".")[0] for p in probes} - {"launch", "stream"} <= set(KINDS)
     for curve in {p.curve for p in probes}:  # the smallest of each
         probe = min((p for p in probes if p.curve == curve), key=lambda p: p.x)

@@ -96,6 +96,33 @@ def test_arrows_lead_from_gathers_to_their_use(tmp_path: Path) -> None:
     assert used["forward AG b2"] == "forward region 2"  # the layer whose parameters it gathers
 
 
+def test_predicted_beside_measured(tmp_path: Path) -> None:
+    program, recording = recorded()
+    look = program.look(recording, "cpu-box")
+    assert [t.name for t in look.tracks] == ["predicted", "measured, rank 0"]
+    predicted, measured = ({b.name for b in t.bars} for t in look.tracks)
+    steps = program.schedule().schedule.steps
+    assert {s.name for s in steps if s.kind in ("region", "pack")} <= predicted & measured
+    twin = look.to_dict()
+    device = look.predicted.hardware.device
+    assert len(twin["tracks"]) == 2 and dict(twin["limits"]).keys() == {device}
+    for track in twin["tracks"]:  # every step has its place, one after another
+        times = [t for pair in track["times"] for t in pair]
+        assert len(track["times"]) == len(twin["steps"]) and times == sorted(times)
+    path = look.trace(tmp_path / "t.json.gz")
+    check_format(events_of(path))
+    names = [e["args"]["name"] for e in events_of(path) if e["name"] == "process_name"]
+    assert names == ["predicted", "measured, rank 0"]
+
+
+def test_every_launch_is_foreseen() -> None:
+    program = zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4)
+    (track,) = program.look(hardware="dgx-h100").tracks
+    foreseen = {b.name for b in track.bars if b.kind == "transfer"}
+    steps = program.schedule().schedule.steps
+    assert {s.name for s in steps if s.kind == "launch"} == foreseen and track.critical
+
+
 def test_text_has_every_lane() -> None:
     program, recording = recorded()
     lines = str(program.look(recording)).splitlines()
@@ -125,6 +152,14 @@ def test_the_command_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["view", TARGET, *SET, "--json"])
     assert json.loads(capsys.readouterr().out)["in_steps"] is True
+    with pytest.raises(SystemExit) as ended:
+        main(["view", TARGET, *SET, "--hardware", "dgx-h100", "--world", "16"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "predicted: " in text and "dgx-h100, each of 16 ranks" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["view", TARGET, *SET, "--hardware", "abacus"])
+    assert ended.value.code == 1 and "abacus" in capsys.readouterr().err
 
 
 def test_a_recording_of_another_program_is_refused_by_the_command(

@@ -189,7 +189,7 @@ def test_gradient_shards_are_not_held_between_steps() -> None:
         where = []
         for step in range(3):
             deliver(store, gradients(model, step))
-            where.append([g.flat.data_ptr() for g in store._grads.values()])
+            where.append([g.flat.data_ptr() for g in store.grads.shards.values()])
             optimizer.step()
             optimizer.zero_grad()
         return where[0] == where[1] == where[2]

@@ -40,7 +40,7 @@ def test_gradients_are_freed_between_backward_and_the_next() -> None:
     model = zerofx.compile(mixed_model(), {**EARLY, "stage": 3})
     optimizer = ours("adamw", mixed_groups(model))
     model(*mixed_batch(0, 0)).backward()
-    held = model._engine.store._grads.values()
+    held = model._engine.store.grads.shards.values()
     assert held and all(g.flat.untyped_storage().nbytes() == 0 for g in held)
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.analysis.forecast import Forecast, forecast
 from zerofx.analysis.steps import schedule as steps
 from zerofx.analysis.storage import CompiledRegion
 from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import RegionCode, RegionLibrary
 from zerofx.compat.inductor import wrapper_of
+from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
@@ -70,14 +72,26 @@ def _trace(code: RegionCode, inputs: tuple[fx.Node, ...]) -> RegionTrace | None:
     return found if found is not None and found.num_inputs == len(inputs) else None
 
 
-def _look(program: Program, recording: Recorded = None) -> look.Look:
-    """Return a program's lanes; `recording` may be files, one a rank."""
+def look_at(
+    program: Program,
+    recording: Recorded = None,
+    hardware: Hardware | _Path | None = None,
+    predicted: Forecast | None = None,
+) -> look.Look:
+    """Return a program's lanes.
+
+    recording: or its files, one a rank. predicted: what is known already of it on `hardware`.
+    """
+    compiled = compiled_regions(program)
+    if hardware is not None and predicted is None:
+        described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+        predicted = forecast(program, described, compiled=compiled)
     if isinstance(recording, (str, os.PathLike)):
         recording = [recording]
     if recording is not None and not isinstance(recording, RecordingView):
         recording = load_recording(*recording)
     recorded = [] if recording is None else recording.of(program)
-    return look.look(program, steps(program, compiled_regions(program)), None, recorded)
+    return look.look(program, steps(program, compiled), predicted, recorded)
 
 
-register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=_look)
+register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=look_at)

@@ -18,9 +18,10 @@ from zerofx.analysis.cost import node_flops
 from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
 from zerofx.ir.meta import nbytes, value
 
-PRODUCT, ATTENTION, POINTWISE, REDUCTION, OTHER = (
-    "matmul", "attention", "pointwise", "reduction", "other",
+PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, OTHER = (
+    "matmul", "convolution", "attention", "pointwise", "reduction", "other",
 )  # fmt: skip
+MULTIPLIES = (PRODUCT, CONVOLUTION, ATTENTION)
 _REDUCTIONS = ("norm", "softmax", "sum", "mean", "var", "amax", "loss", "logsumexp")
 _APART = ("scatter", "index_put", "sort", "embedding_dense_backward", "max_pool", "cumsum", "topk")
 _LOOKUPS = ("embedding.", "gather.", "index_select", "index.Tensor")
@@ -31,9 +32,9 @@ _HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "po
 class Kernel:
     """One kernel, or one group that a compiler fuses into a few.
 
-    kind: "matmul", "attention", "pointwise", "reduction" or "other".
+    kind: "matmul", "convolution", "attention", "pointwise", "reduction" or "other".
     nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like.
-    dtype: in which it multiplies. rows, inner, columns: of a matrix product, 0 where unknown.
+    dtype: in which it multiplies.
     """
 
     kind: str
@@ -62,7 +63,7 @@ def kind_of(node: fx.Node) -> str:
     if "attention" in name:
         return ATTENTION
     if node_flops(node) > 0.0:
-        return PRODUCT
+        return CONVOLUTION if "convolution" in name else PRODUCT
     if any(word in name for word in _APART):
         return OTHER
     return REDUCTION if any(word in name for word in _REDUCTIONS) else POINTWISE
@@ -80,7 +81,7 @@ def _works(node: fx.Node) -> bool:
 
 def _is_apart(node: fx.Node) -> bool:
     """Tell whether a compiler calls a kernel for this node instead of fusing it."""
-    return is_fused(node) or kind_of(node) in (PRODUCT, ATTENTION, OTHER)
+    return is_fused(node) or kind_of(node) in (*MULTIPLIES, OTHER)
 
 
 def _groups(nodes: Sequence[fx.Node], fusible: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -129,7 +130,7 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
     first = value(group[0])
     tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors(first)))
     heavy = sum(_numel(n) for n in group if any(w in str(n.target) for w in _HEAVY))
-    flops = sum(node_flops(n) for n in group) if kind in (PRODUCT, ATTENTION) else 0.0
+    flops = sum(node_flops(n) for n in group) if kind in MULTIPLIES else 0.0
     return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype)
 
 

@@ -17,8 +17,10 @@ from zerofx.analysis.kernels import ATTENTION, PRODUCT, Kernel, kernels, region_
 from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
+from zerofx.errors import PlanError
 from zerofx.hardware import Curve, Hardware
 from zerofx.runtime.tiers import Tier
+from zerofx.sizes import format_bytes
 
 _US = 1e6  # microseconds a second
 # From the middle of a price to its ends: together under the 30 % that a range may be wide.
@@ -54,6 +56,11 @@ class Roofline:
         """The ranks of one node, which share its host, its disks and its network."""
         return min(self.world_size, self.hardware.devices_per_node)
 
+    def _curve(self, name: str) -> Curve | None:
+        """Return a curve, that of as many ranks side by side as share a node where there is one."""
+        beside = self.hardware.curve(f"{name}.{self.sharing}") if self.sharing > 1 else None
+        return beside or self.hardware.curve(name)
+
     def region(self, nodes: Sequence[fx.Node]) -> Price:
         key = region_key(nodes)
         if key not in self.known:
@@ -81,7 +88,7 @@ class Roofline:
             rate = rates.get(form) or rates[next(iter(rates))]
             arithmetic = kernel.flops / (rate * self._product_share(kernel, form))
         traffic = kernel.nbytes / self._memory_rate(kernel.kind, max(kernel.nbytes, 1))
-        heavy = self.hardware.curve(f"heavy.{self._how}")
+        heavy = self._curve(f"heavy.{self._how}")
         exponentials = 0.0
         if heavy is not None and kernel.heavy_numel and not kernel.flops:
             exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
@@ -93,16 +100,16 @@ class Roofline:
         return "inductor" if self.compiled else "aten"
 
     def _product_share(self, kernel: Kernel, form: str) -> float:
-        own = self.hardware.curve(f"{kernel.kind}.{form}")
+        own = self._curve(f"{kernel.kind}.{form}")
         if own is not None:
             return own.at(kernel.flops)
-        product = self.hardware.curve(f"{PRODUCT}.{form}")
+        product = self._curve(f"{PRODUCT}.{form}")
         share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
 
     def _memory_rate(self, kind: str, nbytes: int) -> float:
         names = (f"memory.{kind}.{self._how}", f"memory.pointwise.{self._how}")
-        curve = next((c for c in map(self.hardware.curve, names) if c is not None), None)
+        curve = next((c for c in map(self._curve, names) if c is not None), None)
         share = MEMORY_SHARE if curve is None else curve.at(max(nbytes, 1))
         return self.hardware.memory_bytes_per_s * share
 
@@ -144,10 +151,16 @@ class Roofline:
         if lane in (Lane.H2D, Lane.D2H):
             shared = hardware.node_host_link_bytes_per_s / self.sharing
             rate = min(hardware.host_link_bytes_per_s, shared)
-            curve = hardware.curve("host_copy")
+            curve = self._curve("host_copy")
         else:
             reads = lane is Lane.NVME
             whole = hardware.nvme_read_bytes_per_s if reads else hardware.nvme_write_bytes_per_s
+            if not whole:
+                raise PlanError(
+                    f"the plan moves {format_bytes(nbytes)} at a time {'from' if reads else 'to'} "
+                    f"NVMe, and {hardware.name} has none; take another tier, or hardware that says "
+                    "how fast its NVMe is (zerofx doctor --calibrate measures this machine's)"
+                )
             rate = whole / self.sharing
             curve = hardware.curve("nvme_read" if reads else "nvme_write")
         share = 1.0 if curve is None else curve.at(max(nbytes, 1))
@@ -156,9 +169,9 @@ class Roofline:
     def update(self, tier: Tier, numel: int) -> Price:
         if tier is Tier.DEVICE and not self.is_inline:
             return self.touch(ADAM_BYTES * numel)
-        curve = self.hardware.curve("host_update")
-        share = 1.0 if curve is None else curve.at(max(numel, 1))
-        rate = self.hardware.host_update_elements_per_s * share / self.sharing
+        curve = self._curve("host_update")
+        share = 1 / self.sharing if curve is None else curve.at(max(numel, 1))
+        rate = self.hardware.host_update_elements_per_s * share
         return _price(_US * numel / rate, ADAM_BYTES * numel)
 
 

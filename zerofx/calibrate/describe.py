@@ -105,7 +105,7 @@ def _curves(
 def _base(curve: str, fields: Mapping[str, Any]) -> float:
     """Return what a curve holds shares of, 0 where it has become a field and is no curve."""
     kind, _, detail = curve.partition(".")
-    if kind in ("matmul", "attention"):
+    if kind in ("matmul", "convolution", "attention"):
         return fields["dense_flops_per_s"][detail]
     bases = {
         "memory": fields["memory_bytes_per_s"],

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from zerofx.calibrate.calls import BLOCKS, Calls
-from zerofx.calibrate.compute import aten, attentions, matmuls, others
+from zerofx.calibrate.compute import aten, attentions, convolutions, matmuls, others
 from zerofx.calibrate.disk import Disk
 from zerofx.calibrate.probe import Probe
 from zerofx.calibrate.regions import compiled
@@ -47,7 +47,7 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
     """Return `rates`, rows of (curve, x, amount, seconds), of compute, copies and the disk on all
     ranks at once; and `times`, rows of (curve, x, us), of transfers and calls."""
     ranks, folder = world.size, settings["regions"]
-    probes = [*matmuls(), *attentions(), *aten(), *others()]
+    probes = [*matmuls(), *convolutions(), *attentions(), *aten(), *others()]
     probes += compiled(Path(folder)) if folder else []
     sums = arrivals(ranks) if ranks > 1 else []
     moves = transfers(world, algorithms) if ranks > 1 else []

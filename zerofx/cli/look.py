@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zerofx.cli.app import app
-from zerofx.cli.options import Batch, Json, MachineName, Model, PlanFile, Seq, Set, Stage, World
+from zerofx.cli.options import (
+    RANKS,
+    Batch,
+    Json,
+    MachineName,
+    Model,
+    PlanFile,
+    Seq,
+    Set,
+    Stage,
+    World,
+)
 from zerofx.cli.programs import plan_of, program_of, show
+from zerofx.errors import PlanError
 from zerofx.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from zerofx.plan import Plan
 
 
 @app.command(rich_help_panel="See what a plan does")
 def view(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", help="predict times: preset or file, dgx-h100")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write an offline HTML page")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto (gzip)")] = None,
     recording: Annotated[
@@ -28,8 +46,11 @@ def view(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show the lanes over time: as text, or as a page (--out) or a trace (--trace)."""
-    program = program_of(model, world, plan_of(plan, stage, set_), machine, batch, seq)
-    found = program.look(recording)
+    chosen = plan_of(plan, stage, set_)
+    if hardware is None:
+        found = program_of(model, world, chosen, machine, batch, seq).look(recording)
+    else:
+        found = _predicted(model, chosen, hardware, world, machine, batch, seq, recording)
     if out is not None:
         found.page(out, passes)
     if trace is not None:
@@ -38,3 +59,20 @@ def view(
         typer.echo(f"{path}  {format_bytes(path.stat().st_size)}", err=as_json)
     if as_json or (out is None and trace is None):
         show(found, as_json)
+
+
+def _predicted(
+    model: str, plan: Plan, hardware: str, world: int | None, machine: str | None, batch: int,
+    seq: int, recording: list[Path] | None,
+) -> Any:  # fmt: skip
+    """Return the look of a program that is planned and predicted for some hardware."""
+    from zerofx.predicting import predict
+    from zerofx.reports import look_at
+
+    if machine is not None:
+        raise PlanError(f"--machine {machine}: --hardware {hardware} says what machine it is")
+    found = predict(
+        model, None if Path(model).is_dir() else plan, hardware=hardware,
+        world_size=world or RANKS, batch=batch, seq=seq,
+    ).forecast  # fmt: skip
+    return look_at(found.program, recording, predicted=found)

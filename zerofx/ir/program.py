@@ -217,12 +217,13 @@ class Program:
         """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`."""
         return _report("memory")(self, **options)
 
-    def look(self, recording: Any = None) -> Any:
+    def look(self, recording: Any = None, hardware: Any = None) -> Any:
         """Return the lanes over time: print it, or write its `page` or its `trace` for Perfetto.
 
         recording: what `zerofx.record` found of this program, or the files it was saved in.
+        hardware: for which times are predicted: a name, a file, a description.
         """
-        return _report("look")(self, recording=recording)
+        return _report("look")(self, recording=recording, hardware=hardware)
 
     def view(self, path: str | os.PathLike[str], passes: bool = True, **beside: Any) -> Path:
         """Write one offline HTML page: lanes over time, memory, every pass and decision.

@@ -18,7 +18,7 @@ class StoreGrads:
     """A flat gradient a block of buckets, made when the first of it arrives.
 
     params, pieces: of the store, by canonical name.
-    flats: the flat shard of each block.
+    flats: the flat shard of each block. shards: the gradients, by block.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StoreGrads:
     ) -> None:
         self._ledger, self._layout, self._homes = ledger, ledger.layout, ledger.homes
         self._params, self._pieces, self._flats = params, pieces, flats
-        self._shards: dict[int, GradShard] = {}
+        self.shards: dict[int, GradShard] = {}
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return (flat tensor to receive the reduced gradient, whether to add to it).
@@ -53,7 +53,7 @@ class StoreGrads:
 
     def abandon(self) -> None:
         """Forget which tiles' gradients have come: the rest of them will not."""
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.abandon()
 
     def drop(self, bucket: int) -> None:
@@ -63,13 +63,13 @@ class StoreGrads:
     @property
     def are_shown(self) -> bool:
         """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
-        return any(shard.params[0].grad is not None for shard in self._shards.values())
+        return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:
         """Free large gradient shards that no p.grad shows."""
         if self._ledger.updates is not None:
             return  # freed by each update
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.rest(self._layout.rest_bytes)
 
     # -- updates inside backward ----------------------------------------------------------------
@@ -125,7 +125,7 @@ class StoreGrads:
 
     def _shard(self, bucket: int) -> GradShard:
         block = self._block(bucket)
-        shard = self._shards.get(block)
+        shard = self.shards.get(block)
         if shard is None:
             names, members = self._layout.owners[block], self._layout.blocks[block]
             first = members[0]
@@ -136,7 +136,7 @@ class StoreGrads:
                 [b.index for b in members],
                 *self._homes.rests(first),
             )
-            self._shards[block] = shard
+            self.shards[block] = shard
         return shard
 
     def _views_of(self, names: Sequence[str], flat: Tensor) -> list[Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured, MeasuredSpan
 from zerofx.analysis.steps import Lane
-from zerofx.analysis.timeline import Timeline
+from zerofx.views.timeline import format_us
 
 WIDTH = 96  # characters of a lane
 _FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
@@ -35,27 +36,32 @@ class Bar:
 class Track:
     """One rank's step: predicted, or as it was measured.
 
-    range_us: the least and the most that a step takes. note: of what it is.
+    range_us: the least and the most that a step takes. note: of what it is. critical: names of
+        the bars whose times add up to the step.
     """
 
     name: str
     bars: tuple[Bar, ...]
     range_us: tuple[float, float] = (0.0, 0.0)
     note: str = ""
+    critical: frozenset[str] = frozenset()
 
     @property
     def end_us(self) -> float:
         return max((bar.end_us for bar in self.bars), default=0.0)
 
 
-def timeline_track(timeline: Timeline, note: str) -> Track:
+def timeline_track(predicted: Forecast) -> Track:
     """Return a step as it was predicted."""
+    timeline, ranks = predicted.timeline, predicted.program.world_size
     bars = tuple(
         Bar(s.task.name, s.task.lane, s.task.kind, s.start_us, s.end_us, s.task.graph, s.task.unit,
             f"{format_us(s.task.low_us)} .. {format_us(s.task.high_us)}  {s.idle_reason}".strip())
         for s in timeline.spans
     )  # fmt: skip
-    return Track("predicted", bars, (timeline.low_us, timeline.high_us), note)
+    critical = frozenset(s.task.name for s in timeline.critical_path())
+    note = f"{predicted.hardware.name}, each of {ranks} ranks; underlined: the critical path"
+    return Track("predicted", bars, (timeline.low_us, timeline.high_us), note, critical)
 
 
 def measured_track(measured: Measured) -> Track:
@@ -118,17 +124,3 @@ def _character(share: dict[str, float], cell: float) -> str:
         return "."
     mark = max(share, key=lambda m: share[m])
     return mark if sum(share.values()) >= cell / 2 else ","
-
-
-def format_us(us: float) -> str:
-    """Write a time with three figures: 42.0 us, 1.23 ms, 4.56 s; zero as 0."""
-    if us == 0.0:
-        return "0"
-    for unit, size in (("us", 1.0), ("ms", 1e3)):
-        if us < 999.5 * size:
-            return f"{_three(us / size)} {unit}"
-    return f"{_three(us / 1e6)} s"
-
-
-def _three(x: float) -> str:
-    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
-from zerofx.views.bars import Bar, Track, format_us, lane_lines, measured_track
+from zerofx.sizes import format_bytes
+from zerofx.views.bars import Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.details import details
 from zerofx.views.page import render
-from zerofx.views.page_data import page_data, step_times
+from zerofx.views.page_data import page_data
+from zerofx.views.page_memory import step_times
 from zerofx.views.schedule import title
+from zerofx.views.timeline import format_us
 from zerofx.views.trace import Process, write_trace
 
 
@@ -24,6 +28,7 @@ class Look:
     """A program's schedule with its tracks: print it, write `page` or `trace`, or `to_dict()`.
 
     starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
+    predicted: what was foreseen on some hardware, if anything was.
     in_steps: no times are known: the only track is the schedule, each step one wide.
     """
 
@@ -31,6 +36,7 @@ class Look:
     schedule: Schedule
     tracks: tuple[Track, ...]
     starts: tuple[int, ...]
+    predicted: Forecast | None = None
     in_steps: bool = False
 
     def __str__(self) -> str:
@@ -43,14 +49,12 @@ class Look:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the page shows, as plain values, but for the passes."""
-        data = page_data(self.program, self.schedule, self.tracks, passes=False)
-        return data | {"in_steps": self.in_steps}
+        return page_data(self, passes=False)
 
     def page(self, path: str | os.PathLike[str], passes: bool = True) -> Path:
         """Write the HTML page. passes: with what each pass changed."""
         where = Path(path)
-        text = render(self.program, self.schedule, self.tracks, self.in_steps, passes)
-        where.write_text(text, encoding="utf-8")
+        where.write_text(render(page_data(self, passes), self._facts()), encoding="utf-8")
         return where
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
@@ -62,6 +66,27 @@ class Look:
         ]
         return write_trace(path, processes, details(self.program, self.schedule))
 
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return what stands above the page's picture: (name, value)."""
+        report, plan = self.schedule.memory, self.program.plan
+        found = [("peak memory a rank", format_bytes(report.peak_bytes))]
+        if plan is not None and plan.memory_budget:
+            found.append(("memory budget", format_bytes(plan.memory_budget)))
+        if report.host_bytes:
+            found.append(("host memory", format_bytes(report.host_bytes)))
+        if report.nvme_bytes:
+            found.append(("files", format_bytes(report.nvme_bytes)))
+        for track in () if self.in_steps else self.tracks:
+            low, high = map(format_us, track.range_us)
+            found.append((f"step, {track.name}", f"{format_us(track.end_us)} ({low} .. {high})"))
+        if self.predicted is not None:
+            found += _foreseen(self.predicted)
+        found += [("world", str(self.program.world_size))]
+        found += [("steps of the schedule", str(len(self.schedule.steps)))]
+        if plan is not None:
+            found += [("stage", str(plan.stage)), ("kernels", plan.kernels)]
+        return found
+
     def _counters(self, track: Track) -> Mapping[str, list[tuple[float, int]]]:
         """Return the memory over the track's time."""
         times = step_times(track, self.schedule)
@@ -70,15 +95,28 @@ class Look:
 
 
 def look(
-    program: Program, schedule: Schedule, predicted: Track | None, recorded: Sequence[Measured]
+    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured]
 ) -> Look:
     """Return a program's look from what was predicted and recorded of it."""
-    tracks = [] if predicted is None else [predicted]
+    tracks = [] if predicted is None else [timeline_track(predicted)]
     tracks += [measured_track(m) for m in recorded]
     starts = [0] * (predicted is not None) + [m.wall_ns for m in recorded]
     if not tracks:
         return Look(program, schedule, (step_track(schedule),), (0,), in_steps=True)
-    return Look(program, schedule, tuple(tracks), tuple(starts))
+    return Look(program, schedule, tuple(tracks), tuple(starts), predicted)
+
+
+def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:
+    """Return the figures of a prediction that a page begins with."""
+    found = [
+        ("hardware", predicted.hardware.name),
+        ("exposed communication", format_us(predicted.exposed_us.middle)),
+        ("model FLOPS utilisation", f"{predicted.mfu.middle:.1%}"),
+    ]
+    if predicted.tokens:
+        found.append(("tokens/s", f"{predicted.tokens_per_s.middle:,.0f}"))
+    short = "; ".join(map(str, predicted.shortages))
+    return [*found, ("does not fit", short)] if short else found
 
 
 def step_track(schedule: Schedule) -> Track:

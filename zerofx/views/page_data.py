@@ -5,31 +5,47 @@ from __future__ import annotations
 import difflib
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from zerofx.analysis.memory import Memory
+from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
 from zerofx.analysis.steps import Lane, Schedule
-from zerofx.analysis.storage import Category, Storage
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.text import without_numbers
 from zerofx.views.bars import Track
 from zerofx.views.details import Detail, details
+from zerofx.views.page_memory import Texts, largest_storages, memory_by_step, step_times
 from zerofx.views.schedule import title
 from zerofx.views.why import BUDGET
 
 GRAPHS = ("forward", "backward", "step")
-STORAGES = 3000  # the largest, which are named where the pointer is
 DIFF_LINES = 400  # of one pass
-APART = (Category.HOST, Category.NVME)
 
 
-def page_data(
-    program: Program, schedule: Schedule, tracks: Sequence[Track], passes: bool
-) -> dict[str, Any]:
+class Shown(Protocol):
+    """What a page is of (views/look.py)."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def tracks(self) -> tuple[Track, ...]: ...
+
+    @property
+    def predicted(self) -> Forecast | None: ...
+
+    @property
+    def in_steps(self) -> bool: ...
+
+
+def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     """Return everything that the page's script reads. passes: with what each changed."""
+    program, schedule = shown.program, shown.schedule
     about = details(program, schedule)
-    table = _Table()
+    table = Texts()
     steps = [_step(d, table) for d in about.values()]
     place = {name: i for i, name in enumerate(about)}
     report = schedule.memory
@@ -40,36 +56,23 @@ def page_data(
         "steps": steps,
         "texts": table.texts,
         "uses": [place.get(d.used_by, -1) for d in about.values()],
-        "tracks": [_track(track, schedule, place) for track in tracks],
+        "tracks": [_track(track, schedule, place) for track in shown.tracks],
+        "in_steps": shown.in_steps,
         "layers": layers(schedule),
-        "memory": _memory(schedule),
-        "storages": _storages(schedule, table),
+        "memory": memory_by_step(schedule),
+        "storages": largest_storages(schedule, table),
         "peak_bytes": report.peak_bytes,
         "peak_step": schedule.peak_step,
         "host_bytes": report.host_bytes,
         "nvme_bytes": report.nvme_bytes,
-        "budget_bytes": None if program.plan is None else program.plan.memory_budget,
+        "limits": _limits(shown),
         "history": _history(program.history) if passes else [],
         "decisions": [asdict(d) for d in program.decisions if d.subject != BUDGET],
         "spent": next((d.why for d in program.decisions if d.subject == BUDGET), ""),
     }
 
 
-class _Table:
-    """Texts by number: layers have theirs alike, and a number is short."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._number: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        if text not in self._number:
-            self._number[text] = len(self.texts)
-            self.texts.append(text)
-        return self._number[text]
-
-
-def _step(detail: Detail, table: _Table) -> list[Any]:
+def _step(detail: Detail, table: Texts) -> list[Any]:
     """Return name, kind, lane, graph, unit, moves, bytes, line, names, resident bytes."""
     step = detail.step
     return [
@@ -78,6 +81,19 @@ def _step(detail: Detail, table: _Table) -> list[Any]:
         table.number(detail.line), table.number("\n".join(detail.names)), step.resident_bytes,
         table.number(step.heaviest),
     ]  # fmt: skip
+
+
+def _limits(shown: Shown) -> list[tuple[str, int]]:
+    """Return (name, bytes) of what a rank's memory should stay under."""
+    found = []
+    plan, predicted = shown.program.plan, shown.predicted
+    if plan is not None and plan.memory_budget:
+        found.append(("budget", plan.memory_budget))
+    if predicted is not None:
+        hardware = predicted.hardware
+        room = hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type]
+        found.append((hardware.device, room))
+    return found
 
 
 def layers(schedule: Schedule) -> list[list[Any]]:
@@ -96,86 +112,17 @@ def layers(schedule: Schedule) -> list[list[Any]]:
 
 
 def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str, Any]:
-    """Return a track's bars: [name or the step's number, kind, lane, graph, start, end, note]."""
+    """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
+    note, 1 where it is on the critical path.
+    """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
-         round(bar.start_us, 2), round(bar.end_us, 2), bar.note]
+         round(bar.start_us, 2), round(bar.end_us, 2), bar.note, int(bar.name in track.critical)]
         for bar in track.bars
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
             "note": track.note}  # fmt: skip
-
-
-def step_times(track: Track, schedule: Schedule) -> list[tuple[float, float]]:
-    """Return from when to when a track is at each step: a step lasts up to the next one's begin.
-
-    Where a step has no bar of its own, it is where the compute stood before it.
-    """
-    by_name = {bar.name: bar for bar in track.bars}
-    starts, at = [], 0.0
-    for step in schedule.steps:
-        own = by_name.get(f"{step.name} launch" if step.kind == "launch" else step.name)
-        if own is not None and own.kind != "transfer":
-            at = max(at, own.start_us)
-            starts.append(at)
-            at = max(at, own.end_us)
-        else:
-            starts.append(at)
-    return list(zip(starts, [*starts[1:], max(at, track.end_us)], strict=True)) if starts else []
-
-
-def _memory(schedule: Schedule) -> dict[str, Any]:
-    """Return the bytes of each category where each step holds most."""
-    report = schedule.memory
-    times = [_fullest(report, *step.times) for step in schedule.steps]
-    curves = {c: _curve(_all(report, c), len(report.curve)) for c in Category}
-    shown = {c: [curve[t] for t in times] for c, curve in curves.items()}
-    on_device = [c for c in Category if c not in APART and any(shown[c])]
-    return {
-        "categories": [c.value for c in on_device],
-        "bytes": [shown[c] for c in on_device],
-        "apart": {c.value: shown[c] for c in APART if any(shown[c])},
-    }
-
-
-def _fullest(report: Memory, first: int, end: int) -> int:
-    return max(range(first, end), key=lambda t: report.curve[t])
-
-
-def _all(report: Memory, category: Category) -> list[Storage]:
-    every = (*report.storages, *report.on_host, *report.on_nvme)
-    return [s for s in every if s.category is category]
-
-
-def _curve(storages: Sequence[Storage], end: int) -> list[int]:
-    change = [0] * (end + 1)
-    for storage in storages:
-        change[storage.birth] += storage.nbytes
-        change[storage.death + 1] -= storage.nbytes
-    curve, held = [], 0
-    for step in change[:-1]:
-        held += step
-        curve.append(held)
-    return curve
-
-
-def _storages(schedule: Schedule, table: _Table) -> list[list[int]]:
-    """Return [name, place, category, bytes, first step, last step] of what takes most memory."""
-    report = schedule.memory
-    step_at = [0] * (len(report.curve) + 1)
-    for step in schedule.steps:
-        for t in range(step.times[0], len(step_at)):
-            step_at[t] = step.index
-            if t >= step.times[1]:
-                break
-    kinds = list(Category)
-    largest = sorted(report.storages, key=lambda s: -s.nbytes)[:STORAGES]
-    return [
-        [table.number(s.name), table.number(f"{s.where.module or s.where.unit}  {s.where.line}"),
-         kinds.index(s.category), s.nbytes, step_at[s.birth], step_at[s.death]]
-        for s in largest if s.nbytes
-    ]  # fmt: skip
 
 
 def _history(entries: Sequence[Entry]) -> list[dict[str, Any]]:

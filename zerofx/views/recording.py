@@ -13,7 +13,8 @@ from zerofx.analysis.measured import Measured, check_same
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Program
-from zerofx.views.bars import format_us, lane_lines, measured_track
+from zerofx.views.bars import lane_lines, measured_track
+from zerofx.views.timeline import format_us
 
 LONGEST = 12  # spans that are named
 

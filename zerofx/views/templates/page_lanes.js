@@ -1,7 +1,7 @@
 // Lanes over time on a canvas: one row a lane, more where bars overlap.
 const MARGIN = 112, ROW = 19, GAP = 4, HEAD = 20, RULER = 18;
 const FORWARD = "#3b73b9", BACKWARD = "#7d5fb8";
-const KIND = { wait: "#d64545", pack: "#7c8ca1", update: "#b0506a", launch: "#b9c3d0", release: "#d3dae3", sync: "#c77d0a" };
+const KIND = { wait: "#d64545", pack: "#7c8ca1", update: "#b0506a", launch: "#b9c3d0", release: "#d3dae3", sync: "#c77d0a", beside: "#c9a14a", store: "#7c8ca1", cast: "#7c8ca1", call: "#a9b4c2", clip: "#b0506a", arrival: "#d08a1d" };
 const LANE = { gather: "#25968a", reduce: "#d08a1d", "to host": "#6f9a2f", "from host": "#4c8f5c", "from nvme": "#94754a", "to nvme": "#7d6a53", "host update": "#b0506a" };
 
 function colour(bar) {
@@ -18,9 +18,9 @@ for (const track of D.tracks) {
   rows.push({ track, head: track.name, note: track.note, y: lanesHeight });
   lanesHeight += HEAD;
   track.byStep = new Map();
-  track.bars = track.bars.map(([own, kind, lane, graph, from, to, note]) => {
+  track.bars = track.bars.map(([own, kind, lane, graph, from, to, note, critical]) => {
     const step = typeof own === "number" ? steps[own] : null;
-    const bar = { step, name: step ? step.name : own, kind, lane, graph, from, to, note, track };
+    const bar = { step, name: step ? step.name : own, kind, lane, graph, from, to, note, critical, track };
     if (step) track.byStep.set(step.i, bar);
     return bar;
   });
@@ -86,8 +86,9 @@ function drawLanes() {
     if (row.head) {
       g.textAlign = "left"; g.fillStyle = "#1d2733"; g.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
       g.fillText(row.head, 0, row.y + HEAD / 2 + 1);
+      const beside = Math.max(MARGIN, g.measureText(row.head).width + 12);
       g.font = "11px system-ui, 'DejaVu Sans', sans-serif"; g.fillStyle = "#66758a";
-      g.fillText(row.note, MARGIN, row.y + HEAD / 2 + 1);
+      g.fillText(row.note, beside, row.y + HEAD / 2 + 1);
       g.textAlign = "right";
     } else {
       g.fillStyle = "#66758a";
@@ -108,6 +109,10 @@ function drawRow(g, width, row) {
     g.fillStyle = colour(bar);
     g.globalAlpha = hovered && hovered !== bar ? 0.75 : 1;
     g.fillRect(x, row.y, Math.max(1, w - (w > 4 ? 1 : 0)), ROW);
+    if (bar.critical) {
+      g.fillStyle = "#10151c";
+      g.fillRect(x, row.y + ROW - 2, Math.max(1, w - (w > 4 ? 1 : 0)), 2);
+    }
     last = x + w;
     if (w > 34) label(g, bar, x, w, row.y);
   }

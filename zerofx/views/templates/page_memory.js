@@ -3,7 +3,9 @@ const PALETTE = ["#4878a8", "#8fb8de", "#e0a33e", "#9c6bb3", "#5aa469", "#c9cfd6
 const HEIGHT = 150;
 const memory = document.getElementById("memory");
 const main = D.tracks[0];
-const top_bytes = 1.06 * Math.max(1, D.peak_bytes, D.budget_bytes || 0);
+// A limit far above the peak would flatten the curve: it is said above the picture.
+const limits = D.limits.filter(([, n]) => n < 3 * D.peak_bytes);
+const top_bytes = 1.06 * Math.max(1, D.peak_bytes, ...limits.map(([, n]) => n));
 
 document.getElementById("legend").innerHTML = D.memory.categories
   .map((name, k) => `<span><i style="background:${PALETTE[k % PALETTE.length]}"></i>${name}</span>`).join("");
@@ -39,7 +41,7 @@ function drawMemory() {
     g.strokeStyle = "rgba(102, 117, 138, .18)";
     g.beginPath(); g.moveTo(MARGIN, yOf(n)); g.lineTo(width, yOf(n)); g.stroke();
   }
-  if (D.budget_bytes) line(g, width, D.budget_bytes, "#c62828", "budget " + bytes(D.budget_bytes));
+  for (const [name, n] of limits) line(g, width, n, "#c62828", `${name} ${bytes(n)}`);
   const peak = xOf(main.folding.to((main.times[D.peak_step][0] + main.times[D.peak_step][1]) / 2), width);
   if (peak >= MARGIN && peak <= width) {
     g.fillStyle = "#1d2733"; g.beginPath(); g.arc(peak, yOf(D.peak_bytes), 3, 0, 7); g.fill();
