@@ -63,6 +63,7 @@ def test_zero_offload_fits_13_billion(world: int) -> None:
     assert billions == pytest.approx(13, rel=0.15)
 
 
+@pytest.mark.slow
 def test_infinity_with_nvme_fits_a_trillion_on_one_dgx2() -> None:
     """Sixteen bytes a parameter in files, where the paper has 20, of 20 TB that can be used."""
     found = family(25600, 1, infinity(4), 16)
@@ -88,7 +89,7 @@ def test_40_billion_on_one_v100_with_its_host() -> None:
 
 
 # -- time ----------------------------------------------------------------------------------------
-# Billions of parameters: width, layers, tiles of each linear; 512 GPUs, a sample of 1,024 tokens each
+# Billions of parameters: width, layers, tiles of a linear; 512 GPUs, a sample of 1,024 tokens each
 THROUGHPUT = {
     500: (18432, 124, 4),
     1000: (25600, 128, 4),
@@ -130,6 +131,7 @@ def test_scaling_with_offload_is_superlinear() -> None:
     assert tflops[1] > 1.1 * tflops[0]
 
 
+@pytest.mark.slow
 def test_stage_3_against_unsharded_parameters_at_small_batches() -> None:
     """It sends 3 Psi where data parallel and stages 1 and 2 send 2: slower where little is computed
     beside it, alike where much is. (Of plain data parallel's step a third is its optimizer, which
