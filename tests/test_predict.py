@@ -150,3 +150,9 @@ def test_the_command() -> None:
     shown = json.loads(run(app, [*options, "--json", "--clip"]).output)
     assert shown["world_size"] == 32
     assert shown["fits"] is True
+
+
+def test_hardware_without_nvme_is_named() -> None:
+    plan = {"offload": {"optimizer": "nvme", "path": "/scratch"}}
+    with pytest.raises(PlanError, match="NVMe, and cpu-box has none; take another tier"):
+        predicted(gpt(), plan, "cpu-box", 1)

@@ -17,8 +17,10 @@ from zerofx.analysis.kernels import ATTENTION, PRODUCT, Kernel, kernels, region_
 from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
+from zerofx.errors import PlanError
 from zerofx.hardware import Curve, Hardware
 from zerofx.runtime.tiers import Tier
+from zerofx.sizes import format_bytes
 
 _US = 1e6  # microseconds a second
 # From the middle of a price to its ends: together under the 30 % that a range may be wide.
@@ -153,6 +155,12 @@ class Roofline:
         else:
             reads = lane is Lane.NVME
             whole = hardware.nvme_read_bytes_per_s if reads else hardware.nvme_write_bytes_per_s
+            if not whole:
+                raise PlanError(
+                    f"the plan moves {format_bytes(nbytes)} at a time {'from' if reads else 'to'} "
+                    f"NVMe, and {hardware.name} has none; take another tier, or hardware that says "
+                    "how fast its NVMe is (zerofx doctor --calibrate measures this machine's)"
+                )
             rate = whole / self.sharing
             curve = hardware.curve("nvme_read" if reads else "nvme_write")
         share = 1.0 if curve is None else curve.at(max(nbytes, 1))
