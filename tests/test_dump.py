@@ -71,6 +71,21 @@ def test_layers_are_collapsed_whatever_their_number() -> None:
     assert any(re.search(r"# layer k, x1\d: layers\.\d+ to layers\.\d+", line) for line in many)
 
 
+def test_gathers_with_and_without_a_slot_collapse() -> None:
+    """What a budget keeps gathered has no slot: it is the same line as the layers before it."""
+    with torch.device("meta"):
+        captured = capture(Stack(layers=12), (torch.zeros(8, 16),))
+    plan = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
+    found = zerofx.rewrite(captured, {**plan, "memory_budget": 39000}, 4)
+    choices = {d.choice for d in found.decisions}
+    assert {"keep gathered", "gather again"} <= choices
+    lines = found.dump().splitlines()
+    mixed = [line for line in lines if "zfx.all_gather" in line and "none)" in line]
+    assert mixed and all("bucket=2.." in line for line in mixed)
+    full = found.dump("full").splitlines()
+    assert any("bucket=12)" in line for line in full) and not any("none" in line for line in full)
+
+
 def test_every_history_entry_has_its_dump() -> None:
     program = rewritten()
     assert [e.dump.splitlines()[0][:4] for e in program.history] == [

@@ -6,16 +6,17 @@ import errno
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from far_cases import batch_loss, everything, far, rank_here, train, unequal
-from nvme_cases import Disk
+from nvme_cases import Disk, change
 from pool import Died, Pool
 
 import zerofx
-from zerofx.errors import DesyncError, NvmeError
+from zerofx.errors import DesyncError, NvmeError, SnapshotError
 
 EARLY = {"update": "in-backward"}
 STEPS = 4  # of a whole training; the third fails
@@ -78,6 +79,58 @@ def test_ranks_load_in_the_same_job_everywhere(
     (first, nothing), (second, none) = pool.run(2, loaded_again, str(tmp_path), kind, plan, which)
     assert not nothing and not none
     assert f"rank 1: {second}" in first and "(EIO)" in second
+
+
+# -- reads ----------------------------------------------------------------------------------------
+def damaged(folder: str, plan: dict[str, Any], where: str) -> tuple[list[str], list[str]]:
+    """A byte of rank 1's parameters flips on disk before a forward, or only before its backward.
+
+    Return what this rank is told, by the call, by a save and by a state dict; and what differs in
+    the end.
+    """
+    model, optimizer = far(folder, **plan)
+    train(model, optimizer, "gpt", 0, STEPS)
+    expected = everything(model, optimizer)
+    model, optimizer = far(folder, **plan)
+    train(model, optimizer, "gpt", 0, 2)
+    zerofx.save(f"{folder}/save", model, optimizer)
+    store = model._engine.store.homes.nvme._stores["parameters", 3]
+    extent = store._layout.extents[model._engine.store.homes.nvme._names[3]]
+    told: list[str] = []
+
+    def flip() -> None:
+        if rank_here() == 1:
+            change(Path(store.path), extent.offset + 7)
+
+    if where == "forward":
+        flip()
+        with pytest.raises(NvmeError) as caught:
+            batch_loss(model, "gpt", 2)
+        save = partial(zerofx.save, f"{folder}/save", model)
+        for look in (lambda: dict(model.state_dict()), save):
+            with pytest.raises((NvmeError, SnapshotError)) as refused:
+                look()
+            told.append(str(refused.value))
+    else:
+        loss = batch_loss(model, "gpt", 2)
+        flip()
+        with pytest.raises(NvmeError) as caught:
+            loss.backward()
+    if model._engine.store.updates is None:
+        optimizer.zero_grad()
+    zerofx.load(f"{folder}/save", model, optimizer)
+    train(model, optimizer, "gpt", 2, STEPS)
+    return [str(caught.value), *told], unequal(everything(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(("plan", "where"), [({}, "forward"), (EARLY, "backward")], ids=str)
+def test_a_flipped_byte(pool: Pool, tmp_path: Path, plan: dict[str, Any], where: str) -> None:
+    (first, nothing), (second, none) = pool.run(2, damaged, str(tmp_path), plan, where)
+    assert not nothing and not none
+    for mine, other in zip(second, first, strict=True):
+        assert f"rank 1: {mine}" in other or mine in other
+        assert re.search(r"read of \S*zerofx-rank1-parameters.* of bucket 3 .* at offset \d+", mine)
+        assert "damaged" in mine
 
 
 def no_room_for_states(folder: str, plan: dict[str, Any]) -> tuple[str, list[str]]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from stack import Stack
+from stack import Stack, stack
+from test_look import check_format, events_of
 from torch import Tensor, nn
 
 import zerofx
@@ -18,7 +19,7 @@ from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.runtime.stopwatch import CudaClock
-from zerofx.views.recording import load_recording
+from zerofx.views.recording import RecordingView, load_recording
 
 ATEN = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 STEPS = 4
@@ -86,20 +87,35 @@ def test_one_process(fields: dict[str, Any]) -> None:
     assert same
     (measured,) = map(Measured.from_dict, found)
     assert len(measured.steps_us) == STEPS - 1 and measured.world == 1
-    assert {g for g, *_ in measured.frames} == {"forward", "backward"}
+    assert set(measured.functions_us) == {"forward", "backward"}
+    assert measured.steps_us[measured.typical] == sorted(measured.steps_us)[1]
+    for step in range(STEPS - 1):  # one place in each step, from which the medians are
+        assert all(s.places[step] == (s.start_us, s.end_us) for s in measured.at(step).spans)
+    span = measured.by_name()["forward region 0"]
+    assert span.us == sorted(b - a for a, b in filter(None, span.places))[1]
     if "update" not in fields:
         check_spans(measured, steps)
     else:
         assert set(steps) <= set(measured.by_name())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"stage": 3}, {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}],
-    ids=["device", "host"],
-)
-def test_two_ranks(pool: Any, fields: dict[str, Any]) -> None:
-    for rank, (same, found, steps) in enumerate(pool.run(2, on_ranks, fields)):
+@pytest.fixture(scope="module")
+def two_ranks(pool: Any) -> list[Any]:
+    """What two ranks recorded at stage 3."""
+    return list(pool.run(2, on_ranks, {"stage": 3}))
+
+
+def test_two_ranks(two_ranks: list[Any]) -> None:
+    check_ranks(two_ranks, {"stage": 3})
+
+
+def test_two_ranks_with_copies(pool: Any) -> None:
+    fields = {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}
+    check_ranks(pool.run(2, on_ranks, fields), fields)
+
+
+def check_ranks(ranks: list[Any], fields: dict[str, Any]) -> None:
+    for rank, (same, found, steps) in enumerate(ranks):
         assert same
         (measured,) = map(Measured.from_dict, found)
         assert (measured.rank, measured.world) == (rank, 2)
@@ -107,6 +123,25 @@ def test_two_ranks(pool: Any, fields: dict[str, Any]) -> None:
         lanes = {s.lane for s in measured.spans}
         assert {Lane.GATHER, Lane.REDUCE, Lane.COMPUTE} <= lanes
         assert ("offload" in fields) == (Lane.H2D in lanes)
+
+
+def test_ranks_lie_side_by_side(two_ranks: list[Any], tmp_path: Path) -> None:
+    """One file for all ranks, on one clock, beside a program made on paper."""
+    found = [Measured.from_dict(m) for _, (m,), _ in two_ranks]
+    program = zerofx.rewrite(zerofx.capture(*stack()), {**ATEN, "stage": 3}, 2)
+    look = program.look(RecordingView(found), "cpu-box")
+    assert [t.name for t in look.tracks] == ["predicted", "measured, rank 0", "measured, rank 1"]
+    events = events_of(look.trace(tmp_path / "t.json.gz"))
+    check_format(events)
+    shown = RecordingView(found).of(program)
+    (typical,) = {m.typical for m in shown}  # one step, on both
+    walls = [m.walls_ns[typical] for m in shown]
+    for measured, pid in zip(shown, (2, 3), strict=True):
+        first = min(e["ts"] for e in events if e["ph"] == "X" and e["pid"] == pid)
+        began = (measured.walls_ns[typical] - min(walls)) / 1e3
+        assert first == pytest.approx(began + min(s.start_us for s in measured.spans))
+    arrows = {e["pid"] for e in events if e["ph"] == "s"}
+    assert arrows == {1, 2, 3}
 
 
 def test_nothing_is_left_behind() -> None:

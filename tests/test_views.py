@@ -77,6 +77,20 @@ def test_diff_names_what_changed() -> None:
     assert any(line.startswith("-    all_gather") for line in twin["lines"])
 
 
+def test_diff_foresees_times() -> None:
+    both = [zerofx.predict(program(s), hardware="dgx-h100").forecast for s in (3, 2)]
+    view = DiffView.of(*both)
+    numbers = {name: (a, b) for name, a, b in view.numbers()}
+    assert numbers["step us"] == tuple(f.timeline.step_us for f in both)
+    left, right = numbers["gather busy us"]
+    assert left == pytest.approx(2 * right, rel=0.1)  # stage 2 gathers once
+    assert numbers["exposed communication us"][0] > 0
+    text = str(view)
+    assert "exposed communication  " in text and " us" in text and "gather busy  " in text
+    names = {row["name"] for row in view.to_dict()["numbers"]}
+    assert {"step us", "reduce exposed us"} <= names
+
+
 def test_passes_with_and_without_a_program() -> None:
     built = build(Setting(program().plan, 4, machine_for("cpu")))
     bare = PassesView.of(built)

@@ -1,12 +1,14 @@
 """What a recording found of a program: every step of its schedule with its times, plain values.
 
-Times are in microseconds. A span's place is that in one step, the typical one (of median length);
-how long it takes is a median over all steps recorded, with the least and the most.
+Times are in microseconds. A span's place is that in one step, the typical one (of median length,
+or of all ranks' median where several are looked at); how long it takes is a median over all steps
+recorded, with the least and the most.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ class MeasuredSpan:
     kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
         it has arrived; the launch and the wait are spans too: what the host, or the compute, gave.
     host_us: how long the host was in the call. ops: the dearest operators within, with their times.
+    places: its begin and end in each step recorded, None where a step had none.
     """
 
     name: str
@@ -41,6 +44,7 @@ class MeasuredSpan:
     high_us: float = 0.0
     host_us: float = 0.0
     ops: tuple[tuple[str, float], ...] = ()
+    places: tuple[tuple[float, float] | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Measured:
     """One program's steps on one rank.
 
     identity: what tells its program from others. steps_us: of each step recorded, from the begin of
-        its forward to the next one's. frames: (graph, begin, end) of each function in the typical
-        step. wall_ns: when that began, so that ranks can be laid side by side.
+        its forward to the next one's. functions_us: graph -> the median of the whole function.
+        walls_ns: when each step began, so that ranks can be laid side by side. typical: which step
+        the spans' places are of.
     """
 
     model: str
@@ -59,8 +64,9 @@ class Measured:
     device: str
     steps_us: tuple[float, ...]
     spans: tuple[MeasuredSpan, ...]
-    frames: tuple[tuple[str, float, float], ...]
-    wall_ns: int = 0
+    functions_us: dict[str, float]
+    walls_ns: tuple[int, ...]
+    typical: int
 
     @property
     def step_us(self) -> float:
@@ -72,6 +78,14 @@ class Measured:
     def exposed_us(self) -> float:
         """How long the compute waited for transfers in a step, by the medians."""
         return sum(s.us for s in self.spans if s.kind == "wait")
+
+    def at(self, step: int) -> Measured:
+        """Return the same with every span at its place in another of the steps."""
+        spans = []
+        for span in self.spans:
+            start, end = span.places[step] or (span.start_us, span.end_us)
+            spans.append(dataclasses.replace(span, start_us=start, end_us=end))
+        return dataclasses.replace(self, spans=tuple(spans), typical=step)
 
     def by_name(self) -> dict[str, MeasuredSpan]:
         return {s.name: s for s in self.spans}
@@ -93,12 +107,29 @@ class Measured:
             found = said.get("format") if isinstance(said, dict) else type(said).__name__
             raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
         fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
-        spans = tuple(
-            MeasuredSpan(**{**s, "lane": Lane(s["lane"]), "ops": tuple(map(tuple, s["ops"]))})
-            for s in said["spans"]
-        )
-        fields |= {"spans": spans, "steps_us": tuple(said["steps_us"])}
-        return cls(**fields | {"frames": tuple((g, a, b) for g, a, b in said["frames"])})
+        fields["spans"] = tuple(map(_span, said["spans"]))
+        for name in ("steps_us", "walls_ns"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def same_step(ranks: Sequence[Measured]) -> list[Measured]:
+    """Return what ranks measured with the places of one step: of median length over all of them.
+
+    Ranks that recorded different numbers of steps stay as they are.
+    """
+    num = len(ranks[0].steps_us)
+    if len(ranks) < 2 or any(len(m.steps_us) != num for m in ranks):
+        return [*ranks]
+    longest = [max(m.steps_us[i] for m in ranks) for i in range(num)]
+    typical = sorted(range(num), key=lambda i: longest[i])[(num - 1) // 2]
+    return [m.at(typical) for m in ranks]
+
+
+def _span(said: dict[str, Any]) -> MeasuredSpan:
+    ops = tuple((op, us) for op, us in said["ops"])
+    places = tuple(None if place is None else (place[0], place[1]) for place in said["places"])
+    return MeasuredSpan(**{**said, "lane": Lane(said["lane"]), "ops": ops, "places": places})
 
 
 def identity_of(program: Program) -> dict[str, Any]:

@@ -116,7 +116,9 @@ class Walk:
         price = self.found.prices.collective(kind, size, ranks, stride)
         lane, before = LANES_OF[node.target], self._data(node)
         beside = self.found.prices.beside(kind, size, ranks)
-        self.behind[node] = self.found.sends(lane, name, price, beside, info(node), before)
+        self.behind[node] = self.found.sends(
+            lane, name, price, beside, info(node), before, replicas
+        )
 
     def reduce(self, node: fx.Node) -> None:
         bucket = self.bucket(node)

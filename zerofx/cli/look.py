@@ -20,8 +20,7 @@ from zerofx.cli.options import (
     Stage,
     World,
 )
-from zerofx.cli.programs import plan_of, program_of, show
-from zerofx.errors import PlanError
+from zerofx.cli.programs import plan_of, program_of, refuse_machine, show
 from zerofx.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ def _predicted(
     from zerofx.predicting import predict
     from zerofx.reports import look_at
 
-    if machine is not None:
-        raise PlanError(f"--machine {machine}: --hardware {hardware} says what machine it is")
+    refuse_machine(machine, hardware)
     found = predict(
         model, None if Path(model).is_dir() else plan, hardware=hardware,
         world_size=world or RANKS, batch=batch, seq=seq,

@@ -88,6 +88,11 @@ def emitted(directory: str, world: int | None, plan: Plan, until: str | None) ->
     return program
 
 
+def refuse_machine(machine: str | None, hardware: str) -> None:
+    if machine is not None:
+        raise PlanError(f"--machine {machine}: --hardware {hardware} says what machine it is")
+
+
 def refuse_directory(model: str) -> None:
     if Path(model).is_dir():
         raise PlanError(f"{model} is an emitted program, without a model; --run needs the model")

@@ -21,7 +21,14 @@ from zerofx.cli.options import (
     Stage,
     World,
 )
-from zerofx.cli.programs import machine_of, plan_of, program_of, show, with_fields
+from zerofx.cli.programs import (
+    machine_of,
+    plan_of,
+    program_of,
+    refuse_machine,
+    show,
+    with_fields,
+)
 from zerofx.errors import PlanError
 
 
@@ -109,15 +116,27 @@ def diff(
     to: Annotated[list[str] | None, typer.Option(help="field of the second: key=value")] = None,
     to_plan: Annotated[Path | None, typer.Option(help="file of the second plan")] = None,
     to_world: Annotated[int | None, typer.Option(min=1, help="ranks of the second")] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", help="predict times too: preset or file, dgx-h100")
+    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare a model under two plans: memory, bytes sent, and the lines that differ."""
+    """Compare a model under two plans: memory, bytes sent, times, and the lines that differ."""
+    from zerofx.predicting import predict
     from zerofx.views.diff import DiffView
 
     if not (to or to_plan or to_world):
         raise PlanError("diff: say what is different: --to stage=2, --to-plan FILE or --to-world N")
     left = plan_of(plan, stage, set_)
     right = with_fields(plan_of(to_plan, None, None) if to_plan else left, "--to", to)
-    before = program_of(model, world, left, machine, batch, seq)
-    after = program_of(model, to_world or world, right, machine, batch, seq)
-    show(DiffView(before, after), as_json)
+    each = (left, world), (right, to_world or world)
+    if hardware is None:
+        one, other = (program_of(model, n, chosen, machine, batch, seq) for chosen, n in each)
+        show(DiffView(one, other), as_json)
+        return
+    refuse_machine(machine, hardware)
+    before, after = (
+        predict(model, chosen, hardware=hardware, world_size=ranks or RANKS, batch=batch, seq=seq)
+        for chosen, ranks in each
+    )
+    show(DiffView.of(before.forecast, after.forecast), as_json)

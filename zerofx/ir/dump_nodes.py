@@ -21,6 +21,7 @@ from zerofx.sizes import format_bytes
 
 STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
 _HIDDEN = {"numel", "shape", "name"}  # arguments of zerofx ops that the row shows elsewhere
+_ABSENT = "none"
 _VOLATILE = {"bucket", "slot", "offset", "offsets"}  # they may differ between identical layers
 
 
@@ -132,7 +133,8 @@ class Writer:
         parts = []
         for key, argument in _arguments(node):
             if key in _VOLATILE and node.target in ops.ALL:
-                parts.append(f"{key}={next(shown)}")
+                said = next(shown)
+                parts += [f"{key}={said}"] if said != _ABSENT else []
             elif key and not isinstance(argument, (fx.Node, list, tuple)):
                 parts.append(f"{key}={self._write(argument)}")
             else:
@@ -176,11 +178,15 @@ def callee(target: Any) -> str:
 
 
 def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
-    """Return (keyword or "", argument) of a call; zerofx ops show their constants by name."""
+    """Return (keyword or "", argument) of a call; zerofx ops show their constants by name.
+
+    A slot that is not given is there as well: the same line of another layer may have one.
+    """
     found: list[tuple[str, Any]] = [("", a) for a in node.args]
     if node.target in ops.ALL:
         names = argument_names(node.target)
         found = [(k, a) for k, a in zip(names, node.args, strict=False) if k not in _HIDDEN]
+        found += [(k, _ABSENT) for k in names[len(node.args) :] if k in _VOLATILE]
     return [*found, *node.kwargs.items()]
 
 

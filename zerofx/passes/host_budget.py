@@ -33,7 +33,7 @@ def check_host_budget(program: Program) -> None:
     raise BudgetError(
         f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
         f"({report.host_bytes} bytes) on the host a rank at stage {program.plan.stage} and world "
-        f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it, "
-        "shard over more ranks, or let the tier 'nvme' hold more",
+        f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it "
+        "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
         report.host_bytes,
     )

@@ -83,7 +83,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
         values=s.choices.offloaded if s.choices else (),
         distance=_distance(s),
         least_bytes=s.machine.offload_min_bytes,
-        host_budget_bytes=None if _spills(s) else s.plan.host_budget,
+        # what else is on the host is counted with it, behind the last pass
+        host_budget_bytes=None if _spills(s) or _lives_away(s) else s.plan.host_budget,
     ),
     # at once: it takes what has just been brought to the host from there
     lambda s: SpillActivations(enabled=_spills(s)),
@@ -120,6 +121,12 @@ ORDER: list[Callable[[Setting], Pass]] = [
 def _spills(setting: Setting) -> bool:
     """Tell whether activations that leave go on to NVMe, so that the host holds few of them."""
     return setting.plan.offload.activations == "nvme"
+
+
+def _lives_away(setting: Setting) -> bool:
+    """Tell whether parameters or optimizer states live off the device."""
+    offload = setting.plan.offload
+    return {offload.parameters, offload.optimizer} != {"none"}
 
 
 def _patterns(setting: Setting) -> str:

@@ -70,18 +70,17 @@ def measured(
     steps_us = [clock.between_us(r.own()[FORWARD].began, r.end) for r in whole]
     typical = sorted(range(len(whole)), key=lambda i: steps_us[i])[(len(whole) - 1) // 2]
     spans = tuple(
-        _span(about, [t[name] for t in tables if name in t], tables[typical].get(name), ops)
+        _span(about, [t.get(name) for t in tables], typical, ops.get(name, ()))
         for name, about in _abouts(steps).items()
         if any(name in t for t in tables)
     )
-    first = whole[typical].own()[FORWARD]
-    frames = tuple(
-        (graph, clock.between_us(first.began, r.began), clock.between_us(first.began, r.ended))
-        for graph, r in whole[typical].own().items()
-    )
+    functions = {
+        graph: median(clock.between_us(r.own()[graph].began, r.own()[graph].ended) for r in whole)
+        for graph in whole[0].own()
+    }
     return Measured(
         program.model_name, identity_of(program), world.rank, world.size, str(world.device),
-        tuple(steps_us), spans, frames, first.wall_ns,
+        tuple(steps_us), spans, functions, tuple(r.own()[FORWARD].wall_ns for r in whole), typical,
     )  # fmt: skip
 
 
@@ -142,14 +141,16 @@ def _abouts(steps: Sequence[Step]) -> dict[str, MeasuredSpan]:
 
 def _span(
     about: MeasuredSpan,
-    rows: Sequence[Row],
-    typical: Row | None,
-    ops: Mapping[str, tuple[tuple[str, float], ...]],
+    rows: Sequence[Row | None],
+    typical: int,
+    ops: tuple[tuple[str, float], ...],
 ) -> MeasuredSpan:
     """Return a span with the medians over its rows; its place is the typical one's."""
-    each = [end - start for start, end, _ in rows]
-    start, end, _ = typical or rows[0]
+    had = [row for row in rows if row is not None]
+    each = [end - start for start, end, _ in had]
+    start, end, _ = rows[typical] or had[0]
+    places = tuple(None if row is None else row[:2] for row in rows)
     return MeasuredSpan(
         about.name, about.graph, about.lane, about.kind, about.unit, about.bucket, start, end,
-        median(each), min(each), max(each), median(row[2] for row in rows), ops.get(about.name, ()),
+        median(each), min(each), max(each), median(row[2] for row in had), ops, places,
     )  # fmt: skip

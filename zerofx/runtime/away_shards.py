@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zerofx.errors import NvmeError
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
 from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
@@ -35,6 +37,7 @@ class AwayShards:
 
     The host, which runs ahead of the device, waits at the end of every call for what still reads
     its memory or writes to it: behind a call everyone may write parameters and read gradients.
+    A read from NVMe that fails on one of several ranks delivers NaN, and is told to all at the end.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class AwayShards:
         self._fresh: dict[int, Stamp] = {}  # bucket -> what its copy on the device was made of
         self._cast: dict[int, Stamp] = {}  # bucket -> what its copy on the host was made of
         self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
+        self._has_read = False  # any shard, in this call
+        self._fault: NvmeError | None = None  # of such a read
         self._reading: dict[int, Copy] = {}  # bucket -> the last copy out of its shard
         if (nvme := store.homes.nvme) is not None and not delayed:
             nvme.on_update = weakref.WeakMethod(self.follow)
@@ -101,7 +106,28 @@ class AwayShards:
         """Launch the read of a shard that lives on NVMe, into memory of the host."""
         nvme = self._store.homes.nvme
         assert nvme is not None, f"bucket {bucket} does not live on NVMe"
-        return nvme.read_shard(bucket, shard.dtype)
+        self._has_read = True
+        arrival = nvme.read_shard(bucket, shard.dtype)
+        if self._store.world.size > 1:  # the others wait for this rank's part in a gather
+            arrival.on_fault = self._note_fault
+        return arrival
+
+    def _note_fault(self, error: NvmeError) -> None:
+        self._fault = self._fault or error
+
+    def take_fault(self) -> NvmeError | None:
+        """Return what went wrong in reads of this call; who asks tells the other ranks."""
+        fault, self._fault, self._has_read = self._fault, None, False
+        return fault
+
+    def tell(self, what: str) -> None:
+        """Let all ranks raise, at the end of a call, what went wrong in its reads on one.
+
+        Raises:
+            NvmeError: names rank, file, offset and bucket.
+        """
+        if self._has_read:
+            tell(self._store.world, f"reads from NVMe of {what}", self.take_fault(), NvmeError)
 
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
         """Return the host's tensor that travels: the shard, or a copy in the compute format.

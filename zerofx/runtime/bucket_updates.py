@@ -106,7 +106,8 @@ class BucketUpdates:
                 with self._held():
                     self._pending.join()
             self._store.homes.drop_early()
-            fault, self._fault = self._fault, None
+            # updates with what a failed read delivered have spoilt the parameters as well
+            fault, self._fault = self._away.take_fault() or self._fault, None
             if self._store.homes.nvme is not None:
                 self._tell(fault)
             self._store.updates.end()

@@ -111,6 +111,7 @@ class Engine:
         """End a backward: settle its gradients, then free what only a backward needs."""
         try:
             self.gradients.finish()
+            self.away.tell("backward")
             self.away.settle_all()
             self.store.homes.rest()
         except BaseException:
@@ -128,6 +129,7 @@ class Engine:
         self.host.drain()
         self.values.drain()
         self.away.settle_all()
+        self.away.take_fault()  # the exception is the one to see
         self.world.drain()
         self.gradients.abandon()
 

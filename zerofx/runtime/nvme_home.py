@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.errors import NvmeError
+from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, host_memory
 from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.folder import prepare
 from zerofx.runtime.nvme.mapped import Mapped
@@ -20,21 +21,37 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 
 
 class Arrival:
-    """A read under way: `tensor`, in host memory, may be used only after `wait`."""
+    """A read under way: `tensor`, in host memory, may be used only after `wait`.
 
-    __slots__ = ("_request", "tensor")
+    on_fault: told of a read that failed, in place of who waits for it, who is given NaN.
+    """
+
+    __slots__ = ("_request", "on_fault", "tensor")
 
     def __init__(self, tensor: Tensor, request: Request | None) -> None:
         self.tensor: Tensor | None = tensor
         self._request = request
+        self.on_fault: Callable[[NvmeError], None] | None = None
 
     def wait(self) -> Tensor:
-        """Return what has arrived, once it has; the host waits."""
+        """Return what has arrived, once it has; the host waits.
+
+        Raises:
+            NvmeError: the read failed, or what was read is damaged.
+        """
         tensor, request = self.tensor, self._request
         assert tensor is not None, "a read was waited for before"
         self.tensor = self._request = None  # the schedule's name for this outlives it
-        if request is not None:
+        if request is None:
+            return tensor
+        try:
             request.wait()
+        except NvmeError as error:
+            if self.on_fault is None:
+                raise
+            self.on_fault(error)
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
         return tensor
 
     def drop(self) -> None:
@@ -176,7 +193,10 @@ class NvmeHome:
         (kind, bucket), start = found
         nbytes = self._places[kind, bucket].memory.numel()
         arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
-        return arrival.wait().view(view.shape)
+        # memory of its own, since places are lent to their tensor alone; and mapped, since the
+        # allocator's heap would not shrink again
+        out, _ = host_memory(view.nbytes, view.device)
+        return out.view(view.dtype).copy_(arrival.wait()).view(view.shape)
 
     def release(self, view: Tensor) -> None:
         """Give back the memory that looking at a tensor has taken, if it lies in a place."""

@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
-from zerofx.errors import ShardError
+from zerofx.errors import NvmeError, ShardError
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_gather import gather_full
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.tiles import Range, say
+from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
@@ -40,7 +41,13 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
     world, shard = store.world, store.shards[bucket.index]
     store.ledger.check_whole(what)
     world.agree(what, f"bucket {bucket.index} ({bucket.label()})")
-    shard = store.homes.fetch(shard)
+    problem = None
+    try:
+        shard = store.homes.fetch(shard)
+    except NvmeError as error:
+        problem = error
+    if store.homes.nvme is not None:
+        tell(world, what, problem, NvmeError)
     if not store.is_sharded:
         return shard
     full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)

@@ -102,6 +102,7 @@ class Executable:
                 engine, engine.store.shards, self.buffers(), call.leaves
             )
             engine.away.settle_all()
+            engine.away.tell(f"{kind} of {self.contract.label}")
         self._apply_updates(call, updates)
         call.writes = engine.store.writes
         for position in self.contract.shared:  # the output itself will refer to this call

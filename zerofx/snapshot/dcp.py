@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from zerofx.compat.checkpoint import file_of, storage_info
 from zerofx.errors import SnapshotError
 
 INDEX = ".metadata"
@@ -45,7 +47,7 @@ _CLASSES = {
 
 
 class _Writer(FileSystemWriter):
-    """Writes one synced file a rank; leaves out of the index where it was written."""
+    """Plans one file a rank, writes the index, and leaves out of that where it was written."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
@@ -83,7 +85,7 @@ class SaveSteps:
     def __init__(
         self, folder: Path, rank: int, tensors: dict[str, Any], fetch: Callable[[Tensor], Tensor]
     ) -> None:
-        self._rank = rank
+        self._folder, self._rank = folder, rank
         self._writer = _Writer(folder)
         self._planner = _SavePlanner(fetch)
         self._tensors = tensors
@@ -110,13 +112,27 @@ class SaveSteps:
         self._plan = self._planner.finish_plan(mine)
 
     def write(self) -> list[WriteResult]:
-        """Write and sync this rank's file."""
+        """Write and sync this rank's file, of which one tensor at a time is held."""
+        if not self._plan.items:
+            return []
+        name = file_of(self._plan)
         try:
-            written = self._writer.write_data(self._plan, self._planner)
-            written.wait()
-            return written.value()
+            with open(self._folder / name, "wb") as file:
+                found = [self._put(item, file, name) for item in self._plan.items]
+                file.flush()
+                os.fsync(file.fileno())
         except RuntimeError as error:  # torch.save, where the file system refused a write
-            raise SnapshotError(f"{self._writer.path}: {error}") from error
+            raise SnapshotError(f"{self._folder / name}: {error}") from error
+        return found
+
+    def _put(self, item: WriteItem, file: BinaryIO, name: str) -> WriteResult:
+        tensor = self._planner.resolve_data(item).detach().cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes storages
+            tensor = tensor.clone()
+        offset = file.tell()
+        torch.save(tensor, file)
+        length = file.tell() - offset
+        return WriteResult(item.index, length, storage_info(name, offset, length))
 
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write the index."""

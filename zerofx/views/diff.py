@@ -6,27 +6,40 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from zerofx.analysis.forecast import Forecast
+from zerofx.analysis.steps import Lane
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
+from zerofx.views.timeline import format_us
 
 
 @dataclass(frozen=True)
 class DiffView:
-    """The difference of two programs of one model: print it, or take `to_dict()` for JSON."""
+    """The difference of two programs of one model: print it, or take `to_dict()` for JSON.
+
+    predicted: what is foreseen of each on some hardware, for times beside the bytes.
+    """
 
     left: Program
     right: Program
+    predicted: tuple[Forecast, Forecast] | None = None
+
+    @classmethod
+    def of(cls, left: Forecast, right: Forecast) -> DiffView:
+        """Compare two programs by what is foreseen of them."""
+        return cls(left.program, right.program, (left, right))
 
     def __str__(self) -> str:
         lines = [f"- {title(self.left)}", f"+ {title(self.right)}", ""]
-        lines += [f"{name:<28} {a} -> {b}" for name, a, b in self._plan()]
-        lines += ["", f"{'':<28}{'-':>14}{'+':>14}{'change':>12}"]
+        lines += [f"{name:<33} {a} -> {b}" for name, a, b in self._plan()]
+        lines += ["", f"{'':<34}{'-':>12}{'+':>12}{'change':>12}"]
         for name, a, b in self.numbers():
-            lines.append(f"{name:<28}{_shown(name, a):>14}{_shown(name, b):>14}{_change(a, b):>12}")
+            head = f"{name.removesuffix(' us'):<34}"
+            lines.append(f"{head}{_shown(name, a):>12}{_shown(name, b):>12}{_change(a, b):>12}")
         return "\n".join([*lines, "", *self.changed_lines()])
 
     def _plan(self) -> list[tuple[str, Any, Any]]:
@@ -36,9 +49,11 @@ class DiffView:
             found.append(("world", self.left.world_size, self.right.world_size))
         return found
 
-    def numbers(self) -> list[tuple[str, int, int]]:
+    def numbers(self) -> list[tuple[str, float, float]]:
         """Return (name, left, right) of what can be counted, where either has any."""
-        columns = [_numbers(p) for p in (self.left, self.right)]
+        columns: list[dict[str, float]] = [_numbers(p) for p in (self.left, self.right)]
+        for column, forecast in zip(columns, self.predicted or (), strict=False):
+            column.update(_times(forecast))
         rows = ((name, columns[0][name], columns[1][name]) for name in columns[0])
         return [row for row in rows if row[1] or row[2]]
 
@@ -59,10 +74,22 @@ class DiffView:
         }
 
 
-def _numbers(program: Program) -> dict[str, int]:
+def _times(forecast: Forecast) -> dict[str, float]:
+    """Return the times of a step, and of each lane how long it is busy and keeps compute idle."""
+    timeline = forecast.timeline
+    found = {"step us": timeline.step_us}
+    found["exposed communication us"] = timeline.exposed_communication_us
+    for lane in Lane:
+        found[f"{lane.value} busy us"] = timeline.busy_us[lane]
+        if lane is not Lane.COMPUTE:
+            found[f"{lane.value} exposed us"] = timeline.exposed_us[lane]
+    return found
+
+
+def _numbers(program: Program) -> dict[str, float]:
     report, sent = program.memory().memory, traffic(program)
     held = report.by_category(report.peak_time)
-    found = {"peak bytes": report.peak_bytes}
+    found: dict[str, float] = {"peak bytes": report.peak_bytes}
     found |= {f"{c.value} bytes at the peak": held[c] for c in Category}
     found |= {f"{kind} bytes sent": s.sent_bytes for kind, s in sent.kinds.items()}
     found |= {f"{kind} calls": s.calls for kind, s in sent.kinds.items()}
@@ -71,11 +98,13 @@ def _numbers(program: Program) -> dict[str, int]:
     return found
 
 
-def _shown(name: str, value: int) -> str:
-    return format_bytes(value) if "bytes" in name else str(value)
+def _shown(name: str, value: float) -> str:
+    if name.endswith(" us"):
+        return format_us(value)
+    return format_bytes(int(value)) if "bytes" in name else str(value)
 
 
-def _change(left: int, right: int) -> str:
+def _change(left: float, right: float) -> str:
     if left == right:
         return "="
     return f"{right / left - 1:+.1%}" if left else "new"

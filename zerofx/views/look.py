@@ -100,7 +100,7 @@ def look(
     """Return a program's look from what was predicted and recorded of it."""
     tracks = [] if predicted is None else [timeline_track(predicted)]
     tracks += [measured_track(m) for m in recorded]
-    starts = [0] * (predicted is not None) + [m.wall_ns for m in recorded]
+    starts = [0] * (predicted is not None) + [m.walls_ns[m.typical] for m in recorded]
     if not tracks:
         return Look(program, schedule, (step_track(schedule),), (0,), in_steps=True)
     return Look(program, schedule, tuple(tracks), tuple(starts), predicted)

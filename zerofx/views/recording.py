@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofx.analysis.measured import Measured, check_same
+from zerofx.analysis.measured import Measured, check_same, same_step
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Program
@@ -56,7 +56,7 @@ class RecordingView:
             if not reasons:
                 raise RecordingError("the recording is empty: its block has not ended yet")
             raise min(reasons, key=lambda e: len(str(e)))
-        return sorted(same, key=lambda m: m.rank)
+        return same_step(sorted(same, key=lambda m: m.rank))
 
 
 def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
@@ -84,11 +84,12 @@ def lines_of(measured: Measured) -> list[str]:
     """Return one program's lanes, their sums, and its longest spans."""
     steps = measured.steps_us
     plan = measured.identity["plan"]
+    functions = ", ".join(f"{g} {format_us(us)}" for g, us in measured.functions_us.items())
     lines = [
         f"# {measured.model}   stage={plan.get('stage')} world={measured.world}   measured on rank "
         f"{measured.rank} ({measured.device}), medians of {len(steps)} steps",
         f"step {format_us(measured.step_us)} ({format_us(min(steps))} .. {format_us(max(steps))}); "
-        f"the compute waits {format_us(measured.exposed_us)} for transfers",
+        f"{functions}; the compute waits {format_us(measured.exposed_us)} for transfers",
         "",
         *lane_lines(measured_track(measured).bars),
         "",

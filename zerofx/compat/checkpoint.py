@@ -1,0 +1,22 @@
+"""The files of torch.distributed.checkpoint: a rank's file by name, an item of its index.
+
+Its own writer is not used: that of 2.13 holds every tensor until all of a file has been written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+
+
+def file_of(plan: SavePlan) -> str:
+    """Return the name of the file that a plan writes, as torch's reader expects it."""
+    prefix: str = plan.storage_data.prefix  # type: ignore[attr-defined]
+    return f"{prefix}0{DEFAULT_SUFFIX}"
+
+
+def storage_info(name: str, offset: int, length: int) -> Any:
+    """Return what the index says of one item: bytes offset:offset + length of a file."""
+    return _StorageInfo(name, offset, length)
