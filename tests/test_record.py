@@ -99,13 +99,23 @@ def test_one_process(fields: dict[str, Any]) -> None:
         assert set(steps) <= set(measured.by_name())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"stage": 3}, {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}],
-    ids=["device", "host"],
-)
-def test_two_ranks(pool: Any, fields: dict[str, Any]) -> None:
-    for rank, (same, found, steps) in enumerate(pool.run(2, on_ranks, fields)):
+@pytest.fixture(scope="module")
+def two_ranks(pool: Any) -> list[Any]:
+    """What two ranks recorded at stage 3."""
+    return list(pool.run(2, on_ranks, {"stage": 3}))
+
+
+def test_two_ranks(two_ranks: list[Any]) -> None:
+    check_ranks(two_ranks, {"stage": 3})
+
+
+def test_two_ranks_with_copies(pool: Any) -> None:
+    fields = {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}
+    check_ranks(pool.run(2, on_ranks, fields), fields)
+
+
+def check_ranks(ranks: list[Any], fields: dict[str, Any]) -> None:
+    for rank, (same, found, steps) in enumerate(ranks):
         assert same
         (measured,) = map(Measured.from_dict, found)
         assert (measured.rank, measured.world) == (rank, 2)
@@ -115,9 +125,9 @@ def test_two_ranks(pool: Any, fields: dict[str, Any]) -> None:
         assert ("offload" in fields) == (Lane.H2D in lanes)
 
 
-def test_ranks_lie_side_by_side(pool: Any, tmp_path: Path) -> None:
+def test_ranks_lie_side_by_side(two_ranks: list[Any], tmp_path: Path) -> None:
     """One file for all ranks, on one clock, beside a program made on paper."""
-    found = [Measured.from_dict(m) for _, (m,), _ in pool.run(2, on_ranks, {"stage": 3})]
+    found = [Measured.from_dict(m) for _, (m,), _ in two_ranks]
     program = zerofx.rewrite(zerofx.capture(*stack()), {**ATEN, "stage": 3}, 2)
     look = program.look(RecordingView(found), "cpu-box")
     assert [t.name for t in look.tracks] == ["predicted", "measured, rank 0", "measured, rank 1"]

@@ -107,7 +107,7 @@ def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
         name = _name(step)
         taken[name] += 1
         if taken[name] > 1:
-            name = f"{name} #{taken[name]}"
+            name = f"{name} ({taken[name]})"
         found.append(replace(step, name=name, times=(first, last)))
     return Schedule(tuple(found), report)
 

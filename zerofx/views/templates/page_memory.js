@@ -1,5 +1,8 @@
 // The memory of a rank under the lanes, on the same axis, with the budget.
-const PALETTE = ["#4878a8", "#8fb8de", "#e0a33e", "#9c6bb3", "#5aa469", "#c9cfd6", "#d9774f", "#7f8c99", "#b8a48c", "#a9c97f"];
+const CATEGORY = {
+  parameters: "#4878a8", gathered: "#7fc4bd", gradients: "#8fb8de", optimizer: "#e0a33e", activations: "#9c6bb3",
+  temporaries: "#5aa469", communication: "#c9cfd6", inputs: "#7f8c99", outputs: "#b8a48c", buffers: "#d9774f",
+};
 const HEIGHT = 150;
 const memory = document.getElementById("memory");
 const main = D.tracks[0];
@@ -8,7 +11,7 @@ const limits = D.limits.filter(([, n]) => n < 3 * D.peak_bytes);
 const top_bytes = 1.06 * Math.max(1, D.peak_bytes, ...limits.map(([, n]) => n));
 
 document.getElementById("legend").innerHTML = D.memory.categories
-  .map((name, k) => `<span><i style="background:${PALETTE[k % PALETTE.length]}"></i>${name}</span>`).join("");
+  .map((name) => `<span><i style="background:${CATEGORY[name]}"></i>${name}</span>`).join("");
 
 function yOf(n) { return HEIGHT - 4 - n / top_bytes * (HEIGHT - 12); }
 
@@ -53,7 +56,7 @@ function column(g, x, w, i) {
   let below = 0;
   D.memory.bytes.forEach((curve, k) => {
     const y0 = yOf(below), y1 = yOf(below += curve[i]);
-    g.fillStyle = PALETTE[k % PALETTE.length];
+    g.fillStyle = CATEGORY[D.memory.categories[k]];
     g.fillRect(x, y1, w, y0 - y1);
   });
 }
