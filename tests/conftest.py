@@ -16,7 +16,7 @@ import matrix_table
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from nvme_cases import disk, kept, store_engine  # noqa: F401  (fixtures: disks and stores)
+from nvme_cases import disk, engine, file, kept, store_engine  # noqa: F401  (fixtures)
 from pool import pool  # noqa: F401  (a fixture: real gloo ranks)
 from triton_interpreter import interpreted  # noqa: F401  (a fixture: a process of its own)
 

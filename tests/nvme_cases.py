@@ -72,6 +72,21 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
+@pytest.fixture
+def engine() -> Any:
+    """An I/O engine of two threads that moves small pieces."""
+    with nvme.IOEngine(num_threads=2, piece_bytes=256 << 10) as engine:
+        yield engine
+
+
+@pytest.fixture
+def file(tmp_path: Path, engine: Any) -> Any:
+    """A file of 2 MiB that is open for writing."""
+    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
+        file.reserve(2 << 20)
+        yield file
+
+
 def without_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file system refuse O_DIRECT when opening, as many in memory do."""
     real = os.open

@@ -46,9 +46,10 @@ BELOW: dict[str, set[str]] = {
     "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
     "predicting": {"api", "views", "hardware", "targets"},
+    "searching": {"api", "hardware", "targets"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},
-    "zerofx": {"api", "reports", "optim", "nvme", "recording", "predicting"},
+    "zerofx": {"api", "reports", "optim", "nvme", "recording", "predicting", "searching"},
     "demo": {"zerofx"},
     "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
     "doctor": {"api", "zerofx"},
@@ -63,6 +64,7 @@ BELOW: dict[str, set[str]] = {
         "trial",
         "zerofx",
         "predicting",
+        "searching",
     },
     "__main__": {"cli"},
 }

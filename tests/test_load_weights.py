@@ -16,7 +16,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 import zerofx
-from zerofx.errors import SnapshotError
+from zerofx.errors import ShardError, SnapshotError
 
 
 def plain(seed: int = 3) -> nn.Module:
@@ -145,3 +145,54 @@ def test_files_that_are_not_whole(tmp_path: Path, weights: Path) -> None:
 def test_a_plain_module(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"plain GPT; use safetensors.torch.load_model"):
         zerofx.load_weights(plain(), tmp_path)
+
+
+# -- by compile, from meta ------------------------------------------------------------------------
+class Bare(nn.Module):
+    """Nothing here can initialise itself: weights are all it can begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("shift", torch.empty(4))
+        self.table = nn.Embedding(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x) * self.scale + self.shift).square().mean()
+
+
+def begun_with(folder: str, source: str, plan: dict[str, Any]) -> list[str]:
+    """Return what of a model that was made on meta differs from the weights it was given."""
+    with torch.device("meta"):
+        bare = Bare()
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "reset_parameters", lambda self: calls.append(self))
+        model = zerofx.compile(bare, plan, weights=source)
+    model(torch.ones(2, 6)).backward()
+    expected = torch.load(f"{folder}/state.pt", weights_only=True)
+    return unequal(dict(model.state_dict()), expected) + [f"{m} was initialised" for m in calls]
+
+
+def test_compile_from_meta(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = Bare()
+    with torch.no_grad():
+        for value in source.state_dict().values():
+            value.normal_()
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    state = {k: v for k, v in source.state_dict().items() if k != "table.weight"}  # by its other
+    save_file(state, tmp_path / "bare.safetensors")
+    place = str(tmp_path), str(tmp_path / "bare.safetensors")
+    for plan in ({"kernels": "aten"}, {"kernels": "aten", **tiers(str(tmp_path))}):
+        assert not begun_with(*place, plan)
+    for found in pool.run(2, begun_with, *place, plan):
+        assert not found
+    save_file({"scale": torch.ones(4)}, tmp_path / "little.safetensors")
+    with torch.device("meta"):
+        bare = Bare()
+    with pytest.raises(ShardError, match="shift is on meta and its module the model"):
+        zerofx.compile(bare, {"kernels": "aten"}, weights=tmp_path / "little.safetensors")

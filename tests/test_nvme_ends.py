@@ -20,19 +20,6 @@ from zerofx.errors import NvmeError
 MIB, KIB = 1 << 20, 1 << 10
 
 
-@pytest.fixture
-def engine() -> Any:
-    with nvme.IOEngine(num_threads=2, piece_bytes=256 * KIB) as engine:
-        yield engine
-
-
-@pytest.fixture
-def file(tmp_path: Path, engine: Any) -> Any:
-    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
-        file.reserve(2 * MIB)
-        yield file
-
-
 def test_an_engine_that_is_closed(tmp_path: Path, disk: Disk) -> None:
     before = threading.active_count()
     engine = nvme.IOEngine(2, 256 * KIB)

@@ -19,19 +19,6 @@ from zerofx.runtime.nvme.aligned import PAGE
 MIB, KIB = 1 << 20, 1 << 10
 
 
-@pytest.fixture
-def engine() -> Any:
-    with nvme.IOEngine(num_threads=2, piece_bytes=256 * KIB) as engine:
-        yield engine
-
-
-@pytest.fixture
-def file(tmp_path: Path, engine: Any) -> Any:
-    with nvme.File(tmp_path / "file", "w", engine=engine) as file:
-        file.reserve(2 * MIB)
-        yield file
-
-
 @pytest.mark.parametrize(
     ("code", "way_out"),
     [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zerofx.plan import Precision as Precision
     from zerofx.predicting import predict as predict
     from zerofx.recording.record import record as record
+    from zerofx.searching import search as search
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import load_weights as load_weights
@@ -48,6 +49,7 @@ _HOME = {
     "Offload": "zerofx.plan",
     "predict": "zerofx.predicting",
     "record": "zerofx.recording.record",
+    "search": "zerofx.searching",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",

@@ -31,6 +31,7 @@ from zerofx.runtime.nvme_space import check_folder
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
+from zerofx.snapshot.weights import load_weights, names_of
 
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -43,6 +44,7 @@ def compile(
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> CompiledModule:
     """Shard a model at once, and return a module that compiles each signature at its first call.
 
@@ -53,9 +55,12 @@ def compile(
     device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
     mesh: a 1-D (shard) or 2-D (replicate, shard) DeviceMesh. Default: all ranks.
     machine: a machine description (bucket sizes, prefetch, algorithms). Default: the device's.
+    weights: safetensors files that have all of the model, as `load_weights` takes them. What of a
+        model on meta is in them goes straight to its shards and is not initialised.
 
     Raises:
         PlanError: a plan field is unknown or contradictory.
+        SnapshotError: the weights are not there, not whole, or of another model.
         ShardError: a parameter cannot be sharded; the model is left as it was.
     """
     checked = as_plan(plan)
@@ -70,8 +75,10 @@ def compile(
     in_backward = checked.update == "in-backward"
     if optimizer is not None:
         check_before(optimizer, layout, in_backward)
+    given = () if weights is None else names_of(world, weights)
+    folder = checked.offload.path
     store = ShardStore.build(
-        model, layout, world, in_backward=in_backward, folder=checked.offload.path
+        model, layout, world, in_backward=in_backward, folder=folder, given=given
     )
     if optimizer is not None:
         swap_optimizer(optimizer, store.replaced)
@@ -79,7 +86,10 @@ def compile(
     engine = Engine(
         store, make_scaler(checked, world), checked.debug, delayed=checked.offload.delayed
     )
-    return CompiledModule(model, setting, engine)
+    compiled = CompiledModule(model, setting, engine)
+    if weights is not None:
+        load_weights(compiled, weights)
+    return compiled
 
 
 def _connect(

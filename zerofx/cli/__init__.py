@@ -15,7 +15,7 @@ from zerofx.cli.app import app
 
 # Each file declares its commands on the app; help lists them in this order.
 # isort: off
-from zerofx.cli import shown, look, predicted, proof, here  # noqa: F401
+from zerofx.cli import shown, look, predicted, searched, proof, here  # noqa: F401
 
 # isort: on
 from zerofx.errors import ZerofxError

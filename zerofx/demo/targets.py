@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerofx.demo.gpt import GPT, GPTConfig
 
@@ -24,6 +25,16 @@ def gpt_175b() -> Call:
 def gpt_1t() -> Call:
     """Return ZeRO-Infinity's model of 1 T parameters, and two sequences a rank."""
     return _call(GPTConfig(layers=128, width=25600, heads=256, seq=1024, vocab=50257), batch=2)
+
+
+def llama_7b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the shape of Llama 2 7B from transformers, and four sequences a rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(use_cache=False)).train()
+        tokens = torch.zeros(4, 2048, dtype=torch.long)
+    return model, (), {"input_ids": tokens, "labels": tokens}
 
 
 def _call(config: GPTConfig, batch: int) -> Call:

@@ -13,8 +13,9 @@ from torch import Tensor
 from zerofx.compat.optim import fused_adam_, fused_adamw_
 from zerofx.errors import OptimizerError
 from zerofx.optim.coded import CodedStretch, decoded_parts
-from zerofx.optim.flat import FlatOptimizer, Work
+from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
+from zerofx.optim.laid import Work
 from zerofx.optim.places import name_of
 from zerofx.optim.stretch import Run
 from zerofx.runtime.kernels.adamw import flat_adamw_

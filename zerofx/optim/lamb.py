@@ -11,8 +11,9 @@ from torch import Tensor
 
 from zerofx.compat.optim import foreach_mul_, fused_adam_
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.flat import FlatOptimizer, Work, near
+from zerofx.optim.flat import FlatOptimizer, near
 from zerofx.optim.groups import resolve_groups
+from zerofx.optim.laid import Work
 from zerofx.optim.options import check_adam_options
 from zerofx.optim.parts import overlaps, parts
 from zerofx.optim.stretch import Run

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.optim.flat import FlatOptimizer, Work
+from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
+from zerofx.optim.laid import Work
 from zerofx.optim.options import check_adam_options
 from zerofx.optim.parts import parts
 

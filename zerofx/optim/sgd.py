@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.optim import fused_sgd_
-from zerofx.optim.flat import FlatOptimizer, Work
+from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
+from zerofx.optim.laid import Work
 from zerofx.optim.parts import parts
 from zerofx.optim.stretch import Run
 from zerofx.runtime.param_norms import LOW_PRECISION

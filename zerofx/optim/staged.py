@@ -77,15 +77,17 @@ def _update_staged(
     coming, problem = map(_Stage, far), None
     stage = following = None
     for _ in far:
+        arrived: Groups = []
         try:
             if problem is None:
                 stage = following or next(coming)
                 following = next(coming, None)  # its reads begin
-                groups = stage.arrived()
+                arrived = stage.arrived()
         except NvmeError as error:
             problem = error
         check(problem)
-        update(groups)
+        update(arrived)
+        del arrived  # which holds the bucket's memory
         assert stage is not None
         try:
             stage.leave()

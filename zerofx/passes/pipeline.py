@@ -225,8 +225,12 @@ def _recorded(program: Program, spec: str, summary: str) -> Entry:
 
 
 @paused_collector()
-def run(program: Program, setting: Setting, until: str | None = None) -> Program:
+def run(
+    program: Program, setting: Setting, until: str | None = None, proves: bool = True
+) -> Program:
     """Run the whole pipeline on a captured program, or up to the pass named `until`.
+
+    proves: verify what each pass made; without, the result is for pricing alone.
 
     The given program is left as it was. The history's records (dumps, peaks) are made when first
     asked for, by running the pipeline once more with everything recorded: passes are functions of
@@ -260,10 +264,28 @@ def run(program: Program, setting: Setting, until: str | None = None) -> Program
             choices = _decided(program, setting)
             passes[:] = build(replace(setting, choices=choices))
             program.decisions = choices.decisions
-        report = _apply(program, passes[i])
+        report = _apply(program, passes[i], proves)
         note(passes[i].spec(), report.summary)
     if until is None:
         check_host_budget(program)
+    return program
+
+
+@paused_collector()
+def resume(program: Program, setting: Setting, after: str) -> Program:
+    """Run what follows on the pass named `after`, on a program that was run until there.
+
+    For pricing alone: nothing is proved or recorded. What was run before must be what `setting`
+    would have run.
+    """
+    passes = build(setting)
+    first = [p.name for p in passes].index(after) + 1
+    program = program.clone()
+    program.plan, program.machine = setting.plan, setting.machine
+    program.loop, program.pool = setting.loop, setting.pool
+    for p in passes[first:]:
+        _apply(program, p, proves=False)
+    check_host_budget(program)
     return program
 
 

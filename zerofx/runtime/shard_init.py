@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +16,17 @@ if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
 
 
-def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: int | None) -> None:
+def fill_shards(
+    store: ShardStore,
+    model: nn.Module,
+    tree: ParameterTree,
+    seed: int | None,
+    given: Collection[str] = (),
+) -> None:
     """Fill every shard with rank 0's values and swap the parameters, block by block.
 
-    What is on meta on rank 0 is initialised instead. Only one bucket (or one module, from meta) is
-    whole at a time; the old parameters are dropped as their bucket is done.
+    What is on meta on rank 0 is initialised instead, but for `given` names. Only one bucket (or one
+    module, from meta) is whole at a time; the old parameters are dropped as their bucket is done.
     """
     order = list(tree.params)
     on_meta = _meta_on_rank_0(store, model, tree)
@@ -32,7 +39,7 @@ def fill_shards(store: ShardStore, model: nn.Module, tree: ParameterTree, seed: 
                 store.adopt(tree, name, tree.params[name])
             store.homes.rest()
     if on_meta:
-        initialise_from_meta(store, model, tree, on_meta, seed)
+        initialise_from_meta(store, model, tree, on_meta, seed, given)
     share_buffers(store.world, model)
     store.params = {name: store.params[name] for name in order}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,20 @@ Hook = Callable[..., Any]
 
 
 def initialise_from_meta(
-    store: ShardStore, model: nn.Module, tree: ParameterTree, on_meta: set[str], seed: int | None
+    store: ShardStore,
+    model: nn.Module,
+    tree: ParameterTree,
+    on_meta: set[str],
+    seed: int | None,
+    given: Collection[str] = (),
 ) -> None:
     """Fill the shards of parameters and the buffers in `on_meta`, children before parents.
 
     For every module that owns some: materialise them on the host, call its `reset_parameters()`
     and the nearest enclosing `_init_weights(module)`, keep this rank's slice, drop the rest. All
     ranks run it under one seed, and the user's generator is left as it was.
+
+    given: names whose values come later: those are zeros, and their modules are not initialised.
 
     Raises:
         ShardError: a module has no way to initialise what it owns, or left some of it unset.
@@ -35,9 +42,12 @@ def initialise_from_meta(
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         kept = _values_to_keep(store, model, on_meta)
         torch.default_generator.manual_seed(_agreed_seed(store, seed))
+        later = _leave_for_later(store, model, tree, on_meta, given)
         for path, module, hook in _children_first(model, "", None):
             params = _materialise_params(module, tree, on_meta)
             buffers = _materialise_buffers(module, path, on_meta)
+            if id(module) in later and not (params or buffers):
+                continue
             resets = _resets_of(module, hook)
             if params or buffers:
                 _require(resets, path, module, [*params, *buffers])
@@ -55,6 +65,32 @@ def initialise_from_meta(
         for tensor, value in kept:
             tensor.copy_(value)
         _check_set(store, model, unset)
+
+
+def _leave_for_later(
+    store: ShardStore,
+    model: nn.Module,
+    tree: ParameterTree,
+    on_meta: set[str],
+    given: Collection[str],
+) -> set[int]:
+    """Take what is `given`, under any of its names, as zeros; return who holds some of it (ids)."""
+    paths = {id(module): path for path, module in tree.modules.items()}
+    found: set[int] = set()
+    for name, holders in tree.holders.items():
+        names = {f"{paths[id(m)]}.{key}".removeprefix(".") for m, key in holders}
+        if name in on_meta and not names.isdisjoint(given):
+            found.update(id(module) for module, _ in holders)
+            on_meta.discard(name)
+            store.adopt(tree, name, tree.params[name])
+    for path, module in tree.modules.items():
+        for key, buffer in module._buffers.items():
+            name = f"{path}.{key}".removeprefix(".")
+            if buffer is not None and name in on_meta and name in given:
+                found.add(id(module))
+                on_meta.discard(name)
+                module._buffers[key] = torch.zeros_like(buffer, device=store.world.device)
+    return found
 
 
 def _values_to_keep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -72,12 +73,13 @@ class ShardStore:
         seed: int | None = None,
         in_backward: bool = False,
         folder: str | None = None,
+        given: Collection[str] = (),
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
         `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
-        `folder`: of what lives on NVMe.
+        `folder`: of what lives on NVMe. `given`: names of what is on meta whose values come later.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
@@ -87,7 +89,7 @@ class ShardStore:
         tree.check()
         _check_layout(tree, layout)
         store = cls._make(layout, world, in_backward, folder)
-        fill_shards(store, model, tree, seed)
+        fill_shards(store, model, tree, seed, given)
         store._watch(tree)
         return store
 

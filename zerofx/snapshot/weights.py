@@ -11,6 +11,7 @@ import torch
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
 from zerofx.runtime.together import together
+from zerofx.runtime.world import World
 from zerofx.snapshot.files import place
 from zerofx.snapshot.state import buffers_of, few
 from zerofx.snapshot.tensor_files import Entry, entries_of
@@ -59,6 +60,17 @@ def load_weights(
             )
     together(world, what, job.fill, SnapshotError)
     return job.keys
+
+
+def names_of(world: World, source: str | os.PathLike[str]) -> list[str]:
+    """Return the names of all tensors at a place, as rank 0 finds them; a collective call.
+
+    Raises:
+        SnapshotError: there are none for some rank, or a file is not whole.
+    """
+    path = place(source)
+    look = together(world, f"a look at {path}", lambda: list(entries_of(path)), SnapshotError)
+    return look[0]
 
 
 class _Job:

@@ -1,0 +1,113 @@
+"""One search under way: choices by their bounds, priced until no other can be the best."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofx.analysis.forecast import RESERVED_BYTES
+from zerofx.errors import PlanError
+from zerofx.hardware import Hardware
+from zerofx.searching.bounds import Bound, Bounds
+from zerofx.searching.family import Family
+from zerofx.searching.found import Counts, Found
+from zerofx.searching.outcome import Outcome, outcome
+from zerofx.searching.space import Choice, Space
+
+# A plan that cannot gain more than this share of the time is not priced.
+TIME_GAP = 0.01
+# The fastest plan is sought for the whole of a device's memory, and for these parts of it.
+LEVELS = (1.0, 0.5, 0.25)
+
+
+@dataclass
+class Search:
+    """One search under way: what was priced so far, and what was left out by which bound."""
+
+    family: Family
+    space: Space
+    bounds: Bounds
+    priced: dict[Choice, Outcome] = field(default_factory=dict)
+    refused: dict[Choice, str] = field(default_factory=dict)
+    bounded: dict[Choice, Bound] = field(default_factory=dict)
+    exact: set[Choice] = field(default_factory=set)
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.space.hardware
+
+    def price(self, choice: Choice) -> Outcome | None:
+        """Return what a choice comes to, None where its plan cannot be for this model."""
+        if choice not in self.priced and choice not in self.refused:
+            try:
+                found = outcome(choice, self.family, self.hardware, self.space.world_size)
+                self.priced[choice] = found
+            except PlanError as error:
+                self.refused[choice] = str(error)
+        return self.priced.get(choice)
+
+    def run(self) -> Found:
+        """Find the fastest plan for each level of memory; return all that is known then."""
+        choices = list(self.space.choices())
+        limit = available_bytes(self.hardware)
+        for level in LEVELS:
+            self._fastest_within(level * limit, choices)
+        too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
+        fits = [o for o in self.priced.values() if not o.shortages]
+        fits.sort(key=lambda o: (o.step_us, o.choice.place))
+        counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
+        return Found(self.space, tuple(fits), tuple(self.priced.values()), counts)
+
+    def _fastest_within(self, limit: float, choices: Sequence[Choice]) -> None:
+        """Price choices in the order of their bounds, until no other can be faster.
+
+        Bounds are rough at first, and taken exactly before anything is priced. Of choices that
+        differ only in how far gathers run ahead, the one that holds least comes first: what it
+        needs the others need, and what it covers of its transfers they may cover wholly.
+        """
+        kin = self._kin(limit, choices)
+        waiting = [(self.bounded[each[0]].step_us, each[0].place, each[0]) for each in kin.values()]
+        heapq.heapify(waiting)
+        best = float("inf")
+        while waiting:
+            least_us, _, choice = heapq.heappop(waiting)
+            if least_us * (1 + TIME_GAP) >= best:
+                return
+            bound = self._exactly(choice)
+            if bound.peak_bytes > limit:
+                continue
+            if bound.step_us > least_us:
+                heapq.heappush(waiting, (bound.step_us, choice.place, choice))
+                continue
+            found = self.price(choice)
+            if found is None or found.peak_bytes > limit or found.shortages:
+                continue
+            best = min(best, found.step_us)
+            for other in kin.pop(choice.kin, [])[1:]:
+                least_us = max(bound.step_us, found.covered_us)
+                heapq.heappush(waiting, (least_us, other.place, other))
+
+    def _kin(self, limit: float, choices: Sequence[Choice]) -> dict[Any, list[Choice]]:
+        """Return what may fit, in groups of kin, the one that holds least first."""
+        found: dict[Any, list[Choice]] = {}
+        for choice in choices:
+            if choice not in self.bounded:
+                self.bounded[choice] = self.bounds.rough(choice)
+            if self.bounded[choice].peak_bytes <= limit:
+                found.setdefault(choice.kin, []).append(choice)
+        for kin in found.values():
+            kin.sort(key=lambda choice: choice.holds(self.space.machine))
+        return found
+
+    def _exactly(self, choice: Choice) -> Bound:
+        if choice not in self.exact:
+            self.exact.add(choice)
+            self.bounded[choice] = self.bounds.of(choice)
+        return self.bounded[choice]
+
+
+def available_bytes(hardware: Hardware) -> int:
+    """Return what programs may hold of a device."""
+    return hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type]
