@@ -116,8 +116,10 @@ def running(folder: Path) -> Iterator[Browser]:
         try:
             _await(port)
             found = Browser(port, folder / "profile")
-            yield found
-            found.close()
+            try:
+                yield found
+            finally:
+                found.close()  # else the browser outlives its driver
         finally:
             driver.terminate()
 

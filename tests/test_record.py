@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane
+from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import RecordingError
 from zerofx.runtime.stopwatch import CudaClock
 from zerofx.views.recording import RecordingView, load_recording
@@ -142,6 +143,33 @@ def test_ranks_lie_side_by_side(two_ranks: list[Any], tmp_path: Path) -> None:
         assert first == pytest.approx(began + min(s.start_us for s in measured.spans))
     arrows = {e["pid"] for e in events if e["ph"] == "s"}
     assert arrows == {1, 2, 3}
+
+
+def test_loops_that_accumulate_and_evaluate() -> None:
+    """Each program has its own steps, from its forward to the next of any; fused kernels too."""
+    torch.manual_seed(0)
+    plan = {**ATEN, "stage": 3, "numerics": "fast"}
+    model = zerofx.compile(GPT(GPTConfig(layers=1, width=16, seq=8)), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.zeros(1, 8, dtype=torch.long)
+    with zerofx.record(model, warmup=2) as recording:
+        for _ in range(3):
+            for _ in range(2):
+                model(x, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()(x, x)
+            model.train()
+    training, evaluation = model.programs
+    (trained,), (evaluated,) = recording.of(training), recording.of(evaluation)
+    assert len(trained.steps_us) == 4 and len(evaluated.steps_us) == 3
+    for program, measured in ((training, trained), (evaluation, evaluated)):
+        steps = program.schedule().schedule.steps
+        assert {s.name for s in steps} <= set(measured.by_name())
+    places = trained.by_name()["step update"].places  # behind every second backward
+    assert [place is not None for place in places] == [False, True, False, True]
+    assert "step update" not in evaluated.by_name()
 
 
 def test_nothing_is_left_behind() -> None:
