@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import goldens
 import pytest
 import torch
 from stack import Stack, stack
@@ -113,6 +114,10 @@ def test_predicted_beside_measured(tmp_path: Path) -> None:
     check_format(events_of(path))
     names = [e["args"]["name"] for e in events_of(path) if e["name"] == "process_name"]
     assert names == ["predicted", "measured, rank 0"]
+
+
+def test_schedule_golden() -> None:
+    goldens.check("look", str(zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4).look()))
 
 
 def test_every_launch_is_foreseen() -> None:

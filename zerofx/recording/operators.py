@@ -16,7 +16,7 @@ def profiler_for(device: torch.device) -> Any:
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=kinds)
+    return torch.profiler.profile(activities=kinds, acc_events=True)
 
 
 def dearest_operators(

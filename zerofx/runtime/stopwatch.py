@@ -6,7 +6,6 @@ Nothing is waited for: on CUDA events are left on the compute's stream, and read
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -112,11 +111,14 @@ class Stopwatch:
         if "kernels" in own:
             own["kernels"] = _Watched(own["kernels"], lambda f: self.timed(REGION, f))
         inner = FunctionType(function.__code__, own, function.__name__)
+        watched_engines: dict[Any, _Watched] = {}
 
         def watched(engine: Any, *rest: Any) -> Any:
-            rt = _Watched(engine, lambda f: f)
-            for verb in VERBS:
-                setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
+            rt = watched_engines.get(engine)
+            if rt is None:
+                rt = watched_engines[engine] = _Watched(engine, lambda f: f)
+                for verb in VERBS:
+                    setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
             self._run = run = Run(self.graph, self._clock.mark(), time.time_ns())
             try:
                 return inner(rt, *rest)
@@ -128,26 +130,24 @@ class Stopwatch:
 
     def timed(self, verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call that notes when it began and ended."""
-        mark = self._clock.mark
+        mark, now = self._clock.mark, time.perf_counter_ns
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = self._run
             assert run is not None, f"{verb} was called outside its schedule"
-            with self._range(len(run.calls)):
-                host = time.perf_counter_ns()
-                began = mark()
-                result = function(*args, **kwargs)
-                run.calls.append((verb, began, mark()))
-                run.host_us.append((time.perf_counter_ns() - host) / 1e3)
+            host = now()
+            began = mark()
+            result = function(*args, **kwargs)
+            run.calls.append((verb, began, mark()))
+            run.host_us.append((now() - host) / 1e3)
             return result
 
-        return call
+        def named(*args: Any, **kwargs: Any) -> Any:
+            index = len(self._run.calls) if self._run is not None else 0
+            with torch.profiler.record_function(self._names[index]):
+                return call(*args, **kwargs)
 
-    def _range(self, index: int) -> contextlib.AbstractContextManager[Any]:
-        """Name a call for torch.profiler."""
-        if index < len(self._names):
-            return torch.profiler.record_function(self._names[index])
-        return contextlib.nullcontext()
+        return named if self._names else call
 
 
 class _Watched:
