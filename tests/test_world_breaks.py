@@ -184,3 +184,25 @@ def killed_while_busy() -> str:
 def test_a_rank_killed_while_busy_is_named_at_once(pool: Pool) -> None:
     message, _ = pool.run(2, killed_while_busy, may_die=True)
     assert "rank 1, last at forward of program 3fa0 (call 1), busy compiling N, died" in message
+
+
+def all_well(per_host: int) -> list[bool]:
+    """What all ranks come to, and what only one of them does."""
+    world = spread(per_host)
+    found = [world.all_well("a look", True), world.all_well("a look", world.rank == 0)]
+    found.append(world.all_well("a look", False))
+    step(world, 0)  # they have stayed together
+    world.report_failure("ValueError('on all')")
+    found.append(world.all_well("a look", world.rank == 1))
+    step(world, 1)
+    if world.rank == 0:
+        error_of(lambda: world.all_well("a look", False))
+    else:
+        error_of(lambda: world.agree("forward", "not well"))
+    return found
+
+
+@pytest.mark.parametrize("per_host", [2, 1])
+def test_ranks_ask_whether_all_is_well(pool: Pool, per_host: int) -> None:
+    for found in pool.run(2, all_well, per_host):
+        assert found == [True, False, False, False]

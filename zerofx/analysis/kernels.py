@@ -34,7 +34,7 @@ class Kernel:
 
     kind: "matmul", "convolution", "attention", "pointwise", "reduction" or "other".
     nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like.
-    dtype: in which it multiplies.
+    dtype: in which it multiplies. rows: samples times pixels that a convolution results in.
     """
 
     kind: str
@@ -42,6 +42,7 @@ class Kernel:
     nbytes: int
     heavy_numel: int = 0
     dtype: torch.dtype = torch.float32
+    rows: int = 0
 
 
 def kernels(nodes: Sequence[fx.Node], compiled: bool) -> tuple[Kernel, ...]:
@@ -131,7 +132,15 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
     tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors(first)))
     heavy = sum(_numel(n) for n in group if any(w in str(n.target) for w in _HEAVY))
     flops = sum(node_flops(n) for n in group) if kind in MULTIPLIES else 0.0
-    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype)
+    rows = _rows(group[0]) if kind == CONVOLUTION else 0
+    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype, rows)
+
+
+def _rows(node: fx.Node) -> int:
+    """Return the samples times pixels of a convolution's result, or of the gradient for it."""
+    of_result = value(node)
+    shape = (of_result if isinstance(of_result, torch.Tensor) else value(node.args[0])).shape  # type: ignore[arg-type]
+    return shape.numel() // shape[1]
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:

@@ -102,7 +102,7 @@ class Roofline:
     def _product_share(self, kernel: Kernel, form: str) -> float:
         own = self._curve(f"{kernel.kind}.{form}")
         if own is not None:
-            return own.at(kernel.flops)
+            return own.at(kernel.rows or kernel.flops)
         product = self._curve(f"{PRODUCT}.{form}")
         share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)

@@ -14,7 +14,7 @@ from zerofx.calibrate.probe import Probe, Work
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = (32, 64, 128, 256, 512, 1024)  # of a linear, with 4 times as many columns
 ROWS = 256
-CHANNELS, IMAGES, PIXELS = (32, 64, 128, 256), 8, 64  # of a convolution
+IMAGES, IMAGE_SHAPES = 8, ((256, 4), (128, 8), (64, 16), (32, 32))  # channels and side, as nets go
 LENGTHS = (64, 256, 512)
 HEADS, HEAD_WIDTH = 4, 64
 # Bytes of one tensor: from the first-level cache to well beyond the last.
@@ -47,21 +47,22 @@ def _linear(width: int, dtype: torch.dtype) -> Work:
 
 
 def convolutions() -> list[Probe]:
-    """Return convolutions of 3 x 3 with their two backward products, by channels and format."""
+    """Return convolutions of 3 x 3 with their two backward products, by rows and format."""
     probes = []
     for name, dtype in FORMATS.items():
-        for channels in CHANNELS:
-            flops = 2.0 * IMAGES * PIXELS * 9 * channels * channels
-            make = partial(_convolution, channels, dtype)
-            probes.append(Probe(f"convolution.{name}", flops, 3 * flops, make))
+        for channels, side in IMAGE_SHAPES:
+            rows = IMAGES * side * side
+            flops = 3 * 2.0 * rows * 9 * channels * channels
+            make = partial(_convolution, channels, side, dtype)
+            probes.append(Probe(f"convolution.{name}", rows, flops, make))
     return probes
 
 
-def _convolution(channels: int, dtype: torch.dtype) -> Work:
-    """Convolve images whose channels lie together, as compiled regions lay them out."""
-    side, last = int(PIXELS**0.5), torch.channels_last
-    x = torch.randn(IMAGES, channels, side, side).to(dtype, memory_format=last)
-    w = torch.randn(channels, channels, 3, 3).to(dtype, memory_format=last)
+def _convolution(channels: int, side: int, dtype: torch.dtype) -> Work:
+    """Convolve images whose channels lie together with weights as they lie in buckets."""
+    last = torch.channels_last
+    x = torch.randn(IMAGES, channels, side, side).to(dtype).to(memory_format=last)
+    w = torch.randn(channels, channels, 3, 3).to(dtype)
     grad = torch.randn_like(x)
     fixed = [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
 

@@ -17,7 +17,7 @@ V = TypeVar("V")
 # The first part of a curve's name: what x is, what the value is, and what the other parts name.
 KINDS = {
     "matmul": "operations of one matrix product -> share of dense_flops_per_s; .FORMAT",
-    "convolution": "operations of one convolution -> share of dense_flops_per_s; .FORMAT",
+    "convolution": "samples x pixels of the result -> share of dense_flops_per_s; .FORMAT",
     "attention": "operations of one attention -> share of dense_flops_per_s; .FORMAT",
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
     "heavy": "elements of exponentials and the like in one op -> elements a us; .KERNELS",

@@ -25,6 +25,7 @@ _SPINS = 200  # looks without sleeping, 60 us or so: ranks in step arrive within
 _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
 _CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
 _STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
+_WELL, _UNWELL = "well", "not well"  # digests of a call that asks only that
 _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
@@ -45,6 +46,7 @@ class Agreement:
         self._failure: str | None = None
         self._hash = b""
         self._agreed = 0  # the last call that every rank began
+        self._differing: dict[Entry, list[int]] = {}  # who announced what, where ranks differed
         self._broken = 0  # the last call that this rank broke off
         self._others = [row for row in range(board.size) if row != board.rank]
 
@@ -76,6 +78,23 @@ class Agreement:
         elif not equal:
             self._refuse(self._groups())
         self._agreed = self.call
+
+    def all_well(self, what: str, is_well: bool) -> bool:
+        """Return, once every rank has come to `what`, whether all is well on each of them.
+
+        Raises:
+            DesyncError: as `agree`.
+        """
+        self._differing = {}
+        try:
+            self.agree(what, _WELL if is_well else _UNWELL)
+        except DesyncError:
+            found = {(entry.what, entry.digest) for entry in self._differing}
+            for before in ("", _AFTER_A_BREAK):
+                if found == {(what, before + _WELL), (what, before + _UNWELL)}:
+                    return False
+            raise
+        return is_well
 
     @property
     def has_failed(self) -> bool:
@@ -244,4 +263,5 @@ class Agreement:
             reason = self.board.broke_off(row, self.call - 1)
             if reason is not None:
                 message += f"; rank {rank} broke off call {self.call - 1}: {reason}"
+        self._differing = groups
         raise DesyncError(message)

@@ -70,16 +70,13 @@ def tell(world: World, what: str, problem: Exception | None, raises: type[Zerofx
     """
     if isinstance(problem, DesyncError):  # the ranks have lost each other: there is nobody to tell
         raise problem
-    if world.size > 1:
-        world.agree(what, "")
-        flag = torch.tensor([float(problem is not None)], device=world.device)
-        world.all_reduce(flag, label=what).wait()
-        if not flag.item():
-            return
-        answers = exchange(world, None if problem is None else _describe(problem), what)
+    if world.all_well(what, problem is None):
+        return
+    world.agree(f"what went wrong in {what}", "")
+    answers = exchange(world, None if problem is None else _describe(problem), what)
     if problem is not None:
         raise problem
-    for rank, told in enumerate(answers if world.size > 1 else ()):
+    for rank, told in enumerate(answers):
         if told is not None:
             raise raises(f"{what}: rank {rank}: {told}")
 

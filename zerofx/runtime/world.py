@@ -193,6 +193,16 @@ class World:
         if self._agreement is not None:
             self._agreement.agree(what, digest)
 
+    def all_well(self, what: str, is_well: bool) -> bool:
+        """Return, once every rank has come to `what`, whether all is well on each of them.
+
+        Costs what an agreement does: no collective.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        return is_well if self._agreement is None else self._agreement.all_well(what, is_well)
+
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that an exception has ended the call that was last agreed on.
 

@@ -20,6 +20,9 @@ from zerofx.searching.space import Choice, Space
 TIME_GAP = 0.01
 # The fastest plan is sought for the whole of a device's memory, and for these parts of it.
 LEVELS = (1.0, 0.5, 0.25)
+# Priced at most for each part: bounds on memory are loose where little is allowed. The fastest
+# plan of the whole memory is sought without a limit.
+MOST_PRICED = 24
 
 
 @dataclass
@@ -53,15 +56,17 @@ class Search:
         choices = list(self.space.choices())
         limit = available_bytes(self.hardware)
         for level in LEVELS:
-            self._fastest_within(level * limit, choices)
+            self._fastest_within(level * limit, choices, None if level == 1.0 else MOST_PRICED)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
         fits = [o for o in self.priced.values() if not o.shortages]
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
         counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
         return Found(self.space, tuple(fits), tuple(self.priced.values()), counts)
 
-    def _fastest_within(self, limit: float, choices: Sequence[Choice]) -> None:
+    def _fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
         """Price choices in the order of their bounds, until no other can be faster.
+
+        At most `most` are priced that were not before, where that is a number.
 
         Bounds are rough at first, and taken exactly before anything is priced. Of choices that
         differ only in how far gathers run ahead, the one that holds least comes first: what it
@@ -70,8 +75,8 @@ class Search:
         kin = self._kin(limit, choices)
         waiting = [(self.bounded[each[0]].step_us, each[0].place, each[0]) for each in kin.values()]
         heapq.heapify(waiting)
-        best = float("inf")
-        while waiting:
+        best, before = float("inf"), len(self.priced)
+        while waiting and (most is None or len(self.priced) < before + most):
             least_us, _, choice = heapq.heappop(waiting)
             if least_us * (1 + TIME_GAP) >= best:
                 return

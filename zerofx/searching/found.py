@@ -17,7 +17,8 @@ MIB = 2**20
 class Counts:
     """Of all plans considered: left out for their memory by a bound alone, priced, refused.
 
-    All others were left out because no time that they could reach would have been the best.
+    All others were left out because no time that they could reach would have been the best, or,
+    for a part of the memory, behind as many more promising ones as are priced for it.
     """
 
     considered: int
