@@ -60,7 +60,9 @@ class PredictionView:
 
     def _fit(self) -> list[str]:
         found = [f"does not fit: {s}" for s in self.forecast.shortages]
-        return found or ["fits: devices, host memory and nvme hold it"]
+        if not found:
+            return ["fits: devices, host memory and nvme hold it"]
+        return [*found, "zerofx search finds the plans that fit, or the nearest one"]
 
     def _rows(self) -> list[tuple[str, list[str]]]:
         """Return each figure's name with its least, middle and most as text."""
