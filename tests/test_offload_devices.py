@@ -55,9 +55,11 @@ def the_whole_of_a_parameter() -> None:
 def the_whole_state() -> None:
     bucket = SimpleNamespace(index=0, label=lambda: "w", numel=6, dtype=torch.float32)
     layout = SimpleNamespace(buckets=[bucket])
+    homes = SimpleNamespace(fetch=lambda shard: shard, nvme=None)
     store = SimpleNamespace(
-        world=Spy(), layout=layout, shards=[torch.ones(3)], is_sharded=True, settle=list
-    )
+        world=Spy(), layout=layout, shards=[torch.ones(3)], is_sharded=True, settle=list,
+        ledger=SimpleNamespace(check_whole=str), homes=homes,
+    )  # fmt: skip
     next(iter_full_state(store))  # type: ignore[arg-type]
 
 
