@@ -1,6 +1,6 @@
 """Predicted against measured step times: six models, stages 0 to 3, one rank and two.
 
-    zerofx doctor --calibrate mine.yaml
+    zerofx doctor --calibrate --out mine.yaml
     python -m benchmarks.predicted --hardware mine.yaml              # 48 cells, 5 rounds
     python -m benchmarks.predicted --hardware mine.yaml --only gpt2 --kernels aten
 

@@ -69,3 +69,13 @@ class TrialError(ZerofxError):
 
 class RecordingError(ZerofxError):
     """A recording cannot be made, read, or shown beside this program."""
+
+
+def last_words(stderr: str, num_lines: int) -> str:
+    """Return the last lines that failed ranks wrote, indented, without what torchrun adds."""
+    said, torchrun = stderr, "torch.distributed.elastic.multiprocessing.errors"
+    if torchrun in stderr:
+        ours = stderr[: stderr.index(torchrun)]
+        said = ours.rpartition("Traceback (most recent call last)")[0]
+    lines = [line for line in said.splitlines() if " torch/distributed/elastic/" not in line]
+    return "\n".join(f"  {line}" for line in (lines or stderr.splitlines())[-num_lines:])

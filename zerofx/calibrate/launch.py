@@ -12,7 +12,7 @@ from typing import Any
 
 from zerofx.calibrate.describe import describe
 from zerofx.calibrate.regions import compile_all
-from zerofx.errors import DoctorError
+from zerofx.errors import DoctorError, last_words
 from zerofx.hardware import Hardware
 
 ROUNDS = 5
@@ -54,7 +54,7 @@ def _measured(folder: Path, ranks: int) -> dict[str, Any]:
         env=_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if ended.returncode or not report.exists():
-        said = "\n".join(f"  {line}" for line in ended.stderr.splitlines()[-TAIL_LINES:])
+        said = last_words(ended.stderr, TAIL_LINES)
         raise DoctorError(
             f"doctor --calibrate: {ranks} ranks ended with status {ended.returncode}; they said "
             f"last:\n{said}"

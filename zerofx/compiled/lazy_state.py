@@ -91,12 +91,24 @@ class LazyState(OrderedDict[str, Any]):
 
     def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
         """Return all values at once, in an ordinary dict."""
-        found: OrderedDict[str, Any] = OrderedDict(self)
+        found: OrderedDict[str, Any] = OrderedDict()
+        made: dict[str, Any] = {}  # by parameter: tied keys share theirs
+        for key in self:
+            name = self._names.get(key)
+            found[key] = made[name] if name in made else self[key]
+            if name is not None:
+                made[name] = found[key]
         if self._metadata is not None:
             found._metadata = self._metadata  # type: ignore[attr-defined]
         return found
 
     __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
         return copy.deepcopy(self.copy(), memo)

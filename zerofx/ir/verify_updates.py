@@ -47,6 +47,16 @@ class BackwardOrder(GradientOrder):
                     "sends it; move the update behind the wait",
                 )
         held[0].updated = self._updates[bucket.index] = node
+        if self._is_followed(bucket.index):
+            for buffer in self.buffers:
+                if buffer.bucket == bucket.index and buffer.kind in (Kind.RESIDENT, Kind.NEAR):
+                    buffer.updated = node
+
+    def _is_followed(self, bucket: int) -> bool:
+        """Tell whether what an update leaves of a bucket goes into the copies that stay."""
+        layout, plan = self.program.layout, self.program.plan
+        is_delayed = plan is not None and plan.offload.delayed
+        return layout is not None and not is_delayed and bucket in layout.far_buckets
 
     def finish(self) -> None:
         """Check that backward updates every bucket that it reduces, or none."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graphs import call, set_results, users_after_views
+from zerofx.ir.graphs import call, regions, set_results, users_after_views
 from zerofx.ir.meta import Phase, Role, info, set_info
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
@@ -18,8 +18,9 @@ from zerofx.passes.base import Fact, Pass, Report
 class UpdateInBackward(Pass):
     """Place each bucket's optimizer update in backward, which frees its gradient at once.
 
-    It stands behind the stored gradient and behind the last read of the shard, whose values it
-    overwrites: at stage 0, and in a world of one, layers compute on the shard itself.
+    It stands behind the stored gradient and behind the region of the last read of the shard, whose
+    values it overwrites: at stage 0, and in a world of one, layers compute on the shard itself.
+    What it leaves of a shard on NVMe goes into the copies that stay, so that reads of those count.
     """
 
     name: ClassVar[str] = "update-in-backward"
@@ -35,15 +36,21 @@ class UpdateInBackward(Pass):
         graph = program.graph(BACKWARD)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
         stored = [n for n in graph.nodes if n.target is ops.store_grad]
+        assert program.layout is not None and program.plan is not None
+        followed = () if program.plan.offload.delayed else program.layout.far_buckets
         for node in stored:
-            _place(graph, node, shards[info(node).index])
+            index = info(node).index
+            _place(graph, node, shards[index], index in followed)
         _return_no_gradients(program)
         return Report(bool(stored), f"{len(stored)} updates")
 
 
-def _place(graph: fx.Graph, stored: fx.Node, shard: fx.Node) -> None:
+def _place(graph: fx.Graph, stored: fx.Node, shard: fx.Node, is_followed: bool) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
-    last = max([stored, *_readers(shard)], key=order.__getitem__)
+    last = max([stored, *_readers(shard, is_followed)], key=order.__getitem__)
+    region = info(last).region
+    if region is not None:
+        last = regions(graph)[region][-1]
     with graph.inserting_after(last):
         node = call(graph, ops.update, (stored, shard, info(stored).index))
     where = info(stored)
@@ -61,9 +68,18 @@ def _return_no_gradients(program: Program) -> None:
     set_results(program.graph(BACKWARD), [node for _, node in left])
 
 
-def _readers(shard: fx.Node) -> list[fx.Node]:
-    """Return what reads the shard; a gather or a reload does so until its wait."""
+def _readers(shard: fx.Node, is_followed: bool) -> list[fx.Node]:
+    """Return what reads the shard; a gather or a reload does so until its wait.
+
+    is_followed: what reads a copy of it that stays counts too.
+    """
     found = list(users_after_views(shard))
+    if is_followed:
+        for node in [n for n in found if n.target is ops.resident]:
+            found += users_after_views(node)
+        for node in [n for n in found if n.target in ops.RELOADS]:
+            for near in [u for u in node.users if u.target is ops.wait]:
+                found += users_after_views(near)
     for node in [n for n in found if n.target in ops.GATHERS | ops.RELOADS]:
         found += [u for u in node.users if u.target is ops.wait]
     return found

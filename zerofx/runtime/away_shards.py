@@ -203,9 +203,12 @@ class AwayShards:
                 cast.copy_(mine)
                 self._cast[bucket] = self._cast_of(bucket)
             if near is not None and has_near:
+                lent = values
                 if near.dtype is not mine.dtype:
-                    mine = self._host.borrow(mine, near.dtype).copy_(mine)
-                copy = self._host.move(near, mine, H2D)
+                    lent = self._host.borrow(mine, near.dtype)
+                    self._host.settle_place(lent)
+                    mine = lent.copy_(mine)
+                copy = self._host.move(near, mine, H2D, lent)
                 self._following[bucket] = copy.event
                 copy.wait()  # which lets go of the host's memory
                 self._fresh[bucket] = self._made_of(bucket)

@@ -159,12 +159,14 @@ class HostTier:
         x = torch.empty_strided(*form, dtype=host.dtype, device=self.device)
         return self.move(x, host, H2D)
 
-    def move(self, out: Tensor, source: Tensor, lane: str) -> Copy:
+    def move(self, out: Tensor, source: Tensor, lane: str, lent: Tensor | None = None) -> Copy:
         """Launch a copy on a lane. A place that it reads or fills keeps it from its next user.
 
-        Other host memory is for the caller to keep from being used too early.
+        lent: what was borrowed of that place, where `out` or `source` is a part of it. Other host
+            memory is for the caller to keep from being used too early.
         """
-        place, _ = self._lent.get((out if lane == D2H else source).data_ptr(), (None, None))
+        host = (out if lane == D2H else source) if lent is None else lent
+        place, _ = self._lent.get(host.data_ptr(), (None, None))
         behind = None if place is None else place.event
         event = self._lane(lane).copy(out, source, behind)
         if place is not None:

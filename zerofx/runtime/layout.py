@@ -180,6 +180,11 @@ class Layout:
         numbers = {b.index: n for n, block in enumerate(self.blocks) for b in block}
         return tuple(numbers[b.index] for b in self.buckets)
 
+    @cached_property
+    def far_buckets(self) -> frozenset[int]:
+        """The buckets that live on NVMe."""
+        return frozenset(b.index for b in self.buckets if b.home is Tier.NVME)
+
     def block_numel(self, block: tuple[Bucket, ...]) -> int:
         """Return the elements of a block that one rank owns."""
         return sum(self.shard_numel(b) for b in block)

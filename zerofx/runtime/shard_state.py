@@ -75,6 +75,8 @@ class FullReader:
             rows = slice(None) if param.tile is None else slice(*param.tile.rows)
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
             (whole if param.tile is None else whole[rows]).copy_(part)
+            if param is bucket.params[-1]:
+                self._last = None  # it would stand on the device as long as this reader does
         return whole
 
     def _gathered(self, bucket: Bucket, name: str) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofx.errors import TrialError
+from zerofx.errors import TrialError, last_words
 from zerofx.trial.settings import Settings, Trial
 
 TAIL_LINES = 15  # of what the ranks said, where they failed otherwise than by a user's error
@@ -32,7 +32,7 @@ def run_trial(settings: Settings) -> Trial:
     if "error" in found:
         raise TrialError(found["error"])
     if ended.returncode or not found:
-        said = "\n".join(f"  {line}" for line in ended.stderr.splitlines()[-TAIL_LINES:])
+        said = last_words(ended.stderr, TAIL_LINES)
         raise TrialError(
             f"verify --run: the ranks ended with status {ended.returncode}; they said last:\n{said}"
         )
