@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -67,10 +67,6 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
         self._laid, self._updates = {}, []
 
     # -- what a subclass says -------------------------------------------------------------------
-    @abstractmethod
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the states, of a parameter's shape, that the group's options need."""
-
     def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
         """Update runs of one dtype and device, none empty; gradients are divided by `scale`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -40,9 +41,9 @@ class LaidOut:
     state: Any
     _laid: dict[int, Group]
 
+    @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the states, of a parameter's shape, that the group's options need."""
-        raise NotImplementedError(f"{type(self).__name__} names no states")
 
     @property
     def state_bytes(self) -> int:
