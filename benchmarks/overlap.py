@@ -2,6 +2,7 @@
 
     python -m benchmarks.overlap                      # 4x1024, batches 1 to 8, 8 rounds
     python -m benchmarks.overlap --states nvme --folder /nvme/scratch
+    python -m benchmarks.overlap --batches 4 --hardware mine.yaml    # predicted and recorded too
 
 A step whose gradients leave for the host, and whose parameters are updated there bucket by bucket
 while backward goes on, is held against its three lanes, each measured alone: forward and backward
@@ -12,6 +13,9 @@ thread of compute and one of updates; ratios are taken within a round.
 
 With states on NVMe there is a fourth lane: reading and writing as many bytes in as many pieces, all
 of them under way as soon as there is a buffer, of as many as the step's own.
+
+With --hardware (what `zerofx doctor --calibrate --out mine.yaml` has written) the step is predicted
+lane by lane, and recorded: its compute, its length, what the compute waited.
 """
 
 from __future__ import annotations
@@ -34,12 +38,13 @@ from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx import nvme
 from zerofx.analysis.standing import IN_STAGES
+from zerofx.analysis.steps import Lane
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 
 TARGETS = {"cpu": 1.15, "nvme": 1.25}  # of the longest lane, by where the states are
 NUM_MODELS, BYTES_PER_PARAM = 3, 24
-WARMUP_STEPS = 2
+WARMUP_STEPS, RECORDED_STEPS = 2, 6
 LANES = {
     "cpu": ("compute", "update", "transfer"),
     "nvme": ("compute", "update", "transfer", "disk"),
@@ -135,7 +140,9 @@ def seconds(function: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, batch: int, rounds: int, states: str, folder: str) -> dict[str, Any]:
+def measure(
+    name: str, batch: int, rounds: int, states: str, folder: str, hardware: str | None
+) -> dict[str, Any]:
     """Return the line of one size and batch."""
     config = sizes.SIZES[name].model
     x, y = make_batches(name, batch, rank=0, ranks=1).at(0)
@@ -172,7 +179,26 @@ def measure(name: str, batch: int, rounds: int, states: str, folder: str) -> dic
             first = number % len(parts)
             for part in parts[first:] + parts[:first]:
                 part()
-    return line(name, batch, states, found)
+    more = {} if hardware is None else foreseen(within, hardware)
+    return line(name, batch, states, found) | more
+
+
+def foreseen(training: Training, hardware: str) -> dict[str, Any]:
+    """Return a step as predicted, lane by lane, and as recorded, in milliseconds."""
+    with zerofx.record(training.model) as recording:
+        for _ in range(RECORDED_STEPS):
+            training.run()
+            training.step()
+    (program,) = training.model.programs
+    (measured,) = recording.of(program)
+    found = zerofx.predict(program, hardware=hardware).forecast.timeline
+    lanes = {lane.value: us / 1e3 for lane, us in found.busy_us.items() if us}
+    compute = sum(s.us for s in measured.spans if s.lane is Lane.COMPUTE and s.kind != "wait")
+    return {
+        "predicted_ms": found.step_us / 1e3, "recorded_ms": measured.step_us / 1e3,
+        "predicted_compute_ms": lanes[Lane.COMPUTE.value], "recorded_compute_ms": compute / 1e3,
+        "predicted_lanes_ms": lanes, "recorded_waits_ms": measured.exposed_us / 1e3,
+    }  # fmt: skip
 
 
 def line(name: str, batch: int, states: str, found: dict[str, list[float]]) -> dict[str, Any]:
@@ -206,6 +232,12 @@ COLUMNS = [
     Column("after_ms", "step, update after ms", "{:.1f}"),
     Column("step_ms", "step, update within ms", "{:.1f}"),
 ]
+FORESEEN = [
+    Column("predicted_ms", "predicted ms", "{:.0f}"),
+    Column("recorded_ms", "recorded ms", "{:.0f}"),
+    Column("predicted_compute_ms", "compute predicted ms", "{:.0f}"),
+    Column("recorded_compute_ms", "compute recorded ms", "{:.0f}"),
+]
 
 
 def main() -> None:
@@ -216,6 +248,7 @@ def main() -> None:
     parser.add_argument("--states", default="cpu", choices=list(TARGETS), help="where they live")
     parser.add_argument("--folder", help="on the disk to use, for --states nvme")
     parser.add_argument("--rounds", type=int, default=8, help="a claim needs 8 or more")
+    parser.add_argument("--hardware", help="predict on it, and record, beside the rest")
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
         parser.error("this machine has one core: an update has nowhere to run beside the compute")
@@ -225,8 +258,11 @@ def main() -> None:
     need_memory(sizes.SIZES[options.size].num_params * BYTES_PER_PARAM * NUM_MODELS)
     batches = [int(batch) for batch in options.batches.split(",")]
     folder = vars(options).pop("folder")
-    lines = [measure(options.size, b, options.rounds, options.states, folder) for b in batches]
-    finish("overlap", COLUMNS, lines, options)
+    hardware = vars(options).pop("hardware")
+    lines = [
+        measure(options.size, b, options.rounds, options.states, folder, hardware) for b in batches
+    ]
+    finish("overlap", COLUMNS + (FORESEEN if hardware else []), lines, options)
 
 
 if __name__ == "__main__":
