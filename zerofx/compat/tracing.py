@@ -145,7 +145,8 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,
     ):
-        return aot_export_joint_with_descriptors(stack, module, args, decompositions=_DECOMPOSED).graph_module
+        joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=_DECOMPOSED)  # type: ignore[arg-type]
+        return joint.graph_module
 
 
 def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
