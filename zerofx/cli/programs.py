@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zerofx.cli.options import RANKS
+from zerofx.cli.progress import done
 from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
@@ -48,14 +49,15 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
     from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.capture import capture
     from zerofx.passes.placement import compute_dtype
-    from zerofx.targets import resolve
+    from zerofx.targets import own_errors, resolve
 
     target = resolve(model, batch, seq)
-    return capture(
-        target.module, target.args, target.kwargs,
-        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
-        compute_dtype=compute_dtype(plan.precision),
-    )  # fmt: skip
+    with own_errors(model, "its forward"):
+        return capture(
+            target.module, target.args, target.kwargs,
+            differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+            compute_dtype=compute_dtype(plan.precision),
+        )  # fmt: skip
 
 
 def program_of(
@@ -99,4 +101,6 @@ def refuse_directory(model: str) -> None:
 
 
 def show(view: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(view.to_dict(), indent=1) if as_json else str(view))
+    text = json.dumps(view.to_dict(), indent=1) if as_json else str(view)
+    done()
+    typer.echo(text)
