@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from zerofx import reports
 from zerofx.analysis.forecast import forecast
-from zerofx.api import PlanLike, load_program, rewrite
+from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.ir.program import Program
+from zerofx.ir.program import Loop, Program
+from zerofx.passes.pipeline import Proof, Setting, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan, as_plan
 from zerofx.targets import resolve
+from zerofx.views.memory import shown
 from zerofx.views.prediction import PredictionView
 
 
@@ -52,13 +53,13 @@ def predict(
     checked = as_plan(plan)
     program = _program(target, checked, plan is not None, batch, seq)
     if program.layout is None:
-        loop: dict[str, Any] = {"accumulation": accumulation, "no_sync": no_sync}
-        machine = described.machine(_format(checked))
-        program = rewrite(program, checked, world_size, machine, **loop)
+        machine = described.machine(checked.precision.compute)
+        loop = Loop(accumulation, no_sync)
+        program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
     compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
     found = forecast(program, described, clips, optimizer_bytes, keeps_results, compiled)
-    memory = program.memory(optimizer_bytes=optimizer_bytes, keeps_results=keeps_results)
-    return PredictionView(found, memory)
+    held = shown(program, found.memory, found.traffic, optimizer_bytes, compiled)
+    return PredictionView(found, held)
 
 
 def _program(target: str | Program, plan: Plan, has_plan: bool, batch: int, seq: int) -> Program:
@@ -78,8 +79,3 @@ def _program(target: str | Program, plan: Plan, has_plan: bool, batch: int, seq:
         differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
         compute_dtype=compute_dtype(plan.precision),
     )  # fmt: skip
-
-
-def _format(plan: Plan) -> str:
-    """Return the format that a plan computes in, as hardware names it."""
-    return plan.precision.compute
