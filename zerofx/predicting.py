@@ -12,7 +12,8 @@ from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Loop, Program
-from zerofx.passes.pipeline import Proof, Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan, as_plan
 from zerofx.targets import resolve

@@ -16,7 +16,8 @@ from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
 from zerofx.errors import TargetError
 from zerofx.ir.program import Program
-from zerofx.passes.pipeline import Proof, Setting, resume, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan
 from zerofx.targets import Target
