@@ -136,12 +136,20 @@ def call(
     args: tuple,
     like: fx.Node | None = None,
     named: Mapping[str, Any] | None = None,
+    shares_value: bool = True,
 ) -> fx.Node:
-    """Create a call at the graph's insertion point with its fake value computed."""
+    """Create a call at the graph's insertion point with its fake value computed.
+
+    shares_value: calls of one form may have one value; not so where values tell nodes apart.
+    """
     named = dict(named or {})
     node = graph.call_function(target, args, named)  # type: ignore[arg-type]
     rule = _looked_into if target is ops.param_view else target
-    node.meta["val"] = fake_value(target, value_of(args), named, rule)
+    values = value_of(args)
+    if shares_value:
+        node.meta["val"] = fake_value(target, values, named, rule)
+    else:
+        node.meta["val"] = rule(*values, **named)  # type: ignore[operator]
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
     return node
