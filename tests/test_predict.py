@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,12 @@ import zerofx
 from zerofx.analysis.steps import Lane
 from zerofx.cli.app import app
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import load_hardware
+from zerofx.ir import ops
 from zerofx.ir.program import Program
+from zerofx.passes.base import Report
+from zerofx.passes.release import Release
 from zerofx.searching.way_out import WayOut
 from zerofx.views.prediction import PredictionView
 
@@ -232,3 +238,40 @@ def test_hardware_without_nvme_is_named() -> None:
     plan = {"offload": {"optimizer": "nvme", "path": "/scratch"}}
     with pytest.raises(PlanError, match="NVMe, and cpu-box has none; take another tier"):
         predicted(gpt(), plan, "cpu-box", 1)
+
+
+def test_a_wrong_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is verified once, at the end; what fails there is looked for pass by pass."""
+    right = Release.run
+
+    def wrong(self: Release, program: Program) -> Report:
+        report = right(self, program)
+        graph = program.graph("forward")
+        release = next(n for n in graph.nodes if n.target is ops.release)
+        release.args[0].append(release)  # behind its wait, in front of the reader
+        return report
+
+    plan = {"stage": 3, "persist_below": 0}
+    assert predicted(gpt(), plan).fits
+    monkeypatch.setattr(Release, "run", wrong)
+    with pytest.raises(ProgramError, match=r"^release: .* after its release"):
+        predicted(gpt(), plan)
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_512_gpus() -> None:
+    """In half of the 90 s that are allowed, of one core, and far below 3 GB."""
+    code = (
+        "import resource, zerofx\n"
+        "zerofx.predict('zerofx.demo.targets:gpt_1t', 'examples/plans/infinity.yaml',"
+        " hardware='dgx2-v100-32gb', world_size=512)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    cpu_s, kib = map(float, done.stdout.split()[-2:])
+    assert cpu_s < 45
+    assert kib < 1.5e6

@@ -18,7 +18,8 @@ from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, TargetError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Loop
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.plan import Plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.engine import Search, available_bytes

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerofx import reports
 from zerofx.analysis.forecast import forecast
-from zerofx.api import PlanLike, load_program, rewrite
+from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Loop, Program
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan, as_plan
 from zerofx.searching.says import Says, silent
 from zerofx.searching.way_out import WayOut, way_out
 from zerofx.targets import Target, own_errors, resolve
+from zerofx.views.memory import shown
 from zerofx.views.prediction import PredictionView
 
 
@@ -65,14 +67,15 @@ def predict(
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if program.layout is None:
+        machine = described.machine(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
-        machine = described.machine(_format(checked))
-        program = rewrite(program, checked, world_size, machine, **asdict(loop))
+        program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
         given = checked, described, world_size, loop, {"clips": clips, **known}
         seek = partial(way_out, source, *given, says)
     compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
     found = forecast(program, described, clips, compiled=compiled, **known)
-    return PredictionView(found, program.memory(**known), seek)
+    held = shown(program, found.memory, found.traffic, optimizer_bytes, compiled)
+    return PredictionView(found, held, seek)
 
 
 def _source(target: str | Program, has_plan: bool, batch: int, seq: int) -> Target | Program:
@@ -96,8 +99,3 @@ def _captured(named: Target, plan: Plan) -> Program:
             differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
             compute_dtype=compute_dtype(plan.precision),
         )  # fmt: skip
-
-
-def _format(plan: Plan) -> str:
-    """Return the format that a plan computes in, as hardware names it."""
-    return plan.precision.compute

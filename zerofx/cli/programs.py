@@ -66,7 +66,8 @@ def program_of(
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
-    from zerofx.passes.pipeline import Setting, run
+    from zerofx.passes.order import Setting
+    from zerofx.passes.pipeline import run
 
     if Path(model).is_dir():
         return emitted(model, world, plan, until)

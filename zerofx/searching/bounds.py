@@ -19,7 +19,7 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.storage import Category
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
-from zerofx.passes.pipeline import Setting
+from zerofx.passes.order import Setting
 from zerofx.plan import Plan
 from zerofx.runtime.tiers import Tier
 from zerofx.searching.family import Family

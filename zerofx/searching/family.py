@@ -17,7 +17,8 @@ from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError
 from zerofx.ir.program import Program
-from zerofx.passes.pipeline import Setting, resume, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan
 from zerofx.searching.says import Says, silent
@@ -139,7 +140,7 @@ class Family:
         for length, program in zip(self.lengths, self.programs(samples), strict=True):
             key = length, setting.world_size, shape
             if key not in self._begun:
-                self._begun[key] = run(program, setting, BEFORE_BUCKETS, proves=False)
+                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
             found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
         return tuple(found)
 

@@ -11,7 +11,7 @@ from zerofx.analysis.forecast import RESERVED_BYTES, Forecast, Shortage, forecas
 from zerofx.analysis.steps import Lane
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
-from zerofx.passes.pipeline import Setting
+from zerofx.passes.order import Setting
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
 

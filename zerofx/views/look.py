@@ -42,7 +42,7 @@ class Look:
     def __str__(self) -> str:
         lines = [f"# {title(self.program)}"]
         for track in self.tracks:
-            end = f"{track.end_us:.0f} steps" if self.in_steps else format_us(track.end_us)
+            end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         return "\n".join(lines)
@@ -78,7 +78,7 @@ class Look:
             found.append(("files", format_bytes(report.nvme_bytes)))
         for track in () if self.in_steps else self.tracks:
             low, high = map(format_us, track.range_us)
-            found.append((f"step, {track.name}", f"{format_us(track.end_us)} ({low} .. {high})"))
+            found.append((f"step, {track.name}", f"{format_us(track.step_us)} ({low} .. {high})"))
         if self.predicted is not None:
             found += _foreseen(self.predicted)
         found += [("world", str(self.program.world_size))]
@@ -130,4 +130,5 @@ def step_track(schedule: Schedule) -> Track:
         lane = Lane.HOST if s.kind == "release" else s.lane
         if s.kind != "wait":
             bars.append(Bar(s.name, lane, kind, s.index, end + 1, s.graph, s.unit))
-    return Track("schedule", tuple(bars), note="each step one wide; --hardware NAME predicts times")
+    note = "each step one wide; --hardware NAME predicts times"
+    return Track("schedule", tuple(bars), float(len(schedule.steps)), note=note)

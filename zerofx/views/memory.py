@@ -192,9 +192,19 @@ def view(
 ) -> MemoryView:
     """Return the memory of one rank over a step of a program; see analysis.memory.memory."""
     report = memory(program, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
+    return shown(program, report, traffic(program), optimizer_bytes, compiled)
+
+
+def shown(
+    program: Program,
+    report: Memory,
+    sent: Traffic,
+    optimizer_bytes: int,
+    compiled: Compiled | None = None,
+) -> MemoryView:
+    """Return the view of what is known already of a program's memory and traffic."""
     known = f"{len(compiled or {})} regions as Inductor compiled them"
     basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
     if report.micro.packs_apart:
         basis += f"; {report.micro}"
-    sent = traffic(program)
     return MemoryView(title(program), report, sent, optimizer_bytes, basis, program.decisions)

@@ -65,7 +65,7 @@ function compareTab() {
       `<td>${text(s.heaviest || s.moves)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td>` +
       `<td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`;
   });
-  panel.innerHTML = `<p>${text(left.name)} ${time(left.end)}, ${text(right.name)} ${time(right.end)}; largest differences first, identical layers summed. A transfer lasts from its launch to the end of its wait where it was measured.</p>` +
+  panel.innerHTML = `<p>${text(left.name)} ${time(left.end)}, ${text(right.name)} ${time(right.end)}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
     table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body);
 }
 
