@@ -234,6 +234,26 @@ def test_the_command() -> None:
     assert shown["fits"] is True and shown["way_out"] is None
 
 
+def test_a_view_goes_without_times_where_the_hardware_lacks_what_is_used(tmp_path: Path) -> None:
+    """cpu-box has no NVMe, a V100 multiplies no bf16: the schedule is shown all the same."""
+    offload = "offload={optimizer: nvme, path: /scratch}"
+    for option, hardware, why in (
+        (offload, "cpu-box", "NVMe, and cpu-box has none"),
+        ("precision=bf16", "dgx2-v100-32gb", "no rate for matrix products in bf16"),
+    ):
+        page = tmp_path / f"{hardware}.html"
+        options = ["view", TARGET, "--set", option, "--set", "kernels=aten", "--hardware", hardware]
+        shown = CliRunner().invoke(app, options)
+        assert shown.exit_code == 0, shown.output
+        (line,) = [x for x in shown.output.splitlines() if x.startswith("no predicted times: ")]
+        assert why in line and "schedule: " in shown.output and "predicted: " not in shown.output
+        CliRunner().invoke(app, [*options, "--no-passes", "--out", str(page)])
+        assert "no predicted times" in page.read_text() and why in page.read_text()
+    assert why in json.loads(CliRunner().invoke(app, [*options, "--json"]).output)["unpriced"]
+    wrong = CliRunner().invoke(app, ["view", TARGET, "--hardware", "cpu-bx"])
+    assert isinstance(wrong.exception, PlanError)  # a name that is unknown still ends it
+
+
 def test_hardware_without_nvme_is_named() -> None:
     plan = {"offload": {"optimizer": "nvme", "path": "/scratch"}}
     with pytest.raises(PlanError, match="NVMe, and cpu-box has none; take another tier"):

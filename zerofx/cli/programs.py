@@ -14,6 +14,7 @@ from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
     from zerofx.ir.program import Program
+    from zerofx.machine import Machine
     from zerofx.plan import Plan
 
 
@@ -39,10 +40,10 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     return Plan.from_dict(given)
 
 
-def machine_of(name: str | None) -> Any:
+def machine_of(machine: Machine | str | None) -> Machine:
     from zerofx.machine import machine_for
 
-    return machine_for("cpu", name)
+    return machine_for("cpu", machine)
 
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
@@ -61,7 +62,7 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 
 def program_of(
-    model: str, world: int | None, plan: Plan, machine: str | None, batch: int, seq: int,
+    model: str, world: int | None, plan: Plan, machine: Machine | str | None, batch: int, seq: int,
     until: str | None = None, loop: dict[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
