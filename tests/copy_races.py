@@ -16,6 +16,8 @@ to or from NVMe, whose thread knows what it has settled itself.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerofx.runtime import homes, host_tier
+from zerofx.runtime import homes, host_memory, host_updates
 from zerofx.runtime.nvme.store import NvmeStore
 from zerofx.runtime.nvme_values import Spill
 
@@ -69,15 +71,16 @@ class TrackedLane:
         for memory, is_write in ((noted.source, False), (noted.dest, True)):
             races.check(memory, is_write, known, f"{self.name} copy {noted.number}")
         races.copies.append(noted)
-        races.is_copying = True
-        with torch.no_grad():
+        with races.unseen(), torch.no_grad():
             out.copy_(source)
-        races.is_copying = False
         self.known = known | {noted.number}
         return self.known
 
     def join(self, event: Known) -> None:
-        self.races.compute |= event
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # others have streams of their own
+            self.races.compute |= event
 
     def settle(self, event: Known) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -101,12 +104,12 @@ class Races(TorchDispatchMode):
         self.compute: Known = frozenset()
         self.beside: Known = frozenset()
         self._stores = {name: getattr(NvmeStore, name) for name in ("read", "write")}
-        self.is_copying = False
+        self._own = threading.local()  # whether a thread is making a copy itself
         self._host_memory: list[Range] = []
         self._kept: list[Tensor] = []  # so that no address comes twice
 
     def __enter__(self) -> Any:
-        real = self._real = host_tier.host_memory
+        real = self._real = host_memory.host_memory
 
         def noted(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
             made, held = real(nbytes, device)
@@ -114,7 +117,7 @@ class Races(TorchDispatchMode):
             self._kept.append(made)
             return made, held
 
-        host_tier.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
+        host_memory.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
         for name, request in self._stores.items():
             setattr(NvmeStore, name, self._requested(name, request))
         end = self._end = Spill.end
@@ -124,7 +127,24 @@ class Races(TorchDispatchMode):
             self.host |= self.beside  # who waits for a request knows what its thread knew
 
         Spill.end = ended  # type: ignore[method-assign]
+        self._updates = host_updates._run, host_updates.HostUpdates._failures
+        self._watch_updates(*self._updates)
         return super().__enter__()
+
+    def _watch_updates(self, run: Any, failures: Any) -> None:
+        """Watch the thread of updates too, and let who waits for it know what it knew."""
+
+        def watched(update: Callable[[], None]) -> None:
+            with _Beside(self):
+                run(update)
+
+        def joined(updates: Any, bucket: int | None = None) -> Any:
+            found = failures(updates, bucket)
+            self.host |= self.beside
+            return found
+
+        host_updates._run = watched
+        host_updates.HostUpdates._failures = joined  # type: ignore[method-assign]
 
     def _requested(self, name: str, request: Any) -> Any:
         def checked(store: Any, extent: str, tensor: Tensor, *more: Any) -> Any:
@@ -134,25 +154,38 @@ class Races(TorchDispatchMode):
         return checked
 
     def __exit__(self, *error: Any) -> None:
-        host_tier.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
+        host_memory.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
         for name, request in self._stores.items():
             setattr(NvmeStore, name, request)
         Spill.end = self._end  # type: ignore[method-assign]
+        host_updates._run = self._updates[0]
+        host_updates.HostUpdates._failures = self._updates[1]  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def watch(self, model: Any) -> None:
         """Let a compiled model's copies run on lanes that are noted."""
         model._engine.host._lanes = TrackedLane(self, "d2h"), TrackedLane(self, "h2d")
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Do not watch what this thread does: it is the copy."""
+        self._own.is_copying = True
+        yield
+        self._own.is_copying = False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not self.is_copying and not _is_view(func):
-            for memory, is_write in _touched(func, args, kwargs or {}):
+        return self.run(func, args, kwargs or {}, self.host, "host")
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Any, known: Known, who: str) -> Any:
+        """Check an operator of a thread of the host (`who`), by what that knows; run it."""
+        if not getattr(self._own, "is_copying", False) and not _is_view(func):
+            for memory, is_write in _touched(func, args, kwargs):
                 is_host = any(overlap(memory, host) for host in self._host_memory)
-                known = self.host if is_host else self.compute
-                self.check(memory, is_write, known, f"{'host' if is_host else 'compute'}: {func}")
-        return func(*args, **(kwargs or {}))
+                ended = known if is_host else self.compute
+                self.check(memory, is_write, ended, f"{who if is_host else 'compute'}: {func}")
+        return func(*args, **kwargs)
 
     def check(self, memory: Range, is_write: bool, known: Known, who: str) -> None:
         """Note where a read meets a copy's destination, or a write either end of it, too early."""
@@ -162,6 +195,20 @@ class Races(TorchDispatchMode):
             if overlap(memory, copy.dest) or (is_write and overlap(memory, copy.source)):
                 verb = "writes" if is_write else "reads"
                 self.found.append(f"{who} {verb} what {copy.lane} copy {copy.number} uses")
+
+
+class _Beside(TorchDispatchMode):
+    """Watches the thread of updates, which was launched by the host and knows what that knew."""
+
+    def __init__(self, races: Races) -> None:
+        super().__init__()
+        self.races, self.launched = races, races.host
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        races = self.races
+        return races.run(func, args, kwargs or {}, self.launched | races.beside, "update")
 
 
 def _is_view(func: Any) -> bool:

@@ -15,7 +15,8 @@ from zerofx.capture import capture, trees
 from zerofx.ir.program import Program
 from zerofx.machine import machine_for
 from zerofx.passes.base import Pass
-from zerofx.passes.pipeline import Setting, build, run_pass
+from zerofx.passes.order import Setting, build
+from zerofx.passes.pipeline import run_pass
 from zerofx.plan import Plan
 
 # Finer units than blocks: more buckets than slots, so that places change hands.

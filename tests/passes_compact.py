@@ -19,7 +19,7 @@ from zerofx.ir import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Pass
-from zerofx.passes.pipeline import build
+from zerofx.passes.order import build
 
 _WORDS = {
     ops.all_gather: "gather",

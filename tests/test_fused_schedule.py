@@ -21,6 +21,7 @@ from zerofx.ir.graphs import is_fused
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.machine import machine_for
+from zerofx.passes import order as pass_order
 from zerofx.passes import pipeline
 from zerofx.passes.fuse import Fuse
 from zerofx.plan import Plan
@@ -29,14 +30,14 @@ PLAN: dict[str, Any] = {"stage": 3, "kernels": "aten"}
 
 
 def rewritten(case: str, world_size: int = 2) -> Program:
-    setting = pipeline.Setting(Plan(**PLAN), world_size, machine_for("cpu"))
+    setting = pass_order.Setting(Plan(**PLAN), world_size, machine_for("cpu"))
     return pipeline.run(fused(captured(case))[0], setting)
 
 
 def train(case: str, fuses: bool) -> tuple[list[Tensor], int]:
     """Return losses and weights of three steps, and how many calls of kernels were scheduled."""
-    passes = [*([lambda s: Fuse()] if fuses else []), *pipeline.ORDER]
-    with patch.object(pipeline, "ORDER", passes):
+    passes = [*([lambda s: Fuse()] if fuses else []), *pass_order.ORDER]
+    with patch.object(pass_order, "ORDER", passes):
         model = zerofx.compile(CASES[case].make(), PLAN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

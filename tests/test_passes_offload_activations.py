@@ -24,7 +24,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import CPU_GLOO
 from zerofx.passes.offload_activations import OffloadActivations
-from zerofx.passes.pipeline import Setting
+from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run as run_pipeline
 from zerofx.plan import Plan
 from zerofx.views.schedule import view

@@ -9,7 +9,8 @@ from zerofx.errors import PlanError
 from zerofx.ir.facts import Fact
 from zerofx.ir.program import Program
 from zerofx.passes.base import Pass, Report
-from zerofx.passes.pipeline import build, check_order, run, run_pass
+from zerofx.passes.order import build, check_order
+from zerofx.passes.pipeline import run, run_pass
 
 PASSES = build(Choice(3).setting())
 NAMES = [p.name for p in PASSES]

@@ -15,7 +15,8 @@ from zerofx.ir.program import BACKWARD, FORWARD
 from zerofx.ir.verify import verify, verify_ranks
 from zerofx.machine import machine_for
 from zerofx.passes.assign_slots import AssignSlots
-from zerofx.passes.pipeline import Setting, run, run_pass
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run, run_pass
 from zerofx.plan import Plan
 
 

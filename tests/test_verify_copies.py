@@ -17,7 +17,8 @@ from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import CPU_GLOO
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.plan import Plan
 
 broken = Breaks()

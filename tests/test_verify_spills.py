@@ -16,7 +16,8 @@ from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import CPU_GLOO
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.plan import Offload, Plan
 
 broken = Breaks()

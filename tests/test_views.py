@@ -13,7 +13,7 @@ import zerofx
 from zerofx.capture import capture
 from zerofx.ir.program import Program
 from zerofx.machine import machine_for
-from zerofx.passes.pipeline import Setting, build
+from zerofx.passes.order import Setting, build
 from zerofx.views.diff import DiffView
 from zerofx.views.passes import PassesView
 

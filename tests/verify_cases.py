@@ -21,7 +21,8 @@ from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
 from zerofx.machine import machine_for
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan
 

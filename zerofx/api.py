@@ -20,7 +20,8 @@ from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
 from zerofx.ir.program import Loop, Program
 from zerofx.machine import Machine, machine_for
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
 from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan import Plan, as_plan

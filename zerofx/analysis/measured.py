@@ -18,7 +18,7 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Program
 from zerofx.ir.text import describe
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class MeasuredSpan:
     """One step of a schedule as it was measured.
 
     kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
-        it has arrived; the launch and the wait are spans too: what the host, or the compute, gave.
+        it has arrived, unless it `is_own`: noted as it began to move and had arrived. The launch
+        and the wait are spans too: what the host, or the compute, gave.
+    nbytes: what was noted to move.
     host_us: how long the host was in the call. ops: the dearest operators within, with their times.
     places: its begin and end in each step recorded, None where a step had none.
     """
@@ -45,6 +47,8 @@ class MeasuredSpan:
     host_us: float = 0.0
     ops: tuple[tuple[str, float], ...] = ()
     places: tuple[tuple[float, float] | None, ...] = ()
+    nbytes: int = 0
+    is_own: bool = False
 
 
 @dataclass(frozen=True)

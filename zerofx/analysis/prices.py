@@ -18,7 +18,7 @@ from zerofx.analysis.kernels import ATTENTION, POOL, PRODUCT, Kernel, kernels, r
 from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
-from zerofx.errors import PlanError
+from zerofx.errors import UnpricedError
 from zerofx.hardware import Curve, Hardware
 from zerofx.runtime.tiers import Tier
 from zerofx.sizes import format_bytes
@@ -179,7 +179,7 @@ class Roofline:
             reads = lane is Lane.NVME
             whole = hardware.nvme_read_bytes_per_s if reads else hardware.nvme_write_bytes_per_s
             if not whole:
-                raise PlanError(
+                raise UnpricedError(
                     f"the plan moves {format_bytes(nbytes)} at a time {'from' if reads else 'to'} "
                     f"NVMe, and {hardware.name} has none; take another tier, or hardware that says "
                     "how fast its NVMe is (zerofx doctor --calibrate measures this machine's)"

@@ -39,7 +39,7 @@ def passes(
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
 ) -> None:  # fmt: skip
     """List the passes in order, or what each of them does to a model."""
-    from zerofx.passes.pipeline import Setting, build
+    from zerofx.passes.order import Setting, build
     from zerofx.views import passes as view
 
     chosen = plan_of(plan, stage, set_)

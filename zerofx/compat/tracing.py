@@ -117,6 +117,16 @@ def traceable() -> Iterator[None]:
         torch.distributions.Distribution.set_default_validate_args(validates)
 
 
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Say on a CPU what the operator runs: its fake kernel gives CUDA's strides there."""
+    if grad.device.type != "cpu":
+        return NotImplemented
+    return grad * mask * scale
+
+
+_DECOMPOSED = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+
+
 def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
     """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
 
@@ -135,7 +145,8 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,
     ):
-        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+        joint = aot_export_joint_with_descriptors(stack, module, args, decompositions=_DECOMPOSED)  # type: ignore[arg-type]
+        return joint.graph_module
 
 
 def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:

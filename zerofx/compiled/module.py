@@ -19,7 +19,7 @@ from zerofx.compiled.programs import Programs, ProgramTable, load_directory
 from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import GradientError, ShardError
 from zerofx.ir.program import Program
-from zerofx.passes.pipeline import Setting
+from zerofx.passes.order import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.shard_state import flat_state

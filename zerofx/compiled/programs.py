@@ -33,7 +33,8 @@ from zerofx.errors import BudgetError, CaptureError
 from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
-from zerofx.passes.pipeline import Setting, run
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import as_plan
 from zerofx.runtime.cuda_graph import CudaRecorder, Recorder

@@ -8,8 +8,9 @@
 
 While the block runs, each schedule's functions are replaced by copies of themselves whose calls are
 timed (`runtime/stopwatch.py`); behind it the model is as it was. On CUDA times are those of events
-on the compute's stream, else the host's. What a transfer takes is seen from its launch to the end
-of its wait.
+on the compute's stream, else the host's. What a collective takes is seen from its launch to the end
+of its wait; copies, ways to and from the disk and updates on their thread tell their own begin and
+end (`runtime/beside.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.recording.lanes import hand_out
 from zerofx.recording.operators import dearest_operators, profiler_for
 from zerofx.recording.steps import RecordedStep, measured
+from zerofx.runtime.beside import Beside
+from zerofx.runtime.host_tier import HostTier
+from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.stopwatch import Run, Stopwatch, clock_for
 from zerofx.views.recording import RecordingView
 
@@ -82,6 +87,9 @@ class _Recorder:
         self._steps: list[RecordedStep] = []
         self._before: list[tuple[Bound, Any, Any]] = []
         self._update: list[Any] = []
+        self._beside = Beside(self._clock.mark)
+        engine = model._engine
+        self._noting: tuple[HostTier, HostUpdates] = engine.host, engine.store.ledger.pending
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -93,11 +101,15 @@ class _Recorder:
         for bound in self._table.bound.values():
             self._watch(bound)
         self._table.on_bound = self._watch
+        for noting in self._noting:
+            noting.beside = self._beside
         try:
             with self._profiler or contextlib.nullcontext():
                 yield
         finally:
             self._table.on_bound = None
+            for noting in self._noting:
+                noting.beside = None
             for bound, forward, backward in self._before:
                 bound.executable.forward, bound.executable.backward = forward, backward
             for hook in hooks:
@@ -135,13 +147,17 @@ class _Recorder:
     def _end_update(self) -> None:
         if self._steps and self._update:
             began, host = self._update
-            host_us = (time.perf_counter_ns() - host) / 1e3
-            self._steps[-1].updates.append((began, self._clock.mark(), host_us))
+            now = time.perf_counter_ns()
+            self._steps[-1].updates.append((began, self._clock.mark(), (now - host) / 1e3))
+            self._steps[-1].update_times.append((host, now))
 
     # -- what comes out -------------------------------------------------------------------------
     def results(self) -> list[Measured]:
         """Return what was measured of each program, in the order of their first steps."""
         self._clock.settle()
+        _, updates = self._noting
+        updates.settle()  # those of a delayed plan run on behind the block
+        hand_out(self._beside.notes, self._steps)
         steps = self._steps[self._warmup :]
         if not steps:
             raise RecordingError(

@@ -32,6 +32,9 @@ class Clock(Protocol):
 
     def between_us(self, first: Any, second: Any) -> float: ...
 
+    def until_us(self, first: Any, host_ns: int) -> float:
+        """Return the time from a mark to one of the host's, by time.perf_counter_ns."""
+
 
 class HostClock:
     """The host's own clock: on a CPU what is called runs at once."""
@@ -45,12 +48,15 @@ class HostClock:
     def between_us(self, first: int, second: int) -> float:
         return (second - first) / 1e3
 
+    until_us = between_us
+
 
 class CudaClock:
     """Events on the compute's stream: when the device gets to them, known at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._anchor: tuple[Any, int] | None = None  # an event, and the host's time then
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -59,9 +65,17 @@ class CudaClock:
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
+        anchor = self.mark(), time.perf_counter_ns()  # nothing is before it: it runs at once
+        torch.cuda.synchronize(self._device)
+        self._anchor = anchor
 
     def between_us(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) * 1e3
+
+    def until_us(self, first: Any, host_ns: int) -> float:
+        assert self._anchor is not None, "read before it was settled"
+        event, at_ns = self._anchor
+        return self.between_us(first, event) - (at_ns - host_ns) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -73,7 +87,8 @@ def clock_for(device: torch.device) -> Clock:
 class Run:
     """One run of a schedule's function: (verb, begin, end) of each of its calls, in order.
 
-    host_us: how long the host was in each call. wall_ns: when it began, by the clock on the wall.
+    host_us: how long the host was in each call. calls_ns, began_ns, ended_ns: when each call, and
+        the run, began or ended on the host. wall_ns: when it began, by the clock on the wall.
     """
 
     graph: str
@@ -82,6 +97,9 @@ class Run:
     ended: Any = None
     calls: list[tuple[str, Any, Any]] = field(default_factory=list)
     host_us: list[float] = field(default_factory=list)
+    calls_ns: list[int] = field(default_factory=list)
+    began_ns: int = field(default_factory=time.perf_counter_ns)
+    ended_ns: int = 0
 
 
 class Stopwatch:
@@ -124,6 +142,7 @@ class Stopwatch:
                 return inner(rt, *rest)
             finally:
                 run.ended, self._run = self._clock.mark(), None
+                run.ended_ns = time.perf_counter_ns()
                 self._done(run)
 
         return watched
@@ -140,6 +159,7 @@ class Stopwatch:
             result = function(*args, **kwargs)
             run.calls.append((verb, began, mark()))
             run.host_us.append((now() - host) / 1e3)
+            run.calls_ns.append(host)
             return result
 
         def named(*args: Any, **kwargs: Any) -> Any:

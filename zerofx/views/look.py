@@ -13,7 +13,7 @@ from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
-from zerofx.views.bars import Bar, Track, lane_lines, measured_track, timeline_track
+from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.details import details
 from zerofx.views.page import render
 from zerofx.views.page_data import page_data
@@ -30,6 +30,7 @@ class Look:
     starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
     predicted: what was foreseen on some hardware, if anything was.
     in_steps: no times are known: the only track is the schedule, each step one wide.
+    unpriced: why nothing was foreseen on the hardware that was asked for.
     """
 
     program: Program
@@ -38,18 +39,21 @@ class Look:
     starts: tuple[int, ...]
     predicted: Forecast | None = None
     in_steps: bool = False
+    unpriced: str = ""
 
     def __str__(self) -> str:
         lines = [f"# {title(self.program)}"]
+        lines += [f"no predicted times: {self.unpriced}"] if self.unpriced else []
         for track in self.tracks:
-            end = f"{track.end_us:.0f} steps" if self.in_steps else format_us(track.end_us)
+            end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
+        lines += ["", LEGEND]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the page shows, as plain values, but for the passes."""
-        return page_data(self, passes=False)
+        return page_data(self, passes=False) | {"unpriced": self.unpriced}
 
     def page(self, path: str | os.PathLike[str], passes: bool = True) -> Path:
         """Write the HTML page. passes: with what each pass changed."""
@@ -78,9 +82,11 @@ class Look:
             found.append(("files", format_bytes(report.nvme_bytes)))
         for track in () if self.in_steps else self.tracks:
             low, high = map(format_us, track.range_us)
-            found.append((f"step, {track.name}", f"{format_us(track.end_us)} ({low} .. {high})"))
+            found.append((f"step, {track.name}", f"{format_us(track.step_us)} ({low} .. {high})"))
         if self.predicted is not None:
             found += _foreseen(self.predicted)
+        if self.unpriced:
+            found.append(("no predicted times", self.unpriced))
         found += [("world", str(self.program.world_size))]
         found += [("steps of the schedule", str(len(self.schedule.steps)))]
         if plan is not None:
@@ -95,15 +101,20 @@ class Look:
 
 
 def look(
-    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured]
-) -> Look:
-    """Return a program's look from what was predicted and recorded of it."""
+    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured],
+    unpriced: str = "",
+) -> Look:  # fmt: skip
+    """Return a program's look from what was predicted and recorded of it.
+
+    unpriced: why nothing was predicted on the hardware that was asked for.
+    """
     tracks = [] if predicted is None else [timeline_track(predicted)]
     tracks += [measured_track(m) for m in recorded]
     starts = [0] * (predicted is not None) + [m.walls_ns[m.typical] for m in recorded]
     if not tracks:
-        return Look(program, schedule, (step_track(schedule),), (0,), in_steps=True)
-    return Look(program, schedule, tuple(tracks), tuple(starts), predicted)
+        track = step_track(schedule)
+        return Look(program, schedule, (track,), (0,), in_steps=True, unpriced=unpriced)
+    return Look(program, schedule, tuple(tracks), tuple(starts), predicted, unpriced=unpriced)
 
 
 def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:
@@ -130,4 +141,5 @@ def step_track(schedule: Schedule) -> Track:
         lane = Lane.HOST if s.kind == "release" else s.lane
         if s.kind != "wait":
             bars.append(Bar(s.name, lane, kind, s.index, end + 1, s.graph, s.unit))
-    return Track("schedule", tuple(bars), note="each step one wide; --hardware NAME predicts times")
+    note = "each step one wide; --hardware NAME predicts times"
+    return Track("schedule", tuple(bars), float(len(schedule.steps)), note=note)
