@@ -12,6 +12,7 @@ from zerofx.sizes import format_bytes
 from zerofx.views.timeline import format_us
 
 WIDTH = 96  # characters of a lane
+LEGEND = "# computes  = moves  w waits  l launches  , busy less than half  . idle"
 _FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
 
 

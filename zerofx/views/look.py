@@ -13,7 +13,7 @@ from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
-from zerofx.views.bars import Bar, Track, lane_lines, measured_track, timeline_track
+from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.details import details
 from zerofx.views.page import render
 from zerofx.views.page_data import page_data
@@ -48,6 +48,7 @@ class Look:
             end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
+        lines += ["", LEGEND]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.text import without_numbers
-from zerofx.views.bars import Track
+from zerofx.views.bars import Bar, Track
 from zerofx.views.details import Detail, details
 from zerofx.views.page_memory import Texts, largest_storages, memory_by_step, step_times
 from zerofx.views.schedule import title
@@ -117,12 +117,19 @@ def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str,
     """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
-         round(bar.start_us, 2), round(bar.end_us, 2), bar.note, int(bar.name in track.critical)]
+         round(bar.start_us, 2), round(bar.end_us, 2), _note(bar, place),
+         int(bar.name in track.critical)]
         for bar in track.bars
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
             "note": track.note}  # fmt: skip
+
+
+def _note(bar: Bar, place: dict[str, int]) -> str:
+    """Return what is said of a bar; of one that is no step, its unit too."""
+    unit = f"unit {bar.unit}\n" if bar.unit and bar.name not in place else ""
+    return unit + bar.note
 
 
 def _history(entries: Sequence[Entry]) -> list[dict[str, Any]]:
