@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -198,6 +199,13 @@ def test_bad_calls_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert message in capsys.readouterr().err
 
 
+def test_ranks_are_followed_while_they_measure() -> None:
+    said: list[str] = []
+    script = "import sys; print('round 1 of 2'); print('else'); print('no', file=sys.stderr)"
+    ended = launch.follow([sys.executable, "-c", f"{script}; sys.exit(3)"], said.append)
+    assert ended == (3, "  no") and said == ["round 1 of 2"]
+
+
 @pytest.mark.slow
 def test_this_machine_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -210,4 +218,6 @@ def test_this_machine_is_measured(
     assert not ended.value.code
     mine = load_hardware(path)
     assert mine.devices_per_node == world and "matmul.bf16" in mine.curves
-    assert f"written to {path}" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"written to {path}" in shown.out
+    assert "measuring one rank alone: round 1 of 1, " in shown.err
