@@ -16,7 +16,7 @@ import torch
 from zerofx.calibrate.calls import BLOCKS, Calls
 from zerofx.calibrate.compute import aten, attentions, matmuls, others
 from zerofx.calibrate.convolutions import convolutions
-from zerofx.calibrate.crowd import Crowd
+from zerofx.calibrate.crowd import crowds
 from zerofx.calibrate.disk import Disk
 from zerofx.calibrate.probe import ROUND, Probe
 from zerofx.calibrate.regions import compiled
@@ -49,8 +49,8 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
     """Return `rates`, rows of (curve, x, amount, seconds), of compute, copies and the disk on all
     ranks at once; and `times`, rows of (curve, x, us), of transfers and calls."""
     ranks, folder = world.size, settings["regions"]
-    probes = others()
-    if ranks == 1:  # side by side, all compute takes as many times longer as `Crowd` does
+    probes = [*others(), *crowds(ranks)]
+    if ranks == 1:  # side by side, all compute takes as many times longer as `crowds` does
         probes += [*matmuls(), *convolutions(), *attentions(), *aten()]
         probes += compiled(Path(folder)) if folder else []
     sums = arrivals(ranks) if ranks > 1 else []
@@ -58,9 +58,8 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
     for probe in (*probes, *sums, *moves):
         probe.prepare()
     calls = [Calls(blocks, ranks) for blocks in BLOCKS]
-    crowd = [Crowd(world)] if ranks > 1 else []
     disk = Disk(Path(settings["folder"])) if ranks == 1 else None
-    _go_round(world, [*probes, *sums, *moves, *calls, *crowd, *([disk] if disk else [])], settings)
+    _go_round(world, [*probes, *sums, *moves, *calls, *([disk] if disk else [])], settings)
     algorithms.now = "direct"
     beside = besides(world, moves) if moves else []
     _go_round(world, beside, settings)
@@ -68,7 +67,7 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
         disk.close()
         probes += disk.probes
     times = _times(ranks, sums, moves, beside)
-    times += [list(point) for each in (*calls, *crowd) for point in each.points()]
+    times += [[curve, x, us] for each in calls for curve, x, us in each.points()]
     return {"rates": [[p.curve, p.x, p.amount, p.seconds] for p in probes], "times": times}
 
 
