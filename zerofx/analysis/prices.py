@@ -69,7 +69,7 @@ class Roofline:
         return 1.0 if curve is None else curve.at(self.sharing)
 
     def _alone(self, name: str) -> Curve | None:
-        """Return the curve of one rank alone, to which `_crowd` is applied, if that was measured."""
+        """Return the curve of one rank alone where it is known what ranks take from each other."""
         is_known = self.hardware.curve("crowd") is not None
         return self.hardware.curve(name) if is_known else self._curve(name)
 
