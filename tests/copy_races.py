@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerofx.runtime import homes, host_tier, host_updates
+from zerofx.runtime import homes, host_memory, host_updates
 from zerofx.runtime.nvme.store import NvmeStore
 from zerofx.runtime.nvme_values import Spill
 
@@ -109,7 +109,7 @@ class Races(TorchDispatchMode):
         self._kept: list[Tensor] = []  # so that no address comes twice
 
     def __enter__(self) -> Any:
-        real = self._real = host_tier.host_memory
+        real = self._real = host_memory.host_memory
 
         def noted(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
             made, held = real(nbytes, device)
@@ -117,7 +117,7 @@ class Races(TorchDispatchMode):
             self._kept.append(made)
             return made, held
 
-        host_tier.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
+        host_memory.host_memory = homes.host_memory = noted  # type: ignore[attr-defined]
         for name, request in self._stores.items():
             setattr(NvmeStore, name, self._requested(name, request))
         end = self._end = Spill.end
@@ -154,7 +154,7 @@ class Races(TorchDispatchMode):
         return checked
 
     def __exit__(self, *error: Any) -> None:
-        host_tier.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
+        host_memory.host_memory = homes.host_memory = self._real  # type: ignore[attr-defined]
         for name, request in self._stores.items():
             setattr(NvmeStore, name, request)
         Spill.end = self._end  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Program
 from zerofx.ir.text import describe
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class MeasuredSpan:
     """One step of a schedule as it was measured.
 
     kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
-        it has arrived; the launch and the wait are spans too: what the host, or the compute, gave.
+        it has arrived, unless it `is_own`: noted as it began to move and had arrived. The launch
+        and the wait are spans too: what the host, or the compute, gave.
+    nbytes: what was noted to move.
     host_us: how long the host was in the call. ops: the dearest operators within, with their times.
     places: its begin and end in each step recorded, None where a step had none.
     """
@@ -45,6 +47,21 @@ class MeasuredSpan:
     host_us: float = 0.0
     ops: tuple[tuple[str, float], ...] = ()
     places: tuple[tuple[float, float] | None, ...] = ()
+    nbytes: int = 0
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The live tensor bytes of one step.
+
+    peak_bytes: the most at once. held: span's name -> the most during it. unsure_bytes: how much
+        higher the peak may be, by blocks that went at an unknown time, freed by another thread.
+    """
+
+    peak_bytes: int
+    held: dict[str, int]
+    unsure_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Measured:
     identity: what tells its program from others. steps_us: of each step recorded, from the begin of
         its forward to the next one's. functions_us: graph -> the median of the whole function.
         walls_ns: when each step began, so that ranks can be laid side by side. typical: which step
-        the spans' places are of.
+        the spans' places are of. memory: of one more step, where it was asked for.
     """
 
     model: str
@@ -67,6 +84,7 @@ class Measured:
     functions_us: dict[str, float]
     walls_ns: tuple[int, ...]
     typical: int
+    memory: MeasuredMemory | None = None
 
     @property
     def step_us(self) -> float:
@@ -108,6 +126,8 @@ class Measured:
             raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
         fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
         fields["spans"] = tuple(map(_span, said["spans"]))
+        if fields["memory"] is not None:
+            fields["memory"] = MeasuredMemory(**fields["memory"])
         for name in ("steps_us", "walls_ns"):
             fields[name] = tuple(fields[name])
         return cls(**fields)

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         """Append a zerofx op; its arguments are nodes and constants."""
         self._loose = None
         with self.paused():
-            node = call(self.graph, target, arguments, named=named)
+            node = call(self.graph, target, arguments, named=named, shares_value=False)
         set_info(node, phase=self.phase, place=self.place(), **fields)
         if isinstance(node.meta["val"], Tensor):
             self.bind(node.meta["val"], node)

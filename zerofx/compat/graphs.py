@@ -9,7 +9,9 @@ second for a deep model, though only a graph that is run needs it; torch's lazy 
 from __future__ import annotations
 
 import functools
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._ops import OpOverload
@@ -28,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "argument_names",
+    "known_values",
     "op_argument",
     "op_name",
     "pytree",
@@ -56,3 +59,13 @@ def op_name(op: OpOverload) -> tuple[str, str, str]:
 def argument_names(op: Any) -> tuple[str, ...]:
     """Return the names of an operator's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)
+
+
+def known_values(mode: FakeTensorMode) -> MutableMapping[Any, torch.Tensor]:
+    """Return a table of fake values that lies on their mode, and drops those that nobody holds.
+
+    It may not hold them itself: they hold their mode, through C++ where no collector looks.
+    """
+    found = vars(mode).setdefault("zerofx_known_values", WeakValueDictionary())
+    assert isinstance(found, WeakValueDictionary)
+    return found

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import OpOverload, op_argument, pytree
+from zerofx.compat.graphs import OpOverload, op_argument
 from zerofx.ir import ops
+from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import Role, info, set_info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Program, placeholders
 from zerofx.runtime.kernels.ops import FUSED
 from zerofx.runtime.layout import Layout
 
@@ -105,14 +106,19 @@ def users_after_views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def add_placeholder(
-    graph: fx.Graph, label: str, val: torch.Tensor, role: Role, **fields: object
+    graph: fx.Graph,
+    label: str,
+    val: torch.Tensor,
+    role: Role,
+    last: fx.Node | None = None,
+    **fields: object,
 ) -> fx.Node:
-    """Append a placeholder called `label` behind the existing ones; `fields` go to its Info."""
-    last = None
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            break
-        last = node
+    """Append a placeholder called `label` behind the existing ones; `fields` go to its Info.
+
+    last: the last of those, where it is known; to look for it takes a walk over all of them.
+    """
+    if last is None:
+        last = next(reversed(placeholders(graph)), None)
     if last is None:
         point = graph.inserting_before(next(iter(graph.nodes)))
     else:
@@ -130,16 +136,32 @@ def call(
     args: tuple,
     like: fx.Node | None = None,
     named: Mapping[str, Any] | None = None,
+    shares_value: bool = True,
 ) -> fx.Node:
-    """Create a call at the graph's insertion point with its fake value computed."""
+    """Create a call at the graph's insertion point with its fake value computed.
+
+    shares_value: calls of one form may have one value; not so where values tell nodes apart.
+    """
     named = dict(named or {})
     node = graph.call_function(target, args, named)  # type: ignore[arg-type]
-    values = pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
     rule = _looked_into if target is ops.param_view else target
-    node.meta["val"] = rule(*values, **named)  # type: ignore[operator]
+    values = value_of(args)
+    if shares_value:
+        node.meta["val"] = fake_value(target, values, named, rule)
+    else:
+        node.meta["val"] = rule(*values, **named)  # type: ignore[operator]
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
     return node
+
+
+def value_of(argument: Any) -> Any:
+    """Return an argument with nodes replaced by their fake values."""
+    if isinstance(argument, fx.Node):
+        return argument.meta["val"]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(value_of, argument))
+    return argument
 
 
 def _looked_into(full: torch.Tensor, offset: int, shape: list[int]) -> torch.Tensor:

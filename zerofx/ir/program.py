@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ class Program:
 
     def placeholders(self, graph: str, role: Role | None = None) -> list[fx.Node]:
         """Return the placeholders of a graph, all or those of one role, in order."""
-        nodes = [n for n in self.graph(graph).nodes if n.op == "placeholder"]
+        nodes = placeholders(self.graph(graph))
         return [n for n in nodes if role is None or info(n).role is role]
 
     def results(self, graph: str) -> list[Any]:
@@ -261,6 +262,11 @@ def register_reports(**functions: Callable[..., Any]) -> None:
 def _report(name: str) -> Callable[..., Any]:
     assert name in _REPORTS, f"Program.{name} has its body in zerofx.reports; import it first"
     return _REPORTS[name]
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """Return a graph's placeholders: nothing stands before or between them."""
+    return list(takewhile(lambda n: n.op == "placeholder", graph.nodes))
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

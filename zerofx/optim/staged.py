@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 
@@ -86,7 +88,8 @@ def _update_staged(
         except NvmeError as error:
             problem = error
         check(problem)
-        update(arrived)
+        with contextlib.nullcontext() if stage is None else stage.noted():
+            update(arrived)
         del arrived  # which holds the bucket's memory
         assert stage is not None
         try:
@@ -123,6 +126,12 @@ class _Stage:
         stop = run.offset + run.numel
         states = {key: self._held[key][run.offset : stop] for key in run.states}
         return replace(run, param=self._held[PARAMETERS][run.offset : stop], states=states)
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Return within what it is updated: a recording's note, where one is made."""
+        if (beside := self._home.beside) is None:
+            return contextlib.nullcontext()
+        return beside.updating(f"b{self._bucket.index}", beside.launched_ns())
 
     def leave(self) -> None:
         """Launch the writes; those of the bucket before have ended when this returns."""

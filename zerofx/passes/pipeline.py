@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.analysis.traffic import traffic
@@ -22,6 +23,14 @@ from zerofx.passes.order import Setting, build, distance
 from zerofx.passes.split import Split
 
 
+class Proof(Enum):
+    """When a program is linted and verified while passes run."""
+
+    EACH = "behind each pass"
+    END = "behind the last one"
+    NONE = "never: the result is for pricing alone"
+
+
 def run_pass(program: Program, p: Pass) -> Program:
     """Copy, run, lint, verify, record. The given program is left as it was."""
     after = program.clone()
@@ -32,26 +41,29 @@ def run_pass(program: Program, p: Pass) -> Program:
     return after
 
 
-def _apply(program: Program, p: Pass, proves: bool = True) -> Report:
+def _apply(program: Program, p: Pass, proof: Proof = Proof.EACH) -> Report:
     """Run a pass in place; lint and verify what it changed, in nodes or in facts."""
     report = p.run(program)
-    if not proves:
-        program.facts |= p.provides
-        return report
-    for gm in program.graphs.values() if report.changed else ():
-        gm.graph.lint()
-        gm.recompile()
     facts, program.facts = program.facts, program.facts | p.provides
+    if proof is Proof.NONE:
+        return report
     if program.reference is None and Fact.TIED_MERGED in program.facts:
         program.reference = take_reference(program)
         program.signature = take_signature(program)
-    if not report.changed and facts == program.facts:
-        return report
-    try:
-        verify(program)
-    except ProgramError as error:
-        raise ProgramError(f"{p.name}: {error}") from None
+    if proof is Proof.EACH and (report.changed or facts != program.facts):
+        try:
+            _prove(program)
+        except ProgramError as error:
+            raise ProgramError(f"{p.name}: {error}") from None
     return report
+
+
+def _prove(program: Program) -> None:
+    """Lint and verify a program; its graphs can be run from here on."""
+    for gm in program.graphs.values():
+        gm.graph.lint()
+        gm.recompile()
+    verify(program)
 
 
 def _shape(program: Program) -> list[tuple]:
@@ -75,11 +87,12 @@ def _recorded(program: Program, spec: str, summary: str) -> Entry:
 
 @paused_collector()
 def run(
-    program: Program, setting: Setting, until: str | None = None, proves: bool = True
+    program: Program, setting: Setting, until: str | None = None, proof: Proof = Proof.EACH
 ) -> Program:
     """Run the whole pipeline on a captured program, or up to the pass named `until`.
 
-    proves: verify what each pass made; without, the result is for pricing alone.
+    proof: when what passes made is verified. Of what fails at the end all passes run once more,
+        to name the one that made it.
 
     The given program is left as it was. The history's records (dumps, peaks) are made when first
     asked for, by running the pipeline once more with everything recorded: passes are functions of
@@ -113,8 +126,14 @@ def run(
             choices = _decided(program, setting)
             passes[:] = build(replace(setting, choices=choices))
             program.decisions = choices.decisions
-        report = _apply(program, passes[i], proves)
+        report = _apply(program, passes[i], proof)
         note(passes[i].spec(), report.summary)
+    if proof is Proof.END:
+        try:
+            _prove(program)
+        except ProgramError:
+            run(source, setting, until)
+            raise
     if until is None:
         check_host_budget(program)
     return program
@@ -133,7 +152,7 @@ def resume(program: Program, setting: Setting, after: str) -> Program:
     program.plan, program.machine = setting.plan, setting.machine
     program.loop, program.pool = setting.loop, setting.pool
     for p in passes[first:]:
-        _apply(program, p, proves=False)
+        _apply(program, p, Proof.NONE)
     check_host_budget(program)
     return program
 
@@ -151,7 +170,7 @@ def _decided(program: Program, setting: Setting) -> Choices:
         passes = build(replace(setting, choices=choices))
         first = next(i for i, p in enumerate(passes) if isinstance(p, Split))
         for p in passes[first:]:
-            _apply(tried, p, proves=False)
+            _apply(tried, p, Proof.NONE)
         return tried
 
     ahead = distance(setting)

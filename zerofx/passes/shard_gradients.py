@@ -45,11 +45,13 @@ class ShardGradients(Pass):
                 others.append((spec, node))
         graph = program.graph(BACKWARD)
         where = spans(graph)
+        shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
         order = sorted(by_bucket, key=lambda b: max(_region(n) for _, n in by_bucket[b]))
         stored = []
         for index in order:
             bucket = program.layout.buckets[index]
-            node = self._reduce(program, graph, bucket, by_bucket[index], where)
+            shard = shards.get(index) or _shard(program, bucket)
+            node = self._reduce(program, graph, bucket, shard, by_bucket[index], where)
             stored.append((OutputInfo(Role.SHARD_GRAD, bucket.label(), index), node))
         program.outputs[BACKWARD] = tuple(s for s, _ in others + stored)
         set_results(graph, [n for _, n in others + stored])
@@ -60,12 +62,12 @@ class ShardGradients(Pass):
         program: Program,
         graph: fx.Graph,
         bucket: Bucket,
+        shard: fx.Node,
         grads: list[tuple[str, fx.Node]],
         where: dict[int, Span],
     ) -> fx.Node:
         layout = program.layout
         assert layout is not None
-        shard = _shard(program, bucket)
         fields = {"phase": Phase.BACKWARD, "unit": bucket.label(), "index": bucket.index}
         groups: dict[int, list[tuple[str, fx.Node]]] = {}
         for name, node in grads:
@@ -115,10 +117,7 @@ def _body(graph: fx.Graph) -> fx.Node:
 
 
 def _shard(program: Program, bucket: Bucket) -> fx.Node:
-    """Return the bucket's shard placeholder in backward, made where backward reads no parameter."""
-    for node in program.placeholders(BACKWARD, Role.SHARD):
-        if info(node).index == bucket.index:
-            return node
+    """Make the shard placeholder of a bucket whose parameters backward does not read."""
     assert program.layout is not None
     like = value(program.placeholders(BACKWARD)[0])
     return add_placeholder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,9 +45,11 @@ class ShardParameters(Pass):
         gathers = 0
         for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
             where = spans(program.graph(graph))
+            given = program.placeholders(graph)
             for index, params in sorted(bucket_uses(program, graph).items()):
                 bucket = layout.buckets[index]
-                shard = _shard_placeholder(program, graph, bucket)
+                shard = _shard_placeholder(program, graph, bucket, given)
+                given.append(shard)
                 for stretch in self._stretches(params, bucket):
                     first = where[min(stretch)].first if stretch else None
                     self._insert(program, graph, bucket, shard, params, stretch, first)
@@ -124,15 +127,18 @@ class ShardParameters(Pass):
         return full
 
 
-def _shard_placeholder(program: Program, graph: str, bucket: Bucket) -> fx.Node:
+def _shard_placeholder(
+    program: Program, graph: str, bucket: Bucket, given: Sequence[fx.Node]
+) -> fx.Node:
+    """Append the placeholder of a bucket's shard behind those that the graph has."""
     assert program.layout is not None
-    like = value(program.placeholders(graph)[0])
-    val = like.new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype)
+    val = value(given[0]).new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype)
     return add_placeholder(
         program.graph(graph),
         f"shard_{bucket.index}",
         val,
         Role.SHARD,
+        given[-1],
         name=f"shard_{bucket.index}",
         index=bucket.index,
         unit=bucket.label(),

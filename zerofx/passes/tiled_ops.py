@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import pytree
+from zerofx.ir.fakes import fake_value
+from zerofx.ir.graphs import value_of
 from zerofx.ir.meta import Info, info, value
 
 aten = torch.ops.aten
@@ -59,8 +60,7 @@ class Builder:
         base = target._schema.name.split("::")[1]
         with graph.inserting_before(self._point):
             node = graph.create_node("call_function", target, arguments, named, name=base)
-        values = pytree.tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, arguments)
-        node.meta["val"] = target(*values, **named)
+        node.meta["val"] = fake_value(target, value_of(arguments), named, target)
         there = info(like)
         node.meta["zfx"] = Info(
             phase=there.phase, unit=there.unit, module=there.module, line=there.line, tile=tile

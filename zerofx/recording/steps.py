@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zerofx.analysis.measured import Measured, MeasuredSpan, identity_of
+from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
 from zerofx.analysis.steps import Lane, Step
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Program
+from zerofx.recording.lanes import LANES, Place, Row, own_rows, span_of
+from zerofx.runtime.beside import Note
 from zerofx.runtime.stopwatch import REGION, Clock, Run
 from zerofx.runtime.world import World
 
@@ -18,7 +21,7 @@ UPDATE = "step update"  # the name of the optimizer's own step, behind backward
 _VERBS = {"region": {REGION}, "wait": {"wait"}, "release": {"release"}, "pack": {"pack"},
           "update": {"update"}, "sync": {"sync_buffers"}}  # fmt: skip
 
-Row = tuple[float, float, float]  # begin, end, how long the host was in it
+_NOTED = frozenset(LANES.values())  # lanes whose own begins and ends are known
 
 
 @dataclass
@@ -28,6 +31,8 @@ class RecordedStep:
     program: Program
     runs: list[tuple[Program, Run]] = field(default_factory=list)
     updates: list[tuple[Any, Any, float]] = field(default_factory=list)  # begin, end, host_us
+    update_times: list[tuple[int, int]] = field(default_factory=list)  # the same on the host
+    notes: list[Note] = field(default_factory=list)  # of what was launched meanwhile
     end: Any = None
 
     def close(self, mark: Any) -> None:
@@ -49,6 +54,7 @@ def measured(
     clock: Clock,
     world: World,
     ops: Mapping[str, tuple[tuple[str, float], ...]],
+    memory: MeasuredMemory | None = None,
 ) -> Measured:
     """Lay the recorded steps of one program over its schedule's `steps`.
 
@@ -66,12 +72,17 @@ def measured(
     whole = [r for r in whole if len(r.own()) == num]
     if not whole:
         raise RecordingError(f"record: no step of {program.model_name} ran to its end")
-    tables = [_table(r, expected, clock) for r in whole]
+    own = [own_rows(r, expected, clock) for r in whole]
+    abouts = _abouts(steps, program, {place: None for rows in own for place in rows})
+    tables = [
+        _table(r, expected, clock, {place.name: row for place, row in rows.items()})
+        for r, rows in zip(whole, own, strict=True)
+    ]
     steps_us = [clock.between_us(r.own()[FORWARD].began, r.end) for r in whole]
     typical = sorted(range(len(whole)), key=lambda i: steps_us[i])[(len(whole) - 1) // 2]
     spans = tuple(
         _span(about, [t.get(name) for t in tables], typical, ops.get(name, ()))
-        for name, about in _abouts(steps).items()
+        for name, about in abouts.items()
         if any(name in t for t in tables)
     )
     functions = {
@@ -81,6 +92,7 @@ def measured(
     return Measured(
         program.model_name, identity_of(program), world.rank, world.size, str(world.device),
         tuple(steps_us), spans, functions, tuple(r.own()[FORWARD].wall_ns for r in whole), typical,
+        memory,
     )  # fmt: skip
 
 
@@ -98,9 +110,15 @@ def _is_whole(recorded: RecordedStep, expected: Mapping[str, list[Step]]) -> boo
 
 
 def _table(
-    recorded: RecordedStep, expected: Mapping[str, list[Step]], clock: Clock
+    recorded: RecordedStep,
+    expected: Mapping[str, list[Step]],
+    clock: Clock,
+    own: Mapping[str, Row],
 ) -> dict[str, Row]:
-    """Return the times of each of a step's spans, from its forward's begin on."""
+    """Return the times of each of a step's spans, from its forward's begin on.
+
+    own: of the spans whose own begin and end were noted.
+    """
     rows: dict[str, Row] = {}
     zero = recorded.own()[FORWARD].began
     for graph, run in recorded.own().items():
@@ -108,22 +126,28 @@ def _table(
             expected[graph], run.calls, run.host_us, strict=True
         ):
             start, end = clock.between_us(zero, began), clock.between_us(zero, ended)
-            if step.kind == "launch":
-                rows[step.name] = start, end, host  # up to its wait, below
-                rows[f"{step.name} launch"] = start, end, host
-            else:
-                rows[step.name] = start, end, host
+            rows[step.name] = Row(start, end, host)  # of a launch: up to its wait, below
+            if step.kind == "launch" or (step.kind == "update" and step.name in own):
+                rows[f"{step.name} launch"] = Row(start, end, host)
             launch = step.name.removesuffix(" wait")
             if step.kind == "wait" and launch in rows:
-                rows[launch] = rows[launch][0], end, rows[launch][2] + host
+                rows[launch] = Row(rows[launch].start, end, rows[launch].host_us + host)
     for began, ended, host in recorded.updates:
-        rows[UPDATE] = clock.between_us(zero, began), clock.between_us(zero, ended), host
+        rows[UPDATE] = Row(clock.between_us(zero, began), clock.between_us(zero, ended), host)
+    for step in (s for graph in recorded.own() for s in expected[graph]):
+        if step.kind == "launch" and step.lane in _NOTED and step.name not in own:
+            del rows[step.name]  # what it would have moved was there
+    for name, row in own.items():
+        rows[name] = row._replace(host_us=rows[name].host_us if name in rows else 0.0)
     return rows
 
 
-def _abouts(steps: Sequence[Step]) -> dict[str, MeasuredSpan]:
+def _abouts(
+    steps: Sequence[Step], program: Program, places: Iterable[Place]
+) -> dict[str, MeasuredSpan]:
     """Return a span without times for every name that a table may have."""
     found: dict[str, MeasuredSpan] = {}
+    own = {place.name: place for place in places}
 
     def add(name: str, step: Step, lane: Lane, kind: str) -> None:
         found[name] = MeasuredSpan(name, step.graph, lane, kind, step.unit, step.bucket)
@@ -132,10 +156,18 @@ def _abouts(steps: Sequence[Step]) -> dict[str, MeasuredSpan]:
         if step.kind == "launch":
             add(step.name, step, step.lane, "transfer")
             add(f"{step.name} launch", step, Lane.HOST, "launch")
+        elif step.name in own:
+            add(step.name, step, own[step.name].lane, step.kind)
+            add(f"{step.name} launch", step, Lane.HOST, "launch")
         else:
             lane = Lane.HOST if step.kind == "release" else Lane.COMPUTE
             add(step.name, step, lane, step.kind)
-    found[UPDATE] = MeasuredSpan(UPDATE, "step", Lane.COMPUTE, "update")
+    for name, place in own.items():
+        if name not in found:
+            found[name] = span_of(place, program)
+    has_parts = any(p.graph == "step" and p.lane is Lane.UPDATE for p in own.values())
+    lane, kind = (Lane.HOST, "call") if has_parts else (Lane.COMPUTE, "update")
+    found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, kind)
     return found
 
 
@@ -147,10 +179,11 @@ def _span(
 ) -> MeasuredSpan:
     """Return a span with the medians over its rows; its place is the typical one's."""
     had = [row for row in rows if row is not None]
-    each = [end - start for start, end, _ in had]
-    start, end, _ = rows[typical] or had[0]
-    places = tuple(None if row is None else row[:2] for row in rows)
-    return MeasuredSpan(
-        about.name, about.graph, about.lane, about.kind, about.unit, about.bucket, start, end,
-        median(each), min(each), max(each), median(row[2] for row in had), ops, places,
+    each = [row.end - row.start for row in had]
+    shown = rows[typical] or had[0]
+    places = tuple(None if row is None else (row.start, row.end) for row in rows)
+    return dataclasses.replace(
+        about, start_us=shown.start, end_us=shown.end, us=median(each), low_us=min(each),
+        high_us=max(each), host_us=median(row.host_us for row in had), ops=ops, places=places,
+        nbytes=shown.nbytes, is_own=all(row.is_own for row in had),
     )  # fmt: skip

@@ -98,7 +98,7 @@ class AwayShards:
         self._host.join(H2D, self._following.pop(bucket, None))
 
     def _send(self, out: Tensor, shard: Tensor, bucket: int) -> Copy:
-        copy = self._host.move(out, self._as_sent(shard, bucket), H2D)
+        copy = self._host.move(out, self._as_sent(shard, bucket), H2D, what=f"b{bucket}")
         self._reading[bucket] = copy
         return copy
 
@@ -208,7 +208,7 @@ class AwayShards:
                     lent = self._host.borrow(mine, near.dtype)
                     self._host.settle_place(lent)
                     mine = lent.copy_(mine)
-                copy = self._host.move(near, mine, H2D, lent)
+                copy = self._host.move(near, mine, H2D, lent, f"b{bucket}")
                 self._following[bucket] = copy.event
                 copy.wait()  # which lets go of the host's memory
                 self._fresh[bucket] = self._made_of(bucket)
@@ -222,7 +222,7 @@ class AwayShards:
     def offload_grad(self, reduced: Tensor, bucket: int, into: Tensor | None) -> Copy:
         """Launch the copy of a reduced slice to the host: into p.grad's memory, or beside it."""
         out = self._host.borrow(reduced, reduced.dtype) if into is None else into
-        copy = self._landing[bucket] = self._host.move(out, reduced, D2H)
+        copy = self._landing[bucket] = self._host.move(out, reduced, D2H, what=f"b{bucket}")
         return copy
 
     # -- what the host waits for ------------------------------------------------------------

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+Mark = Callable[[], None]
+
 
 class Lane(Protocol):
     """Copies one after another, beside the compute."""
 
-    def copy(self, out: Tensor, source: Tensor, behind: Any) -> Any:
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> Any:
         """Launch a copy behind the compute launched so far, and behind an event of a lane.
 
+        mark: called before the copy and behind it, where the lane gets to both.
         Returns what `join` takes, None where the copy has ended already.
         """
 
@@ -31,9 +35,13 @@ class InlineLane:
     nothing is gained by it, and a launch would no longer be where its time is spent.
     """
 
-    def copy(self, out: Tensor, source: Tensor, behind: Any) -> None:
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> None:
+        if mark:
+            mark()
         with torch.no_grad():
             out.copy_(source)
+        if mark:
+            mark()
 
     def join(self, event: Any) -> None:
         pass
@@ -54,12 +62,16 @@ class StreamLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, out: Tensor, source: Tensor, behind: Any) -> Any:
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if behind is not None:
             self._stream.wait_event(behind)
         with torch.no_grad(), torch.cuda.stream(self._stream):
+            if mark:
+                mark()
             out.copy_(source, non_blocking=True)
+            if mark:
+                mark()
             return self._stream.record_event()
 
     def join(self, event: Any) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zerofx.errors import OptimizerError
 from zerofx.runtime.flight import full_name
-from zerofx.runtime.host_tier import HostTier, host_memory
+from zerofx.runtime.host_memory import host_memory
+from zerofx.runtime.host_tier import HostTier
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome

@@ -7,11 +7,9 @@ first need and kept.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.runtime.beside import Beside
 from zerofx.runtime.copy_lanes import Lane, lanes_for
 from zerofx.runtime.free_places import FreePlaces
+from zerofx.runtime.host_memory import Place
+from zerofx.runtime.nvme.request import Request
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
@@ -32,41 +33,6 @@ class Moved:
 
     calls: int = 0
     nbytes: int = 0
-
-
-HUGE_BYTES = 8 << 20  # from which on rounding up to huge pages is small
-
-
-class Place:
-    """A stretch of host memory, and the last copy out of it or into it."""
-
-    __slots__ = ("event", "memory")
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory, _ = host_memory(nbytes, device)
-        self.event: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-
-def host_memory(nbytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
-    """Return bytes of host memory that copies from and to a device can use, all zero.
-
-    With them comes the map they lie in, None where they are pinned.
-
-    They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
-    device alone.
-    """
-    with torch.inference_mode(False):  # it outlives the mode that first asked for it
-        if device.type == "cuda":
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), None
-        held = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # an advice: fewer faults, and fewer pages for disks to pin
-                held.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], held
 
 
 class Copy:
@@ -99,7 +65,7 @@ class HostTier:
 
     poison: fill what has left with NaN once its memory is given back, so that a read before its
         reload cannot go unseen.
-    moved: lane -> what was copied on it so far.
+    moved: lane -> what was copied on it so far. beside: what notes each, while one records.
     """
 
     def __init__(
@@ -107,6 +73,7 @@ class HostTier:
     ) -> None:
         self.device, self.poison = device, poison
         self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
+        self.beside: Beside | None = None
         self._lanes = lanes
         self._free: FreePlaces[Place] = FreePlaces()
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
@@ -159,22 +126,50 @@ class HostTier:
         x = torch.empty_strided(*form, dtype=host.dtype, device=self.device)
         return self.move(x, host, H2D)
 
-    def move(self, out: Tensor, source: Tensor, lane: str, lent: Tensor | None = None) -> Copy:
+    def move(
+        self, out: Tensor, source: Tensor, lane: str, lent: Tensor | None = None, what: str = ""
+    ) -> Copy:
         """Launch a copy on a lane. A place that it reads or fills keeps it from its next user.
 
         lent: what was borrowed of that place, where `out` or `source` is a part of it. Other host
             memory is for the caller to keep from being used too early.
+        what: is moved, for a recording, where no call of the schedule says it.
         """
         host = (out if lane == D2H else source) if lent is None else lent
         place, _ = self._lent.get(host.data_ptr(), (None, None))
         behind = None if place is None else place.event
-        event = self._lane(lane).copy(out, source, behind)
+        event = self._copy(out, source, lane, behind, what)
         if place is not None:
             place.event = event
         self.count(lane, dense_bytes(out))
         copy = Copy(self, out, source, lane, event)
         self._under_way[copy] = None
         return copy
+
+    def _copy(self, out: Tensor, source: Tensor, lane: str, behind: Any, what: str) -> Any:
+        if (beside := self.beside) is None:
+            return self._lane(lane).copy(out, source, behind)
+        marks: list[Any] = []
+        mark = beside.mark
+        event = self._lane(lane).copy(out, source, behind, lambda: marks.append(mark()))
+        beside.copied(lane, what, dense_bytes(out), marks)
+        return event
+
+    def request(
+        self, lane: str, what: str, nbytes: int, submit: Callable[[], Request]
+    ) -> Callable[[], Request]:
+        """Count a request to the disk; return what submits it, which a recording notes."""
+        self.count(lane, nbytes)
+        if (beside := self.beside) is None:
+            return submit
+        launched_ns = beside.launched_ns()
+
+        def submitted() -> Request:
+            request = submit()
+            beside.requested(lane, what, nbytes, request.moment, launched_ns)
+            return request
+
+        return submitted
 
     def count(self, lane: str, nbytes: int) -> None:
         """Note what was moved on a lane."""

@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from zerofx.runtime.beside import Beside
+
 log = logging.getLogger("zerofx")
 
 
@@ -17,11 +19,14 @@ class HostUpdates:
 
     One thread: the order in which an optimizer's states and step counts change is that of the
     schedule, and torch's fused kernels use as many threads as they are allowed anyway.
+
+    beside: what notes each, while one records.
     """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._launched: dict[int, Future[None]] = {}  # by bucket
+        self.beside: Beside | None = None
 
     def launch(self, bucket: int, update: Callable[[], None], at_most: int | None = None) -> None:
         """Run an update behind those launched before. What it raises, `join` raises.
@@ -35,7 +40,23 @@ class HostUpdates:
         unfinished = [future for future in self._launched.values() if not future.done()]
         if at_most is not None and len(unfinished) >= at_most:
             wait(unfinished[: len(unfinished) - at_most + 1])
-        self._launched[bucket] = self._thread.submit(_run, update)
+        run = self._noted(bucket, update)
+        self._launched[bucket] = self._thread.submit(_run, run)
+
+    def _noted(self, bucket: int, update: Callable[[], None]) -> Callable[[], None]:
+        if (beside := self.beside) is None:
+            return update
+        launched_ns = beside.launched_ns()
+
+        def run() -> None:
+            with beside.updating(f"b{bucket}", launched_ns):
+                update()
+
+        return run
+
+    def settle(self) -> None:
+        """Wait for all that was launched, well or not; `join` tells."""
+        wait(list(self._launched.values()))
 
     @property
     def is_idle(self) -> bool:

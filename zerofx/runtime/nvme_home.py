@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, host_memory
+from zerofx.runtime.beside import Beside
+from zerofx.runtime.host_memory import host_memory
+from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
 from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.folder import prepare
 from zerofx.runtime.nvme.mapped import Mapped
@@ -136,6 +139,11 @@ class NvmeHome:
                 self._places[key] = Mapped(self._stores[key], self._names[bucket])
             return self._places[key].memory.view(dtype)
 
+    @property
+    def beside(self) -> Beside | None:
+        """What notes the ways in and out, while one records."""
+        return self._host.beside
+
     # -- ways in and out --------------------------------------------------------------------
     def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
         """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
@@ -163,8 +171,8 @@ class NvmeHome:
             if not mapped.is_written:
                 return Arrival(out.zero_(), None)
             store, name = self._stores[kind, place], self._names[place]
-            request = store.read_blocks(name, first, room)
-        self._host.count(NVME_READ, room.nbytes)
+            submit = partial(store.read_blocks, name, first, room)
+            request = self._host.request(NVME_READ, f"b{place}", room.nbytes, submit)()
         return Arrival(out, request)
 
     def _settle_parameters(self) -> None:
@@ -250,10 +258,10 @@ class NvmeHome:
         if kind == PARAMETERS and self.on_update and (told := self.on_update()):
             told(bucket, values)
         self._places[kind, bucket].is_written = True
-        request = self._stores[kind, bucket].write(self._names[bucket], values)
+        submit = partial(self._stores[kind, bucket].write, self._names[bucket], values)
+        request = self._host.request(NVME_WRITE, f"b{bucket}", values.nbytes, submit)()
         with self._lock:
             self._writes.append(request)
-        self._host.count(NVME_WRITE, values.nbytes)
 
     def join(self, leave: int = 0) -> None:
         """Wait for the writes under way but the last `leave`, so that their buffers are free.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -179,17 +180,17 @@ class NvmeValues:
         stored = Stored(name, form, place)
         weakref.finalize(stored, self._free[nbytes].append, place).atexit = False
         flat = _flat(host)
-        self._host.count(NVME_WRITE, nbytes)
-        return self._begin(stored, host, lambda: place.store.write(place.extent, flat, name))
+        write = partial(place.store.write, place.extent, flat, name)
+        return self._begin(stored, host, self._host.request(NVME_WRITE, "", nbytes, write))
 
     def read_back(self, stored: Stored) -> Spill:
         """Launch the read of a value into memory of the host."""
         form, place, name = stored.form, stored.place, stored.name
         host = self._host.borrow(form, form.dtype)
         flat = _flat(host)
-        self._host.count(NVME_READ, dense_bytes(form))
-        begin = place.store.read
-        return self._begin(stored, host, lambda: begin(place.extent, flat, name), is_write=False)
+        read = partial(place.store.read, place.extent, flat, name)
+        submit = self._host.request(NVME_READ, "", dense_bytes(form), read)
+        return self._begin(stored, host, submit, is_write=False)
 
     def _begin(
         self, stored: Stored, host: Tensor, submit: Callable[[], Request], is_write: bool = True

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
+Around = Callable[[str], AbstractContextManager[Any]]
 VERBS = (
     "all_gather", "refresh", "reduce_scatter", "all_reduce", "wait", "release", "pack", "update",
     "sync_buffers", "offload", "reload", "write_out", "read_back", "reload_shard", "refresh_shard",
@@ -32,6 +34,9 @@ class Clock(Protocol):
 
     def between_us(self, first: Any, second: Any) -> float: ...
 
+    def until_us(self, first: Any, host_ns: int) -> float:
+        """Return the time from a mark to one of the host's, by time.perf_counter_ns."""
+
 
 class HostClock:
     """The host's own clock: on a CPU what is called runs at once."""
@@ -45,12 +50,15 @@ class HostClock:
     def between_us(self, first: int, second: int) -> float:
         return (second - first) / 1e3
 
+    until_us = between_us
+
 
 class CudaClock:
     """Events on the compute's stream: when the device gets to them, known at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._anchor: tuple[Any, int] | None = None  # an event, and the host's time then
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -59,9 +67,17 @@ class CudaClock:
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
+        anchor = self.mark(), time.perf_counter_ns()  # nothing is before it: it runs at once
+        torch.cuda.synchronize(self._device)
+        self._anchor = anchor
 
     def between_us(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) * 1e3
+
+    def until_us(self, first: Any, host_ns: int) -> float:
+        assert self._anchor is not None, "read before it was settled"
+        event, at_ns = self._anchor
+        return self.between_us(first, event) - (at_ns - host_ns) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -73,7 +89,8 @@ def clock_for(device: torch.device) -> Clock:
 class Run:
     """One run of a schedule's function: (verb, begin, end) of each of its calls, in order.
 
-    host_us: how long the host was in each call. wall_ns: when it began, by the clock on the wall.
+    host_us: how long the host was in each call. calls_ns, began_ns, ended_ns: when each call, and
+        the run, began or ended on the host. wall_ns: when it began, by the clock on the wall.
     """
 
     graph: str
@@ -82,25 +99,33 @@ class Run:
     ended: Any = None
     calls: list[tuple[str, Any, Any]] = field(default_factory=list)
     host_us: list[float] = field(default_factory=list)
+    calls_ns: list[int] = field(default_factory=list)
+    began_ns: int = field(default_factory=time.perf_counter_ns)
+    ended_ns: int = 0
 
 
 class Stopwatch:
     """Times the calls that one function of a schedule makes.
 
-    graph: "forward" or "backward". names: of the calls in their order, for the profiler's ranges;
-        without them it is given none. done: takes each run, whole or broken off.
+    graph: "forward" or "backward". starts: is told before each run. done: takes each run, whole or
+        broken off. names: of the calls in their order, for `around`: it returns within what a call
+        of that name runs, None for nothing.
     """
 
     def __init__(
         self,
         graph: str,
         clock: Clock,
+        starts: Callable[[str], None],
         done: Callable[[Run], None],
         names: Sequence[str] = (),
+        around: Callable[[], Around | None] = lambda: None,
     ) -> None:
         self.graph = graph
-        self._clock, self._done, self._names = clock, done, names
+        self._clock, self._starts, self._done = clock, starts, done
+        self._names, self._around = names, around
         self._run: Run | None = None
+        self._within: Around | None = None  # of the run under way
 
     def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of a schedule that runs as it did, each of its calls timed."""
@@ -119,11 +144,14 @@ class Stopwatch:
                 rt = watched_engines[engine] = _Watched(engine, lambda f: f)
                 for verb in VERBS:
                     setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
+            self._starts(self.graph)
+            self._within = self._around()
             self._run = run = Run(self.graph, self._clock.mark(), time.time_ns())
             try:
                 return inner(rt, *rest)
             finally:
                 run.ended, self._run = self._clock.mark(), None
+                run.ended_ns = time.perf_counter_ns()
                 self._done(run)
 
         return watched
@@ -137,17 +165,17 @@ class Stopwatch:
             assert run is not None, f"{verb} was called outside its schedule"
             host = now()
             began = mark()
-            result = function(*args, **kwargs)
+            if self._within is None:
+                result = function(*args, **kwargs)
+            else:
+                with self._within(self._names[len(run.calls)]):
+                    result = function(*args, **kwargs)
             run.calls.append((verb, began, mark()))
             run.host_us.append((now() - host) / 1e3)
+            run.calls_ns.append(host)
             return result
 
-        def named(*args: Any, **kwargs: Any) -> Any:
-            index = len(self._run.calls) if self._run is not None else 0
-            with torch.profiler.record_function(self._names[index]):
-                return call(*args, **kwargs)
-
-        return named if self._names else call
+        return call
 
 
 class _Watched:

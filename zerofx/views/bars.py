@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.measured import Measured, MeasuredSpan
+from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan
 from zerofx.analysis.steps import Lane
+from zerofx.sizes import format_bytes
 from zerofx.views.timeline import format_us
 
 WIDTH = 96  # characters of a lane
+LEGEND = "# computes  = moves  w waits  l launches  , busy less than half  . idle"
 _FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
 
 
@@ -36,19 +38,18 @@ class Bar:
 class Track:
     """One rank's step: predicted, or as it was measured.
 
+    step_us: how long the step takes; what runs beside it may end in the next one.
     range_us: the least and the most that a step takes. note: of what it is. critical: names of
-        the bars whose times add up to the step.
+        the bars whose times add up to the step. memory: what was measured of it.
     """
 
     name: str
     bars: tuple[Bar, ...]
+    step_us: float
     range_us: tuple[float, float] = (0.0, 0.0)
     note: str = ""
     critical: frozenset[str] = frozenset()
-
-    @property
-    def end_us(self) -> float:
-        return max((bar.end_us for bar in self.bars), default=0.0)
+    memory: MeasuredMemory | None = None
 
 
 def timeline_track(predicted: Forecast) -> Track:
@@ -61,7 +62,9 @@ def timeline_track(predicted: Forecast) -> Track:
     )  # fmt: skip
     critical = frozenset(s.task.name for s in timeline.critical_path())
     note = f"{predicted.hardware.name}, each of {ranks} ranks; underlined: the critical path"
-    return Track("predicted", bars, (timeline.low_us, timeline.high_us), note, critical)
+    return Track(
+        "predicted", bars, timeline.step_us, (timeline.low_us, timeline.high_us), note, critical
+    )
 
 
 def measured_track(measured: Measured) -> Track:
@@ -72,12 +75,19 @@ def measured_track(measured: Measured) -> Track:
     )
     steps = measured.steps_us
     note = f"{measured.device}, the typical of {len(steps)} steps"
-    return Track(f"measured, rank {measured.rank}", bars, (min(steps), max(steps)), note)
+    step_us = steps[measured.typical]
+    around = min(steps), max(steps)
+    name = f"measured, rank {measured.rank}"
+    return Track(name, bars, step_us, around, note, memory=measured.memory)
 
 
 def _spread(span: MeasuredSpan) -> str:
     """Say what a span took over all steps."""
     said = f"median {format_us(span.us)} ({format_us(span.low_us)} .. {format_us(span.high_us)})"
+    if span.nbytes and span.us:
+        said += f", {format_bytes(span.nbytes)} at {span.nbytes / span.us / 1e3:.2g} GB/s"
+    elif span.kind == "transfer" and not span.is_own:
+        said += ", from its launch to the end of its wait"
     return "\n".join([said, *(f"{op}  {format_us(us)}" for op, us in span.ops)])
 
 

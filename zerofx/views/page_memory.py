@@ -43,7 +43,7 @@ def step_times(track: Track, schedule: Schedule) -> list[tuple[float, float]]:
             at = max(at, own.end_us)
         else:
             starts.append(at)
-    return list(zip(starts, [*starts[1:], max(at, track.end_us)], strict=True)) if starts else []
+    return list(zip(starts, [*starts[1:], max(at, track.step_us)], strict=True)) if starts else []
 
 
 def memory_by_step(schedule: Schedule) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -56,6 +57,19 @@ class Piece:
             )
 
 
+class Moment:
+    """When a request began to move and when it had ended, by time.perf_counter_ns; 0: not yet."""
+
+    __slots__ = ("began_ns", "ended_ns")
+
+    def __init__(self) -> None:
+        self.began_ns = self.ended_ns = 0
+
+    def begin(self) -> None:
+        """Note that the first piece begins to move."""
+        self.began_ns = self.began_ns or time.perf_counter_ns()
+
+
 class Request:
     """Bytes on their way. The tensor may be used, read or changed again only after `wait`."""
 
@@ -75,6 +89,7 @@ class Request:
         self.pieces: list[Piece] = []
         self._tensor = tensor
         self.is_done = False  # ended, well or not
+        self.moment = Moment()
         self._under_way = threading.Lock()  # an Event would cost ten times as much
         self._under_way.acquire()
 
@@ -114,5 +129,6 @@ class Request:
     def end(self) -> None:
         """Wake who waits; called once, by the engine."""
         self.pieces = []
+        self.moment.ended_ns = time.perf_counter_ns()
         self.is_done = True
         self._under_way.release()

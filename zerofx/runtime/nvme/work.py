@@ -43,6 +43,9 @@ class Work:
                     self.has_work.wait()
                     self._num_idle -= 1
                 group = self._take()
+            for piece in group:
+                piece.request.moment.begin()
+                del piece  # hold no tensor while waiting
             moved = list(zip(group, _moved(mover, group), strict=True))
             del group
 

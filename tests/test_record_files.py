@@ -1,0 +1,42 @@
+"""Recordings as text and as files, and those of another program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from record_cases import ATEN, train
+from stack import Stack
+
+import zerofx
+from zerofx.errors import RecordingError
+from zerofx.views.recording import load_recording
+
+
+def test_text_and_file(tmp_path: Path) -> None:
+    _, model, recording = train(3, True)
+    text = str(recording)
+    assert "measured on rank 0 (cpu), medians of 2 steps" in text and "forward region" in text
+    lane = next(line for line in text.splitlines() if line.startswith("compute "))
+    assert "#" in lane
+    for name in ("run.json", "run.json.gz"):
+        assert load_recording(recording.save(tmp_path / name)).programs == recording.programs
+    assert recording.of(model.programs[0]) == recording.programs
+    (tmp_path / "bad.json").write_text(json.dumps({"recording": [{"format": 99}]}))
+    with pytest.raises(RecordingError, match=r"bad.json is no recording.*format 99: .* reads 2"):
+        load_recording(tmp_path / "bad.json")
+    with pytest.raises(RecordingError, match=r"absent.json: No such file"):
+        load_recording(tmp_path / "absent.json")
+
+
+def test_a_recording_of_another_program_is_refused() -> None:
+    _, _, recording = train(2, True)
+    other = zerofx.compile(Stack(width=32), {**ATEN, "stage": 1})
+    other(torch.randn(4, 32))
+    with pytest.raises(RecordingError) as error:
+        recording.of(other.programs[0])
+    text = str(error.value)
+    assert "inputs.x is f32[8, 16] there and f32[4, 32] here" in text
+    assert "plan.stage is 3 there and 1 here" in text and "parameters is 1428 there" in text
