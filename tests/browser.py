@@ -75,6 +75,22 @@ class Browser:
         turn = {"type": "scroll", "x": x, "y": y, "deltaX": 0, "deltaY": by, "duration": 0}
         self._post("/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
 
+    def keys(self, pressed: str) -> None:
+        """Press keys, one after another, where the focus is."""
+        steps = [{"type": f"key{what}", "value": key} for key in pressed for what in ("Down", "Up")]
+        self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": steps}]})
+
+    def prefer(self, style: str) -> None:
+        """Let pages know that the user prefers "light" or "dark"."""
+        wanted = [{"name": "prefers-color-scheme", "value": style}]
+        what = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": wanted}}
+        self._post("/goog/cdp/execute", what)
+        self.run("return new Promise((done) => requestAnimationFrame(() => done()))")
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size."""
+        self._post("/window/rect", {"width": width, "height": height})
+
     def errors(self) -> list[str]:
         """Return what the console was told since it was last asked."""
         return [line["message"] for line in self._post("/se/log", {"type": "browser"})]

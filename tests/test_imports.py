@@ -45,7 +45,7 @@ BELOW: dict[str, set[str]] = {
     "reports": {"views", "codegen", "ir"},
     "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
-    "predicting": {"api", "views", "hardware", "targets"},
+    "predicting": {"api", "views", "hardware", "targets", "searching"},
     "searching": {"api", "hardware", "targets"},
     "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
     | {"optim"},

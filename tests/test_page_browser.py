@@ -36,8 +36,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with a recording of another model of the same program beside it."""
     torch.manual_seed(0)
     model = zerofx.compile(Stack(), PLAN)
-    with zerofx.record(model) as recording:
-        for _ in range(3):
+    with zerofx.record(model, memory=True) as recording:
+        for _ in range(4):
             model(torch.randn(8, 16)).backward()
     found = model.programs[0]
     return found.view(tmp_path_factory.mktemp("page") / "page.html", recording=recording)
@@ -86,6 +86,7 @@ def test_hover_names_what_is_there(chromium: Browser, page: Path) -> None:
     chromium.hover(x, round(box[1]) + 100)
     tip = said(chromium, "tip")
     assert "KiB at forward" in tip and "optimizer" in tip and "largest" in tip
+    assert "measured, rank 0 (" in tip and "than predicted)" in tip
     chromium.hover(round(box[0]) + 5, 5)
     assert chromium.run("return tip.hidden")
 
@@ -122,6 +123,88 @@ def test_tabs(chromium: Browser, tmp_path: Path) -> None:
     assert "shard-parameters" in shown["Passes"] and "zfx.all_gather" in shown["Passes"]
     assert "keep gathered" in shown["Decisions"] and "one all-gather of" in shown["Decisions"]
     assert chromium.errors() == []
+
+
+def test_legends_have_words(chromium: Browser, page: Path, tmp_path: Path) -> None:
+    chromium.open(page)
+    assert said(chromium, "kinds").startswith("forwardbackward")
+    assert "than predicted)" in said(chromium, "legend")  # the line of what was measured
+    assert "peak memory, measured, rank 0" in said(chromium, "facts")
+    line = chromium.run(
+        "const i = main.held.findIndex((n) => n > 0), f = main.folding;"
+        "const g = memory.getContext('2d');"
+        "const x = xOf(f.to((main.times[i][0] + main.times[i][1]) / 2), memory.clientWidth);"
+        "return [...g.getImageData(Math.round(x), Math.round(yOf(main.held[i])), 1, 1).data]"
+    )
+    assert sum(line[:3]) < 250, line  # dark
+    chromium.open(zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4).view(tmp_path / "page.html"))
+    assert said(chromium, "verbs") == "AG all-gatherRS reduce-scatterb3 bucket 3"
+    shown = chromium.run(
+        "return [...new Set(D.tracks.flatMap((t) => t.bars).map((b) => b.kind))]"
+        ".filter((k) => k !== 'region' && k !== 'transfer').map((k) => KINDS[k])"
+    )
+    assert shown and all(word in said(chromium, "kinds") for word in shown)
+    assert chromium.run("return document.getElementById('under').offsetWidth") == 0  # one track
+
+
+def test_keys_reach_everything(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    chromium.run("lanes.focus()")
+    whole = chromium.run("return [axis.from, axis.to]")
+    chromium.keys("+++")
+    zoomed = chromium.run("return [axis.from, axis.to]")
+    assert zoomed[1] - zoomed[0] < 0.5 * (whole[1] - whole[0])
+    chromium.keys("\ue014")  # the right arrow
+    assert chromium.run("return axis.from") > zoomed[0]
+    chromium.keys("nn")
+    assert chromium.run("return hovered === inOrder[1] && !tip.hidden")
+    assert said(chromium, "tip").startswith(chromium.run("return inOrder[1].name"))
+    chromium.keys("p\ue011")  # Home
+    assert chromium.run("return [axis.from, axis.to]") == whole
+    chromium.run("panel.querySelectorAll('tr.step')[3].focus()")
+    chromium.keys("\ue007")  # Enter
+    assert chromium.run("return axis.to - axis.from") < whole[1] and chromium.errors() == []
+
+
+def test_dark_and_narrow(chromium: Browser, page: Path) -> None:
+    """Its own style reaches the canvases, and nothing is wider than the window."""
+    chromium.open(page)
+    corner = (
+        "const y = rows.find((r) => r.bars).y + 9;"
+        "return [...lanes.getContext('2d').getImageData(lanes.width - 3, y, 1, 1).data]"
+    )
+    light = chromium.run(corner)
+    try:
+        chromium.prefer("dark")
+        dark, ink = (
+            chromium.run(corner),
+            chromium.run("return getComputedStyle(document.body).color"),
+        )
+        assert sum(dark[:3]) < 200 < sum(light[:3]) and ink == "rgb(230, 235, 241)"
+        chromium.resize(420, 900)
+        wide = chromium.run("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1]
+    finally:
+        chromium.prefer("light")
+        chromium.resize(1400, 1000)
+    assert all("getImageData" in error for error in chromium.errors())  # our own reading
+
+
+def test_an_opened_layer_stays_in_sight(chromium: Browser, tmp_path: Path) -> None:
+    chromium.open(program(12).view(tmp_path / "page.html", passes=False))
+    chromium.run("fold.click(); show(0, axis.length * 0.6); draw();")
+    span = chromium.run("return axis.to - axis.from")
+    x, y, t = chromium.run(
+        "const c = main.folding.cuts[0], box = lanes.getBoundingClientRect();"
+        "const x = box.left + xOf(main.folding.to((c.from + c.to) / 2), lanes.clientWidth);"
+        "return [x, box.top + rows.find((r) => r.bars).y + 5, (c.from + c.to) / 2]"
+    )
+    chromium.click(round(x), round(y))
+    assert chromium.run("return axis.to - axis.from") == pytest.approx(span)
+    at = chromium.run(
+        f"return lanes.getBoundingClientRect().left + xOf(main.folding.to({t}), lanes.clientWidth)"
+    )
+    assert abs(at - x) < 60  # what was clicked lies under the pointer still
 
 
 def test_many_layers(chromium: Browser, tmp_path: Path) -> None:

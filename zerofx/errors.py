@@ -11,6 +11,10 @@ class PlanError(ZerofxError, ValueError):
     """A plan field is unknown, out of range, or contradicts another."""
 
 
+class UnpricedError(PlanError):
+    """A hardware lacks what a plan's schedule uses, so that no time of it is known."""
+
+
 class BudgetError(PlanError):
     """No choice meets the memory budget; `least_bytes` is the smallest one that can be met."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zerofx import reports
 from zerofx.analysis.forecast import forecast
@@ -16,7 +19,9 @@ from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan, as_plan
-from zerofx.targets import resolve
+from zerofx.searching.says import Says, silent
+from zerofx.searching.way_out import WayOut, way_out
+from zerofx.targets import Target, own_errors, resolve
 from zerofx.views.memory import shown
 from zerofx.views.prediction import PredictionView
 
@@ -34,6 +39,7 @@ def predict(
     clips: bool = False,
     optimizer_bytes: int = 8,
     keeps_results: bool = False,
+    says: Says = silent,
 ) -> PredictionView:
     """Return what one step of a training loop holds and takes; nothing is run or allocated.
 
@@ -45,6 +51,10 @@ def predict(
     accumulation, no_sync: backwards a step, and whether all but the last run under no_sync.
     clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
     keeps_results: the loop holds all results until the step, not the loss alone.
+    says: told what is done next, and whether that is of interest until the next thing only.
+
+    Where the plan does not fit, `view.way_out` is the nearest plan that does: it is looked for when
+    it is first asked for or printed, among a bounded number of plans.
 
     Raises:
         PlanError: the hardware is unknown or does not multiply in the plan's format; a plan was
@@ -52,19 +62,24 @@ def predict(
     """
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)
-    program = _program(target, checked, plan is not None, batch, seq)
+    source = _source(target, plan is not None, batch, seq)
+    program = source if isinstance(source, Program) else _captured(source, checked)
+    seek: Callable[[], WayOut] | None = None
+    known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if program.layout is None:
         machine = described.machine(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
         program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
+        given = checked, described, world_size, loop, {"clips": clips, **known}
+        seek = partial(way_out, source, *given, says)
     compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
-    found = forecast(program, described, clips, optimizer_bytes, keeps_results, compiled)
+    found = forecast(program, described, clips, compiled=compiled, **known)
     held = shown(program, found.memory, found.traffic, optimizer_bytes, compiled)
-    return PredictionView(found, held)
+    return PredictionView(found, held, seek)
 
 
-def _program(target: str | Program, plan: Plan, has_plan: bool, batch: int, seq: int) -> Program:
-    """Return the captured program that is to be planned, or the finished one that was given."""
+def _source(target: str | Program, has_plan: bool, batch: int, seq: int) -> Target | Program:
+    """Return the model that was named, the captured program, or the finished one that was given."""
     if isinstance(target, str) and Path(target).is_dir():
         target = load_program(target)
     if isinstance(target, Program):
@@ -74,9 +89,13 @@ def _program(target: str | Program, plan: Plan, has_plan: bool, batch: int, seq:
                 "its plan is settled; leave out the plan, or give the captured program"
             )
         return target
-    named = resolve(target, batch, seq)
-    return capture(
-        named.module, named.args, named.kwargs,
-        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
-        compute_dtype=compute_dtype(plan.precision),
-    )  # fmt: skip
+    return resolve(target, batch, seq)
+
+
+def _captured(named: Target, plan: Plan) -> Program:
+    with own_errors(named.name, "its forward"):
+        return capture(
+            named.module, named.args, named.kwargs,
+            differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+            compute_dtype=compute_dtype(plan.precision),
+        )  # fmt: skip

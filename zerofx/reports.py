@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.analysis.forecast import Forecast, forecast
+from zerofx.analysis.forecast import Forecast, compute_format, forecast
 from zerofx.analysis.steps import schedule as steps
 from zerofx.analysis.storage import CompiledRegion
 from zerofx.analysis.wrapper import RegionTrace, trace
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import RegionCode, RegionLibrary
 from zerofx.compat.inductor import wrapper_of
+from zerofx.errors import UnpricedError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
@@ -78,20 +79,24 @@ def look_at(
     hardware: Hardware | _Path | None = None,
     predicted: Forecast | None = None,
 ) -> look.Look:
-    """Return a program's lanes.
+    """Return a program's lanes; without times where the hardware lacks what the schedule uses.
 
     recording: or its files, one a rank. predicted: what is known already of it on `hardware`.
     """
-    compiled = compiled_regions(program)
+    compiled, unpriced = compiled_regions(program), ""
     if hardware is not None and predicted is None:
         described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-        predicted = forecast(program, described, compiled=compiled)
+        try:
+            described.machine(compute_format(program))  # whether it multiplies in that format
+            predicted = forecast(program, described, compiled=compiled)
+        except UnpricedError as error:
+            unpriced = str(error)
     if isinstance(recording, (str, os.PathLike)):
         recording = [recording]
     if recording is not None and not isinstance(recording, RecordingView):
         recording = load_recording(*recording)
     recorded = [] if recording is None else recording.of(program)
-    return look.look(program, steps(program, compiled), predicted, recorded)
+    return look.look(program, steps(program, compiled), predicted, recorded, unpriced)
 
 
 register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=look_at)

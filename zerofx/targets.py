@@ -7,12 +7,15 @@ is done on paper, "cpu" for what trains.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.errors import TargetError
+from zerofx.errors import TargetError, ZerofxError
 
 FORMS = "package.module:function, file.py:function, or hf:path/config.json"
 
@@ -53,8 +56,48 @@ def resolve(spec: str, batch: int = 1, seq: int = 128, device: str = "meta") -> 
     return _call(_function(spec, place, name), spec, device)
 
 
+@contextlib.contextmanager
+def own_errors(spec: str, doing: str) -> Iterator[None]:
+    """Raise a TargetError for what the user's own code raises, with its line.
+
+    doing: what it was asked for, in words that follow "model ...: ". What comes from torch or from
+    zerofx alone passes as it is.
+    """
+    try:
+        yield
+    except ZerofxError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is None or spec.split(".")[0].split(":")[0] == error.name.split(".")[0]:
+            raise
+        raise TargetError(f"model {spec!r}: it needs {error.name!r}, which is missing") from error
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}"
+        raise TargetError(f"model {spec!r}: {where} is no Python: {error.msg}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if _is_own(f.filename)]
+        if not own:
+            raise
+        said = (str(error).strip().splitlines() or [""])[0]
+        at = f"{own[-1].filename}:{own[-1].lineno}"
+        raise TargetError(
+            f"model {spec!r}: {doing} raised {type(error).__name__} at {at}: {said}"
+        ) from error
+
+
+_LIBRARY = sysconfig.get_path("stdlib")
+_FOREIGN = tuple(str(Path(p).parent) + os.sep for p in (torch.__file__, __file__))
+
+
+def _is_own(path: str) -> bool:
+    """Tell whether code is the user's: of neither torch, zerofx nor Python's own library."""
+    is_library = path.startswith(_LIBRARY) and "site-packages" not in path
+    return not (is_library or path.startswith((*_FOREIGN, "<")))
+
+
 def _function(spec: str, place: str, name: str) -> Callable[..., Any]:
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(spec, place)
+    module = _module_of_file(spec, Path(place)) if place.endswith(".py") else _module(spec, place)
     function = getattr(module, name, None)
     if not callable(function):
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -68,36 +111,63 @@ def _module(spec: str, place: str) -> ModuleType:
     if os.getcwd() not in sys.path:  # as `python -m` does; the installed script does not
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(place)
+        with own_errors(spec, f"importing {place}"):
+            return importlib.import_module(place)
     except ModuleNotFoundError as e:
-        if e.name is not None and place.split(".")[0] == e.name.split(".")[0]:
-            raise TargetError(f"model {spec!r}: no module {e.name!r}; give {FORMS}") from e
-        raise TargetError(f"model {spec!r}: {place} needs {e.name!r}, which is missing") from e
+        raise TargetError(f"model {spec!r}: no module {e.name!r}; give {FORMS}") from e
 
 
-def _module_of_file(path: Path) -> ModuleType:
+def _module_of_file(own: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise TargetError(f"model file {path} does not exist")
+        raise TargetError(f"model {own!r}: file {path} does not exist")
     sys.path.insert(0, str(path.resolve().parent))  # its neighbours, as when it is run
     name = f"zerofx_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with own_errors(own, f"running {path}"):
+        spec.loader.exec_module(module)
     return module
 
 
 def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
-    asks = "device" in inspect.signature(function).parameters
-    found = function(device=device) if asks else function()
+    takes = inspect.signature(function).parameters
+    given = {"device": device} if "device" in takes else {}
+    needs = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
+    if missing := [n for n in needs if n not in given]:
+        raise TargetError(
+            f"model {spec!r}: the function needs {', '.join(missing)}, and nothing but an argument "
+            "named device is given; give the others a default"
+        )
+    with own_errors(spec, "the function"):
+        found = function(**given)
     fits = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
     if not fits or not isinstance(found[1], (tuple, list)) or not isinstance(found[2], dict):
         shown = type(found).__name__
         if isinstance(found, tuple):
             shown = f"({', '.join(type(v).__name__ for v in found)})"
         raise TargetError(f"model {spec!r} returned {shown}; return (module, args, kwargs)")
-    return Target(spec, found[0], tuple(found[1]), found[2])
+    target = Target(spec, found[0], tuple(found[1]), found[2])
+    _check_call(target)
+    return target
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+          inspect.Parameter.KEYWORD_ONLY)  # fmt: skip
+
+
+def _check_call(target: Target) -> None:
+    """Refuse an example call that the model's forward does not take."""
+    kind, takes = type(target.module).__name__, inspect.signature(target.module.forward)
+    try:
+        takes.bind(*target.args, **target.kwargs)
+    except TypeError as error:
+        raise TargetError(
+            f"model {target.name!r}: its example call has {len(target.args)} arguments"
+            f"{''.join(f', {name}=' for name in target.kwargs)}, and {kind}.forward takes "
+            f"({', '.join(takes.parameters)}): {error}"
+        ) from error
 
 
 # -- transformers -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.hardware import Hardware
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, JOINT, Program
 from zerofx.sizes import format_bytes
 
 # From what is counted to what is measured: within 5 % on every cell of the memory matrix.
@@ -48,11 +48,15 @@ class Shortage:
     needed_bytes: int
     available_bytes: int
 
+    @property
+    def missing_bytes(self) -> int:
+        return self.needed_bytes - self.available_bytes
+
     def __str__(self) -> str:
-        missing = format_bytes(self.needed_bytes - self.available_bytes)
         return (
             f"{self.tier}: {format_bytes(self.needed_bytes)} needed, "
-            f"{format_bytes(self.available_bytes)} there, {missing} missing"
+            f"{format_bytes(self.available_bytes)} there, "
+            f"{format_bytes(self.missing_bytes)} missing"
         )
 
 
@@ -185,7 +189,7 @@ def forecast(
     prices = Roofline(hardware, program.world_size, is_compiled)
     held = memory(program, optimizer_bytes, compiled, keeps_results)
     found = timeline(tasks(program, prices, clips))
-    samples, tokens = _batch(program)
+    samples, tokens = batch(program)
     return Forecast(program, hardware, held, found, traffic(program), samples, tokens)
 
 
@@ -196,9 +200,10 @@ def compute_format(program: Program) -> str:
     return FORMATS.get(max(formats, key=formats.count, default=torch.float32), "fp32")
 
 
-def _batch(program: Program) -> tuple[int, int]:
+def batch(program: Program) -> tuple[int, int]:
     """Return (samples, tokens) of a call: from its first input with a dimension of samples."""
-    given = [value(n) for n in program.placeholders(FORWARD, Role.INPUT)]
+    graph = FORWARD if FORWARD in program.graphs else JOINT
+    given = [value(n) for n in program.placeholders(graph, Role.INPUT)]
     tensors = [t for t in given if isinstance(t, torch.Tensor) and t.dim() > 0]
     if not tensors:
         return 1, 0

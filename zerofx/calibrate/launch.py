@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zerofx.calibrate.describe import describe
+from zerofx.calibrate.probe import ROUND
 from zerofx.calibrate.regions import compile_all
 from zerofx.errors import DoctorError, last_words
 from zerofx.hardware import Hardware
@@ -19,10 +21,15 @@ ROUNDS = 5
 TAIL_LINES = 15  # of what the ranks said, where they failed
 
 
-def calibrate(world: int = 2, folder: str | os.PathLike[str] | None = None) -> Hardware:
+def calibrate(
+    world: int = 2,
+    folder: str | os.PathLike[str] | None = None,
+    says: Callable[[str], None] = lambda _: None,
+) -> Hardware:
     """Measure one rank alone and, where `world` is more, that many at once, a core each.
 
     folder: on the disk that stands for NVMe; the one for temporary files by default.
+    says: told what is measured next.
 
     Raises:
         DoctorError: there are fewer cores than ranks, no such folder, or a rank failed; says how.
@@ -37,29 +44,41 @@ def calibrate(world: int = 2, folder: str | os.PathLike[str] | None = None) -> H
         raise DoctorError(f"doctor --calibrate: {folder} is no folder; give one on the disk to use")
     with tempfile.TemporaryDirectory(prefix="zerofx-calibrate-", dir=folder) as scratch:
         here = Path(scratch)
+        says("compiling the regions to measure")
         problem = compile_all(here)
         settings = {"rounds": ROUNDS, "folder": scratch, "regions": "" if problem else scratch}
         (here / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        found = {ranks: _measured(here, ranks) for ranks in sorted({1, world})}
+        found = {ranks: _measured(here, ranks, says) for ranks in sorted({1, world})}
         return describe(found, here)
 
 
-def _measured(folder: Path, ranks: int) -> dict[str, Any]:
+def _measured(folder: Path, ranks: int, says: Callable[[str], None]) -> dict[str, Any]:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     report = folder / f"report{ranks}.json"
-    ended = subprocess.run(
-        [*command, "-m", "zerofx.calibrate.ranks", str(folder / "settings.json"), str(report)],
-        env=_environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if ended.returncode or not report.exists():
-        said = last_words(ended.stderr, TAIL_LINES)
+    command += ["-m", "zerofx.calibrate.ranks", str(folder / "settings.json"), str(report)]
+    who = f"{ranks} ranks at once" if ranks > 1 else "one rank alone"
+    says(f"measuring {who}")
+    status, said = follow(command, lambda far: says(f"measuring {who}: {far}"))
+    if status or not report.exists():
         raise DoctorError(
-            f"doctor --calibrate: {ranks} ranks ended with status {ended.returncode}; they said "
-            f"last:\n{said}"
+            f"doctor --calibrate: {ranks} ranks ended with status {status}; they said last:\n{said}"
         )
     return json.loads(report.read_text(encoding="utf-8"))
+
+
+def follow(command: list[str], says: Callable[[str], None]) -> tuple[int, str]:
+    """Run ranks; return their status and last words. says: told each line of how far they are."""
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command, env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as begun:
+            for line in begun.stdout or ():
+                if line.startswith(ROUND):
+                    says(line.strip())
+        errors.seek(0)
+        return begun.returncode, last_words(errors.read(), TAIL_LINES)
 
 
 def _environment() -> dict[str, str]:

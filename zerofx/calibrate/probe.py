@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 Work = Callable[[], object]
 
+ROUND = "round"  # what a line begins with by which a rank says how far it is
 LEAST_S = 4e-3  # of one measurement: some thousand times what the clock resolves
 MOST_CALLS = 2000
 

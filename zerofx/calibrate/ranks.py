@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from zerofx.calibrate.calls import BLOCKS, Calls
-from zerofx.calibrate.compute import aten, attentions, convolutions, matmuls, others
+from zerofx.calibrate.compute import aten, attentions, matmuls, others
+from zerofx.calibrate.convolutions import convolutions
 from zerofx.calibrate.disk import Disk
-from zerofx.calibrate.probe import Probe
+from zerofx.calibrate.probe import ROUND, Probe
 from zerofx.calibrate.regions import compiled
 from zerofx.calibrate.transfers import Algorithms, Beside, arrivals, besides, sum_bytes, transfers
 from zerofx.runtime.world import World
@@ -69,7 +70,11 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
 
 def _go_round(world: World, all_: Sequence[Measured], settings: dict[str, Any]) -> None:
     """Measure in rounds, so that what disturbs the machine for a while disturbs all alike."""
-    for _ in range(settings["rounds"]):
+    rounds = settings["rounds"]
+    for number in range(1, rounds + 1):
+        if all_ and world.rank == 0:
+            sys.stdout.write(f"{ROUND} {number} of {rounds}, {len(all_)} measurements each\n")
+            sys.stdout.flush()
         for each in all_:
             world.all_reduce(torch.zeros(1)).wait()
             each.measure()

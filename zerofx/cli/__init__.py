@@ -12,6 +12,7 @@ import sys
 import typer
 
 from zerofx.cli.app import app
+from zerofx.cli.progress import done
 
 # Each file declares its commands on the app; help lists them in this order.
 # isort: off
@@ -26,5 +27,6 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(argv, prog_name="zerofx")
     except ZerofxError as error:
+        done()
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         sys.exit(1)

@@ -10,6 +10,7 @@ import typer
 from zerofx.cli.app import app
 from zerofx.cli.options import Json
 from zerofx.cli.programs import show
+from zerofx.cli.progress import say
 from zerofx.errors import PlanError
 
 
@@ -48,7 +49,7 @@ def _calibrate(out: Path | None, world: int, folder: Path | None, as_json: bool)
 
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise PlanError(f"doctor: --out {out} must end in .yaml or .yml")
-    found = calibrate(world, folder)
+    found = calibrate(world, folder, say)
     if out is not None:
         write_hardware(found, out)
     show(CalibrationView(found, out), as_json)

@@ -65,12 +65,20 @@ def _predicted(
     seq: int, recording: list[Path] | None,
 ) -> Any:  # fmt: skip
     """Return the look of a program that is planned and predicted for some hardware."""
+    from zerofx.errors import UnpricedError
+    from zerofx.hardware import load_hardware
     from zerofx.predicting import predict
     from zerofx.reports import look_at
 
     refuse_machine(machine, hardware)
-    found = predict(
-        model, None if Path(model).is_dir() else plan, hardware=hardware,
-        world_size=world or RANKS, batch=batch, seq=seq,
-    ).forecast  # fmt: skip
+    described = load_hardware(hardware)
+    try:
+        found = predict(
+            model, None if Path(model).is_dir() else plan, hardware=described,
+            world_size=world or RANKS, batch=batch, seq=seq,
+        ).forecast  # fmt: skip
+    except UnpricedError:  # the schedule and what was recorded can be shown without times
+        known = described.machine(next(iter(described.dense_flops_per_s)))
+        program = program_of(model, world, plan, known, batch, seq)
+        return look_at(program, recording, described)
     return look_at(found.program, recording, predicted=found)

@@ -9,6 +9,7 @@ import typer
 from zerofx.cli.app import app
 from zerofx.cli.options import RANKS, Batch, Json, Model, PlanFile, Seq, Set, Stage, World
 from zerofx.cli.programs import plan_of, show
+from zerofx.cli.progress import say
 
 HardwareName = Annotated[
     str, typer.Option("--hardware", help="preset or file: dgx-h100, dgx2-v100-32gb, mine.yaml")
@@ -38,7 +39,7 @@ def predict(
     view = predicted(
         model, None if is_emitted else plan_of(plan, stage, set_), hardware=hardware,
         world_size=world or RANKS, batch=batch, seq=seq, accumulation=accumulation,
-        no_sync=no_sync, clips=clips, optimizer_bytes=optimizer_bytes,
+        no_sync=no_sync, clips=clips, optimizer_bytes=optimizer_bytes, says=say,
     )  # fmt: skip
     show(view, as_json)
     if not view.fits:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zerofx.cli.options import RANKS
+from zerofx.cli.progress import done
 from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
     from zerofx.ir.program import Program
+    from zerofx.machine import Machine
     from zerofx.plan import Plan
 
 
@@ -38,28 +40,29 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     return Plan.from_dict(given)
 
 
-def machine_of(name: str | None) -> Any:
+def machine_of(machine: Machine | str | None) -> Machine:
     from zerofx.machine import machine_for
 
-    return machine_for("cpu", name)
+    return machine_for("cpu", machine)
 
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
     from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.capture import capture
     from zerofx.passes.placement import compute_dtype
-    from zerofx.targets import resolve
+    from zerofx.targets import own_errors, resolve
 
     target = resolve(model, batch, seq)
-    return capture(
-        target.module, target.args, target.kwargs,
-        differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
-        compute_dtype=compute_dtype(plan.precision),
-    )  # fmt: skip
+    with own_errors(model, "its forward"):
+        return capture(
+            target.module, target.args, target.kwargs,
+            differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
+            compute_dtype=compute_dtype(plan.precision),
+        )  # fmt: skip
 
 
 def program_of(
-    model: str, world: int | None, plan: Plan, machine: str | None, batch: int, seq: int,
+    model: str, world: int | None, plan: Plan, machine: Machine | str | None, batch: int, seq: int,
     until: str | None = None, loop: dict[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
@@ -100,4 +103,6 @@ def refuse_directory(model: str) -> None:
 
 
 def show(view: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(view.to_dict(), indent=1) if as_json else str(view))
+    text = json.dumps(view.to_dict(), indent=1) if as_json else str(view)
+    done()
+    typer.echo(text)

@@ -11,6 +11,7 @@ from zerofx.cli.app import app
 from zerofx.cli.options import RANKS, Batch, Json, Model, PlanFile, Seq, Set, Stage, World
 from zerofx.cli.predicted import HardwareName
 from zerofx.cli.programs import plan_of, show
+from zerofx.cli.progress import done, say
 from zerofx.errors import PlanError
 
 Tokens = Annotated[
@@ -34,7 +35,7 @@ def search(
     view = searched(
         model, hardware=hardware, world_size=world or RANKS, global_samples=global_batch,
         batch_tokens=batch_tokens, plan=_settled(plan, stage, set_), batch=batch, seq=seq,
-        nvme=nvme,
+        nvme=nvme, says=say,
     )  # fmt: skip
     show(view, as_json)
 
@@ -57,8 +58,11 @@ def plan_for(
     view = searched(
         model, hardware=hardware, world_size=world, global_samples=global_batch,
         batch_tokens=batch_tokens, plan=_settled(plan, stage, set_), batch=batch, seq=seq,
-        nvme=nvme,
+        nvme=nvme, says=say,
     )  # fmt: skip
+    done()
+    for note in view.notes:
+        typer.echo(note, err=True)
     if out is None:
         typer.echo(view.to_yaml(), nl=False)
         return

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, UnpricedError
 from zerofx.fields import (
     check_names,
     nearest,
@@ -138,11 +138,11 @@ class Hardware:
         Sizes and algorithms are those of the preset for the type of device; rates are ours.
 
         Raises:
-            PlanError: the device does not multiply in that format.
+            UnpricedError: the device does not multiply in that format.
         """
         if compute not in self.dense_flops_per_s:
             known = ", ".join(self.dense_flops_per_s)
-            raise PlanError(
+            raise UnpricedError(
                 f"{self.name} has no rate for matrix products in {compute}; it has {known}: "
                 f"choose one of them as precision, or add dense_flops_per_s[{compute!r}]"
             )

@@ -21,7 +21,6 @@ from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.passes.order import Setting
 from zerofx.plan import Plan
-from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.tiers import Tier
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
@@ -173,7 +172,7 @@ class Bounds:
         half = 2 * part  # of no format of fewer bytes
         if offload.optimizer == "cpu":
             return max(prices.copy(lane, half).us for lane in (Lane.D2H, Lane.H2D))
-        states = part * 4 * (1 + ADAMW_STATES)
+        states = part * (4 + self.family.state_bytes)
         return max(prices.copy(lane, states).us for lane in (Lane.NVME, Lane.TO_NVME))
 
     # -- memory -----------------------------------------------------------------------------
@@ -186,7 +185,7 @@ class Bounds:
         is_away = plan.offload.optimizer != "none"
         lasting = 0.0
         if not is_away:
-            lasting = (master * numel + 4 * ADAMW_STATES * trained) / ranks
+            lasting = (master * numel + self.family.state_bytes * trained) / ranks
         elif plan.offload.parameters == "none":
             lasting = item * numel / ranks
         is_own_copy = ranks == 1 and item == master and not is_away

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofx.analysis.forecast import RESERVED_BYTES
-from zerofx.errors import PlanError
+from zerofx.errors import CaptureError, PlanError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.searching.bounds import Bound, Bounds
 from zerofx.searching.family import Family
 from zerofx.searching.found import Counts, Found
 from zerofx.searching.outcome import Outcome, outcome
+from zerofx.searching.says import Says, silent
 from zerofx.searching.space import Choice, Space
+from zerofx.sizes import format_bytes
 
 # A plan that cannot gain more than this share of the time is not priced.
 TIME_GAP = 0.01
@@ -36,6 +38,7 @@ class Search:
     refused: dict[Choice, str] = field(default_factory=dict)
     bounded: dict[Choice, Bound] = field(default_factory=dict)
     exact: set[Choice] = field(default_factory=set)
+    says: Says = silent
 
     @property
     def hardware(self) -> Hardware:
@@ -47,6 +50,7 @@ class Search:
             try:
                 found = outcome(choice, self.family, self.hardware, self.space.world_size)
                 self.priced[choice] = found
+                self.says(f"{len(self.priced)} plans priced", True)
             except PlanError as error:
                 self.refused[choice] = str(error)
         return self.priced.get(choice)
@@ -56,14 +60,16 @@ class Search:
         choices = list(self.space.choices())
         limit = available_bytes(self.hardware)
         for level in LEVELS:
-            self._fastest_within(level * limit, choices, None if level == 1.0 else MOST_PRICED)
+            memory = format_bytes(round(level * limit))
+            self.says(f"{len(choices):,} plans: the fastest within {memory} a device", False)
+            self.fastest_within(level * limit, choices, None if level == 1.0 else MOST_PRICED)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
         fits = [o for o in self.priced.values() if not o.shortages]
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
         counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
         return Found(self.space, tuple(fits), tuple(self.priced.values()), counts)
 
-    def _fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
+    def fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
         """Price choices in the order of their bounds, until no other can be faster.
 
         At most `most` are priced that were not before, where that is a number.
@@ -80,8 +86,8 @@ class Search:
             least_us, _, choice = heapq.heappop(waiting)
             if least_us * (1 + TIME_GAP) >= best:
                 return
-            bound = self._exactly(choice)
-            if bound.peak_bytes > limit:
+            bound = self.exactly(choice)
+            if bound is None or bound.peak_bytes > limit:
                 continue
             if bound.step_us > least_us:
                 heapq.heappush(waiting, (bound.step_us, choice.place, choice))
@@ -106,11 +112,17 @@ class Search:
             kin.sort(key=lambda choice: choice.holds(self.space.machine))
         return found
 
-    def _exactly(self, choice: Choice) -> Bound:
-        if choice not in self.exact:
-            self.exact.add(choice)
-            self.bounded[choice] = self.bounds.of(choice)
-        return self.bounded[choice]
+    def exactly(self, choice: Choice) -> Bound | None:
+        """Return the bound of a choice, None where the model is not captured at its micro-batch."""
+        if choice not in self.exact and choice not in self.refused:
+            try:
+                self.bounded[choice] = self.bounds.of(choice)
+                self.exact.add(choice)
+            except (CaptureError, TargetError) as error:
+                if choice.samples == self.family.samples:
+                    raise
+                self.refused[choice] = str(error)
+        return self.bounded[choice] if choice in self.exact else None
 
 
 def available_bytes(hardware: Hardware) -> int:

@@ -13,11 +13,11 @@ from zerofx.searching.bounds import Bounds
 from zerofx.searching.engine import Search
 from zerofx.searching.family import Family
 from zerofx.searching.refusals import too_large
-from zerofx.searching.space import Space
+from zerofx.searching.says import Says, silent
+from zerofx.searching.space import NVME, Space
 from zerofx.searching.view import SearchView
 from zerofx.targets import Target, resolve
 
-NVME = "/nvme"  # what plans call the folder, where nothing is said
 FORMATS = ("bf16", "fp16", "fp32")  # the first of equally fast ones
 
 
@@ -32,6 +32,7 @@ def search(
     batch: int = 1,
     seq: int = 128,
     nvme: str = NVME,
+    says: Says = silent,
 ) -> SearchView:
     """Return the plans that fit and the fastest of them; nothing is run or allocated.
 
@@ -42,6 +43,7 @@ def search(
         chosen so that a step has that many.
     plan: its fields stay as they are. Without a precision the fastest format of the hardware is
         taken. batch, seq: of an `hf:` model's call. nvme: the folder that plans name.
+    says: told what is done next, and whether that is of interest until the next thing only.
 
     Raises:
         PlanError: the hardware is unknown, the batch cannot be divided, or nothing fits: what is
@@ -50,14 +52,15 @@ def search(
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
-    family = Family(named, base)
-    samples = _global_samples(family, world_size, global_samples, batch_tokens)
+    family = Family(named, base, says=says)
+    samples, notes = _global_samples(family, world_size, global_samples, batch_tokens)
     space = Space(described, world_size, samples, base, settled, family.tiled, nvme)
-    under_way = Search(family, space, Bounds(family, described, world_size, space.plainest))
+    bounds = Bounds(family, described, world_size, space.plainest)
+    under_way = Search(family, space, bounds, says=says)
     found = under_way.run()
     if not found.fits:
         raise too_large(under_way)
-    return SearchView(found)
+    return SearchView(found, notes)
 
 
 def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
@@ -72,18 +75,40 @@ def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
 
 def _global_samples(
     family: Family, world_size: int, samples: int | None, tokens: int | None
-) -> int:
-    """Return the samples of a step of all ranks."""
+) -> tuple[int, tuple[str, ...]]:
+    """Return the samples of a step of all ranks, and what was made of the tokens asked for."""
     if samples is not None and tokens is not None:
         raise PlanError("search: give the global batch in samples or in tokens, not in both")
     if tokens is not None:
-        samples = tokens // family.tokens
+        return _of_tokens(family, world_size, tokens)
     if samples is None:
         samples = family.samples * world_size
     if samples < world_size or samples % world_size:
         raise PlanError(
-            f"search: a global batch of {samples} samples ({family.tokens} tokens each) cannot be "
-            f"divided among {world_size} ranks; the nearest is "
-            f"{max(1, round(samples / world_size)) * world_size}"
+            f"search: a global batch of {samples} samples cannot be divided among {world_size} "
+            f"ranks; the nearest is {max(1, round(samples / world_size)) * world_size}"
         )
-    return samples
+    return samples, ()
+
+
+def _of_tokens(family: Family, world_size: int, tokens: int) -> tuple[int, tuple[str, ...]]:
+    """Return the most samples, alike on all ranks, that have no more tokens than asked for."""
+    if not family.tokens:
+        raise PlanError(
+            f"search: a global batch of {tokens:,} tokens was asked for, and no input of "
+            f"{family.name} is a matrix of whole numbers, samples by tokens; give it in samples"
+        )
+    least = family.tokens * world_size
+    if tokens < least:
+        raise PlanError(
+            f"search: a global batch of {tokens:,} tokens is less than a sample of "
+            f"{family.tokens:,} on each of {world_size} ranks; give {least:,} or more"
+        )
+    samples = tokens // least * world_size
+    taken = samples * family.tokens
+    if taken == tokens:
+        return samples, ()
+    return samples, (
+        f"{tokens:,} tokens a step were asked for and {taken:,} are taken: {samples:,} samples of "
+        f"{family.tokens:,}, alike on {world_size} ranks",
+    )

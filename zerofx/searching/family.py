@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.analysis.memory import ADAMW_STATE_BYTES
 from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
-from zerofx.errors import TargetError
+from zerofx.errors import CaptureError, TargetError
 from zerofx.ir.program import Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan import Plan
-from zerofx.targets import Target
+from zerofx.searching.says import Says, silent
+from zerofx.targets import Target, own_errors
 
 # Slots, prefetches and transfers of neighbours reach some layers far, and places alternate between
 # neighbours: from this many layers on, two more add what any two more add.
@@ -34,12 +36,19 @@ class Family:
     """One target and its variants; `plan` says how they are captured.
 
     samples: of the example call, found as the first dimension of its first tensor.
+    loop: what is known of the training loop, as `forecast` takes it.
     """
 
     target: Target
     plan: Plan
+    loop: Mapping[str, Any] = field(default_factory=dict)
+    says: Says = silent
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
     _begun: dict[tuple[Any, ...], Program] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return repr(self.target.name)
 
     @cached_property
     def stack(self) -> str:
@@ -78,14 +87,19 @@ class Family:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one sample: columns of the first matrix of whole numbers; else 1."""
+        """Tokens of one sample: columns of the first matrix of whole numbers; 0 without one."""
         for t in self._leaves():
             if isinstance(t, Tensor) and t.dim() == 2 and not t.is_floating_point():
                 return t.shape[1]
-        return 1
+        return 0
 
     def _leaves(self) -> list[Any]:
         return pytree.tree_leaves((self.target.args, self.target.kwargs))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state an element."""
+        return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
 
     @cached_property
     def trained_numel(self) -> int:
@@ -133,16 +147,31 @@ class Family:
     def _program(self, length: int, samples: int) -> Program:
         key = length, samples
         if key not in self._programs:
-            module = self.target.module
-            if length != self.layers:
-                module = _shortened(module, self.stack, length)
-            args, kwargs = self._call(samples)
-            self._programs[key] = capture(
-                module, args, kwargs, differentiate=self.plan.differentiate,
-                outputs=self.plan.outputs, units=self.plan.units,
-                compute_dtype=compute_dtype(self.plan.precision),
-            )  # fmt: skip
+            try:
+                self._programs[key] = self._capture(length, samples)
+            except (CaptureError, TargetError) as error:
+                if samples == self.samples:
+                    raise
+                raise TargetError(
+                    f"model {self.name} is not captured with {samples} samples in place of its "
+                    f"example call's {self.samples}, of which a global batch can have "
+                    f"{self.samples} a rank: {error}"
+                ) from error
         return self._programs[key]
+
+    def _capture(self, length: int, samples: int) -> Program:
+        """Capture the first layers with a micro-batch of so many samples."""
+        module, plan = self.target.module, self.plan
+        layers = f" with {length} of {self.layers} layers" if self.stack else ""
+        self.says(f"capturing {self.name}{layers}, {samples} samples", True)
+        if length != self.layers:
+            module = _shortened(module, self.stack, length)
+        args, kwargs = self._call(samples)
+        with own_errors(self.target.name, "its forward"):
+            return capture(
+                module, args, kwargs, differentiate=plan.differentiate, outputs=plan.outputs,
+                units=plan.units, compute_dtype=compute_dtype(plan.precision),
+            )  # fmt: skip
 
     def _call(self, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the example call with another number of samples."""

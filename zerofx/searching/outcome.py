@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ LOOPED = 3
 class Outcome:
     """Figures of one rank's step under one choice.
 
+    tokens: of one sample, 0 where inputs are no sequences.
     figures: by name; `busy`, `exposed` and `bytes` of a lane follow its name after a colon.
     """
 
@@ -48,17 +50,15 @@ class Outcome:
         return round(self.figures["nvme_bytes"])
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens that all ranks train on in a second."""
+    def samples_per_s(self) -> float:
+        """Samples that all ranks train on in a second."""
         choice = self.choice
-        return (
-            1e6
-            * self.tokens
-            * choice.samples
-            * choice.accumulation
-            * self.world_size
-            / (self.step_us)
-        )
+        return 1e6 * choice.samples * choice.accumulation * self.world_size / self.step_us
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all ranks train on in a second; 0 where inputs are no sequences."""
+        return self.tokens * self.samples_per_s
 
     def lane(self, what: str) -> dict[str, float]:
         """Return `busy` or `exposed` microseconds, or `bytes`, by lane."""
@@ -80,6 +80,11 @@ class Outcome:
         return tuple(s for s in found if s.needed_bytes > s.available_bytes)
 
     @property
+    def fits(self) -> bool:
+        """Whether devices, hosts and NVMe hold what they should."""
+        return not self.shortages
+
+    @property
     def covered_us(self) -> float:
         """The step without any wait for a transfer: what better overlap could reach."""
         waits = self.lane("exposed")
@@ -87,7 +92,7 @@ class Outcome:
 
     @property
     def missing_bytes(self) -> int:
-        return sum(s.needed_bytes - s.available_bytes for s in self.shortages)
+        return sum(s.missing_bytes for s in self.shortages)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan, the loop and the figures as plain values."""
@@ -96,7 +101,8 @@ class Outcome:
             "accumulation": self.choice.accumulation,
             "no_sync": self.choice.no_sync,
         }
-        found = {"tokens_per_s": self.tokens_per_s, **self.figures}
+        rates = {"samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
+        found = {**rates, **self.figures}
         return {"words": self.choice.words(), **loop, **found, "plan": self.choice.plan.to_dict()}
 
 
@@ -111,26 +117,26 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
         choice.plan, world_size, machine, loop=Loop(choice.accumulation, choice.no_sync)
     )
     programs = family.finished(choice.samples, setting, choice.shape)
-    found = [_looped(choice, program, hardware) for program in programs]
+    found = [_looped(choice, program, hardware, family.loop) for program in programs]
     names = dict.fromkeys(name for figures in found for name in figures)
     figures = {n: family.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
     return Outcome(choice, hardware, world_size, family.tokens, figures)
 
 
-def _looped(choice: Choice, finished: Program, hardware: Hardware) -> dict[str, float]:
+def _looped(
+    choice: Choice, finished: Program, hardware: Hardware, known: Mapping[str, Any]
+) -> dict[str, float]:
     """Return a step's figures; of many micro-batches, by what one more adds to a few."""
+
+    def of(accumulation: int) -> dict[str, float]:
+        finished.loop = Loop(accumulation, choice.no_sync)
+        return _figures(forecast(finished, hardware, **known))
+
     if choice.accumulation <= LOOPED + 1:
-        return _figures(forecast(finished, hardware))
-    few, more = (_with_loop(finished, n, choice.no_sync, hardware) for n in (LOOPED, LOOPED + 1))
+        return of(choice.accumulation)
+    few, more = of(LOOPED), of(LOOPED + 1)
     left = choice.accumulation - LOOPED
     return {n: v + left * (more.get(n, 0.0) - v) for n, v in few.items()}
-
-
-def _with_loop(
-    finished: Program, accumulation: int, no_sync: bool, hardware: Hardware
-) -> dict[str, float]:
-    finished.loop = Loop(accumulation, no_sync)
-    return _figures(forecast(finished, hardware))
 
 
 def _figures(found: Forecast) -> dict[str, float]:

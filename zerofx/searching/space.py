@@ -14,6 +14,7 @@ from zerofx.machine import Machine
 from zerofx.plan import Plan
 
 MIB = 2**20
+NVME = "/nvme"  # what plans call the folder, where nothing is said
 # Fields that a search sets; what the user's plan sets of them stays as it is.
 SEARCHED = (
     "stage", "shard_axis_size", "activations", "tiling", "offload", "update", "prefetch",
@@ -79,7 +80,7 @@ class Space:
     """What may be combined: a hardware, a world, a global batch, and what the user has settled.
 
     settled: plan fields that stay as they are. tiled: name patterns of large linears. nvme: the
-    folder that plans name where they use that tier.
+    folder that plans name where they use that tier. most_samples: of a micro-batch, None for any.
     """
 
     hardware: Hardware
@@ -89,6 +90,7 @@ class Space:
     settled: frozenset[str]
     tiled: tuple[str, ...]
     nvme: str
+    most_samples: int | None = None
 
     @cached_property
     def machine(self) -> Machine:
@@ -117,8 +119,9 @@ class Space:
         """Yield (samples, accumulation) with their product a rank's part, the largest first."""
         part = self.global_samples // self.world_size
         for accumulation in range(1, part + 1):
-            if part % accumulation == 0:
-                yield part // accumulation, accumulation
+            samples = part // accumulation
+            if part % accumulation == 0 and samples <= (self.most_samples or samples):
+                yield samples, accumulation
 
     def _fields(self, accumulation: int) -> Iterator[dict[str, Any]]:
         axes = ("stage", "shard_axis_size", "activations", "offload", "update", "tiling")
@@ -130,7 +133,10 @@ class Space:
                 yield fields
 
     def _of(self, name: str, values: Iterable[Any]) -> list[Any]:
-        return [self.base.to_dict()[name]] if name in self.settled else list(values)
+        own, found = self.base.to_dict()[name], list(values)
+        if name in self.settled:
+            return [own]
+        return found if own in found else [own, *found]
 
     def _is_sensible(self, fields: Mapping[str, Any], accumulation: int) -> bool:
         """Leave out what is another choice by another name, or can gain nothing."""

@@ -9,15 +9,20 @@ from zerofx.plan import Plan
 from zerofx.searching.found import TIE, Found
 from zerofx.searching.outcome import Outcome
 from zerofx.sizes import format_bytes
+from zerofx.views.timeline import format_us
 
 LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing
 
 
 @dataclass(frozen=True)
 class SearchView:
-    """The end of a search: print it, take `plan`, or `to_dict()` for JSON."""
+    """The end of a search: print it, take `plan`, or `to_dict()` for JSON.
+
+    notes: what of the call was taken otherwise than it was given.
+    """
 
     found: Found
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Outcome:
@@ -36,8 +41,9 @@ class SearchView:
             f"{counts.considered} plans considered: {counts.too_large} hold too much by a bound, "
             f"{counts.too_slow} could not be the fastest, {counts.priced} priced, "
             f"{counts.refused} cannot be",
+            *self.notes,
             "",
-            f"{'ms a step':>10} {'tokens/s':>10} {'a device':>10} {'host':>10}  plan",
+            f"{'step':>10} {self._rate:>10} {'a device':>10} {'host':>10}  plan",
         ]
         lines += [_row(each) for each in self.found.front]
         if self.found.runner_up is not None:
@@ -45,6 +51,10 @@ class SearchView:
             lines += [f"  {why}" for why in why_slower(self.found.runner_up, self.best)]
         lines += _not_fitting(self.found)
         return "\n".join(lines)
+
+    @property
+    def _rate(self) -> str:
+        return "tokens/s" if self.best.tokens else "samples/s"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the front, the runner-up and the counts as plain values."""
@@ -54,6 +64,7 @@ class SearchView:
             "hardware": self.found.space.hardware.name,
             "world_size": self.found.space.world_size,
             "global_samples": self.found.space.global_samples,
+            "notes": list(self.notes),
             "considered": counts.considered, "too_large": counts.too_large,
             "too_slow": counts.too_slow, "priced": counts.priced, "refused": counts.refused,
             "best": self.best.to_dict(),
@@ -66,20 +77,28 @@ class SearchView:
         """Return the fastest plan as a file for `zerofx.compile`; comments say its loop."""
         best, space = self.best, self.found.space
         choice = best.choice
-        loop = f"{choice.accumulation} micro-batches of {choice.samples} samples a rank and step"
+        several = "es" if choice.accumulation > 1 else ""
+        loop = f"{choice.accumulation} micro-batch{several} of {choice.samples} samples a rank"
+        syncs = ", all but the last under no_sync" if choice.no_sync else ""
         lines = [
             f"# The fastest plan found for {space.world_size} ranks of {space.hardware.name}.",
-            f"# The loop: {loop}{', all but the last under no_sync' if choice.no_sync else ''}.",
-            f"# Predicted: {best.step_us / 1e3:.1f} ms a step, "
-            f"{best.tokens_per_s:,.0f} tokens/s, {format_bytes(best.peak_bytes)} a device.",
+            f"# The loop: {loop} and step{syncs}.",
+            f"# Predicted: {format_us(best.step_us)} a step, {_rate(best)} {self._rate}, "
+            f"{format_bytes(best.peak_bytes)} a device.",
         ]
         return "\n".join(lines) + "\n" + best.choice.plan.to_yaml()
+
+
+def _rate(each: Outcome) -> str:
+    """Return what all ranks train on in a second: tokens, or samples where there are none."""
+    rate = each.tokens_per_s if each.tokens else each.samples_per_s
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _row(each: Outcome) -> str:
     host = format_bytes(each.host_bytes) if each.host_bytes else "-"
     return (
-        f"{each.step_us / 1e3:>10.1f} {each.tokens_per_s:>10,.0f} "
+        f"{format_us(each.step_us):>10} {_rate(each):>10} "
         f"{format_bytes(each.peak_bytes):>10} {host:>10}  {each.choice.words()}"
     )
 
@@ -100,7 +119,7 @@ def why_slower(slower: Outcome, best: Outcome) -> list[str]:
         extra = moved.get(name, 0.0) - before.get(name, 0.0)
         sent = f", {format_bytes(round(abs(extra)))} {'more' if extra > 0 else 'less'}"
         lines.append(
-            f"{abs(more) / 1e3:.1f} ms {'more' if more > 0 else 'less'}: {lane}"
+            f"{format_us(abs(more))} {'more' if more > 0 else 'less'}: {lane}"
             + (sent if name != lane and extra else "")
         )
     return lines or ["no lane differs by more than noise: the schedules cost the same"]
@@ -119,6 +138,6 @@ def _not_fitting(found: Found) -> list[str]:
     if not faster:
         return []
     first = min(faster, key=lambda o: (o.step_us, o.choice.place))
-    gain = (best_us - first.step_us) / 1e3
-    lines = ["", f"would be {gain:.1f} ms faster, if it fitted: {first.choice.words()}"]
+    gain = format_us(best_us - first.step_us)
+    lines = ["", f"would be {gain} faster, if it fitted: {first.choice.words()}"]
     return [*lines, *(f"  {shortage}" for shortage in first.shortages)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,13 +74,19 @@ def _region(step: Step, nodes: list[fx.Node]) -> Detail:
     leaving = [n for n in compute if any(u not in inside for u in n.users) and not is_alias(n)]
     made = [value(n) for n in leaving if isinstance(value(n), torch.Tensor)]
     names = tuple(
-        f"{callee(n.target).removeprefix('aten.')}  {describe(value(n))}"
+        f"{_operator(n)}  {describe(value(n))}"
         for n in compute
         if not is_alias(n) and isinstance(value(n), torch.Tensor)
     )
     line = next((info(n).line for n in compute if info(n).line), "")
     shapes = ", ".join(dict.fromkeys(describe(v) for v in made))
     return Detail(step, shapes, sum(map(nbytes, made)), line, _some(names))
+
+
+def _operator(node: fx.Node) -> str:
+    """Name what makes a value: of one of several results, what makes them all."""
+    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return callee(made_by.target).removeprefix("aten.")
 
 
 def _first_reader(launch: fx.Node, owner: Mapping[fx.Node, str]) -> str:

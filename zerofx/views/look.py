@@ -13,7 +13,7 @@ from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
-from zerofx.views.bars import Bar, Track, lane_lines, measured_track, timeline_track
+from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.details import details
 from zerofx.views.page import render
 from zerofx.views.page_data import page_data
@@ -30,6 +30,7 @@ class Look:
     starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
     predicted: what was foreseen on some hardware, if anything was.
     in_steps: no times are known: the only track is the schedule, each step one wide.
+    unpriced: why nothing was foreseen on the hardware that was asked for.
     """
 
     program: Program
@@ -38,18 +39,34 @@ class Look:
     starts: tuple[int, ...]
     predicted: Forecast | None = None
     in_steps: bool = False
+    unpriced: str = ""
 
     def __str__(self) -> str:
         lines = [f"# {title(self.program)}"]
+        lines += [f"no predicted times: {self.unpriced}"] if self.unpriced else []
         for track in self.tracks:
             end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
+        lines += ["", LEGEND]
+        if any(track.memory for track in self.tracks):
+            lines += ["", *self._memory_lines()]
         return "\n".join(lines)
+
+    def _memory_lines(self) -> list[str]:
+        """Return the peak as it was predicted, and beside it as each rank measured it."""
+        foreseen = self.schedule.memory.peak_bytes
+        lines = [f"{'peak memory':<22}{format_bytes(foreseen):>12}   predicted"]
+        return lines + [
+            f"{'':<22}{format_bytes(track.memory.peak_bytes):>12}   {track.name} "
+            f"({beside(track.memory.peak_bytes, foreseen)})"
+            for track in self.tracks
+            if track.memory
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the page shows, as plain values, but for the passes."""
-        return page_data(self, passes=False)
+        return page_data(self, passes=False) | {"unpriced": self.unpriced}
 
     def page(self, path: str | os.PathLike[str], passes: bool = True) -> Path:
         """Write the HTML page. passes: with what each pass changed."""
@@ -70,6 +87,10 @@ class Look:
         """Return what stands above the page's picture: (name, value)."""
         report, plan = self.schedule.memory, self.program.plan
         found = [("peak memory a rank", format_bytes(report.peak_bytes))]
+        for track in (t for t in self.tracks if t.memory):
+            peak = track.memory.peak_bytes if track.memory else 0
+            said = f"{format_bytes(peak)} ({beside(peak, report.peak_bytes)})"
+            found.append((f"peak memory, {track.name}", said))
         if plan is not None and plan.memory_budget:
             found.append(("memory budget", format_bytes(plan.memory_budget)))
         if report.host_bytes:
@@ -81,6 +102,8 @@ class Look:
             found.append((f"step, {track.name}", f"{format_us(track.step_us)} ({low} .. {high})"))
         if self.predicted is not None:
             found += _foreseen(self.predicted)
+        if self.unpriced:
+            found.append(("no predicted times", self.unpriced))
         found += [("world", str(self.program.world_size))]
         found += [("steps of the schedule", str(len(self.schedule.steps)))]
         if plan is not None:
@@ -91,19 +114,38 @@ class Look:
         """Return the memory over the track's time."""
         times = step_times(track, self.schedule)
         held = [(t[0], s.resident_bytes) for t, s in zip(times, self.schedule.steps, strict=True)]
-        return {"memory, predicted": held}
+        found = {"memory, predicted": held}
+        if track.memory:
+            measured = track.memory.held
+            found["memory, measured"] = [
+                (t[0], measured[s.name])
+                for t, s in zip(times, self.schedule.steps, strict=True)
+                if s.name in measured
+            ]
+        return found
 
 
 def look(
-    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured]
-) -> Look:
-    """Return a program's look from what was predicted and recorded of it."""
+    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured],
+    unpriced: str = "",
+) -> Look:  # fmt: skip
+    """Return a program's look from what was predicted and recorded of it.
+
+    unpriced: why nothing was predicted on the hardware that was asked for.
+    """
     tracks = [] if predicted is None else [timeline_track(predicted)]
     tracks += [measured_track(m) for m in recorded]
     starts = [0] * (predicted is not None) + [m.walls_ns[m.typical] for m in recorded]
     if not tracks:
-        return Look(program, schedule, (step_track(schedule),), (0,), in_steps=True)
-    return Look(program, schedule, tuple(tracks), tuple(starts), predicted)
+        track = step_track(schedule)
+        return Look(program, schedule, (track,), (0,), in_steps=True, unpriced=unpriced)
+    return Look(program, schedule, tuple(tracks), tuple(starts), predicted, unpriced=unpriced)
+
+
+def beside(measured: int, predicted: int) -> str:
+    """Say how much more or less was measured than predicted: `0.4 % more than predicted`."""
+    percent = f"{abs(measured / predicted - 1.0) * 100:.1f}"
+    return f"{percent} % {'more' if measured >= predicted else 'less'} than predicted"
 
 
 def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:

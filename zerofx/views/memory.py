@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ _WAYS = {
     D2H: "to its host", H2D: "from its host", NVME_READ: "from its nvme", NVME_WRITE: "to its nvme",
 }  # fmt: skip
 NAMES = 16  # of the largest things held at the peak
+MIN_NAME, MIN_MODULE = 36, 28  # columns of their names and modules, where those are shorter
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,20 @@ class MemoryView:
         return "  ".join(p for p in parts if p)
 
     def _names(self) -> list[str]:
-        lines = ["largest at the peak, identical layers together"]
-        for (category, name, module, line), (nbytes, count) in self._merged():
-            times = f" x{count}" if count > 1 else ""
-            what = f"{name + times:<36} {module:<28} {line}"
-            lines.append(f"  {format_bytes(nbytes):>10}  {category:<14} {what}".rstrip())
-        return [*lines, ""]
+        rows = _rows(self.memory.held_at(self.memory.peak_time), NAMES)
+        return ["largest at the peak, identical layers together", *rows, ""]
 
-    def _merged(self) -> list[tuple[tuple[str, ...], tuple[int, int]]]:
-        """Return what takes most at the peak: (category, name, module, line) -> (bytes, count)."""
-        sums: dict[tuple[str, ...], tuple[int, int]] = {}
-        first: dict[tuple[str, ...], Held] = {}
-        for held in self.memory.held_at(self.memory.peak_time):
-            kind, name = held.category.value, _stem(held)
-            key = (kind, name, without_numbers(held.module), held.line)
-            first.setdefault(key, held)
-            nbytes, count = sums.get(key, (0, 0))
-            sums[key] = nbytes + held.nbytes, count + 1
-        ranked = sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:NAMES]
-        return [(_label(first[key], key, count), (n, count)) for key, (n, count) in ranked]
+    def largest(self, tier: str, most: int) -> list[str]:
+        """Return lines of what takes most of a tier at the peak: "each device", "host memory ..",
+        "nvme .."; where host memory is the device's, of that."""
+        report = self.memory
+        away = {"host": report.on_host, "nvme": report.on_nvme}.get(tier.split()[0], ())
+        held = [
+            Held(s.category, s.name, s.nbytes, s.where.module or s.where.unit, s.where.line)
+            for s in away
+            if s.birth <= report.peak_time <= s.death
+        ]
+        return _rows(held or report.held_at(report.peak_time), most)
 
     def _sent(self) -> list[str]:
         lines = ["sent by a rank in a step"]
@@ -146,6 +143,31 @@ class MemoryView:
                 for kind, s in (*self.traffic.kinds.items(), *self.traffic.moved.items())
             },
         }  # fmt: skip
+
+
+def _merged(all_: Sequence[Held], most: int) -> list[tuple[tuple[str, ...], tuple[int, int]]]:
+    """Return what takes most of it: (category, name, module, line) -> (bytes, count)."""
+    sums: dict[tuple[str, ...], tuple[int, int]] = {}
+    first: dict[tuple[str, ...], Held] = {}
+    for held in all_:
+        kind, name = held.category.value, _stem(held)
+        key = (kind, name, without_numbers(held.module), held.line)
+        first.setdefault(key, held)
+        nbytes, count = sums.get(key, (0, 0))
+        sums[key] = nbytes + held.nbytes, count + 1
+    ranked = sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:most]
+    return [(_label(first[key], key, count), (n, count)) for key, (n, count) in ranked]
+
+
+def _rows(all_: Sequence[Held], most: int) -> list[str]:
+    """Return a line each of what takes most of it, in columns as wide as their longest word."""
+    found = []
+    for (category, name, module, line), (nbytes, count) in _merged(all_, most):
+        times = f" x{count}" if count > 1 else ""
+        found.append((name + times, module, line, f"{format_bytes(nbytes):>10}  {category:<14}"))
+    wide = max(MIN_NAME, *(len(n) for n, *_ in found)) if found else 0
+    widest = max(MIN_MODULE, *(len(m) for _, m, *_ in found)) if found else 0
+    return [f"  {size} {n:<{wide}} {m:<{widest}} {at}".rstrip() for n, m, at, size in found]
 
 
 def _label(held: Held, key: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -10,7 +10,14 @@ from typing import Any
 import jinja2
 
 _HERE = Path(__file__).parent / "templates"
-_SCRIPTS = ("page_axis.js", "page_lanes.js", "page_memory.js", "page_tables.js", "page.js")
+_SCRIPTS = (
+    "page_axis.js",
+    "page_lanes.js",
+    "page_memory.js",
+    "page_words.js",
+    "page_tables.js",
+    "page.js",
+)
 
 
 def render(data: dict[str, Any], facts: Sequence[tuple[str, str]]) -> str:

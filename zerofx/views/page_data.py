@@ -12,7 +12,7 @@ from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.text import without_numbers
-from zerofx.views.bars import Track
+from zerofx.views.bars import Bar, Track
 from zerofx.views.details import Detail, details
 from zerofx.views.page_memory import Texts, largest_storages, memory_by_step, step_times
 from zerofx.views.schedule import title
@@ -113,16 +113,27 @@ def layers(schedule: Schedule) -> list[list[Any]]:
 
 def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str, Any]:
     """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
-    note, 1 where it is on the critical path.
+    note, 1 where it is on the critical path. held: what was measured at each step, -1: nothing.
     """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
-         round(bar.start_us, 2), round(bar.end_us, 2), bar.note, int(bar.name in track.critical)]
+         round(bar.start_us, 2), round(bar.end_us, 2), _note(bar, place),
+         int(bar.name in track.critical)]
         for bar in track.bars
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
+    held = []
+    if track.memory:
+        held = [track.memory.held.get(step.name, -1) for step in schedule.steps]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
-            "note": track.note}  # fmt: skip
+            "note": track.note, "held": held, "step": track.step_us,
+            "peak_bytes": track.memory.peak_bytes if track.memory else 0}  # fmt: skip
+
+
+def _note(bar: Bar, place: dict[str, int]) -> str:
+    """Return what is said of a bar; of one that is no step, its unit too."""
+    unit = f"unit {bar.unit}\n" if bar.unit and bar.name not in place else ""
+    return unit + bar.note
 
 
 def _history(entries: Sequence[Entry]) -> list[dict[str, Any]]:

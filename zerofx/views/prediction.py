@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 from zerofx.analysis.forecast import Forecast, Range
 from zerofx.sizes import format_bytes
@@ -12,18 +13,43 @@ from zerofx.views.memory import MemoryView
 from zerofx.views.schedule import title
 from zerofx.views.timeline import TimelineView, format_us
 
+LARGEST = 4  # tensors that are named where a tier is too small
+
+
+class WayOut(Protocol):
+    """What to change of a plan that does not fit; `plan` is the nearest one that does."""
+
+    @property
+    def plan(self) -> Any: ...
+    def lines(self) -> list[str]: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
 
 @dataclass(frozen=True)
 class PredictionView:
-    """What is known of a step before it runs: print it, or take `to_dict()` for JSON."""
+    """What is known of a step before it runs: print it, or take `to_dict()` for JSON.
+
+    seek: looks for what fits in place of a plan that does not; None where the plan is settled.
+    """
 
     forecast: Forecast
     memory: MemoryView
+    seek: Callable[[], WayOut] | None = None
 
     @property
     def fits(self) -> bool:
         """Whether devices, hosts and NVMe hold what they should."""
         return not self.forecast.shortages
+
+    @property
+    def missing_bytes(self) -> dict[str, int]:
+        """How much is missing, by tier; empty where the plan fits."""
+        return {s.tier: s.missing_bytes for s in self.forecast.shortages}
+
+    @cached_property
+    def way_out(self) -> WayOut | None:
+        """The nearest plan that fits, looked for when first asked; None where this one does."""
+        return self.seek() if self.seek is not None and not self.fits else None
 
     @property
     def step_us(self) -> float:
@@ -59,10 +85,15 @@ class PredictionView:
         ]  # fmt: skip
 
     def _fit(self) -> list[str]:
-        found = [f"does not fit: {s}" for s in self.forecast.shortages]
-        if not found:
+        if self.fits:
             return ["fits: devices, host memory and nvme hold it"]
-        return [*found, "zerofx search finds the plans that fit, or the nearest one"]
+        found = []
+        for shortage in self.forecast.shortages:
+            found.append(f"does not fit: {shortage}")
+            found += [f"  {line}" for line in self.memory.largest(shortage.tier, LARGEST)]
+        if self.way_out is None:
+            return [*found, "this program is finished: zerofx search on its model finds what fits"]
+        return [*found, *self.way_out.lines()]
 
     def _rows(self) -> list[tuple[str, list[str]]]:
         """Return each figure's name with its least, middle and most as text."""
@@ -98,7 +129,8 @@ class PredictionView:
             "hardware": found.hardware.name,
             "world_size": found.program.world_size,
             "fits": self.fits,
-            "shortages": [asdict(s) for s in found.shortages],
+            "shortages": [{**asdict(s), "missing_bytes": s.missing_bytes} for s in found.shortages],
+            "way_out": self.way_out.to_dict() if self.way_out is not None else None,
             **{name: asdict(r) for name, r in ranges.items()},
             "lane_bytes": {lane.value: n for lane, n in found.lane_bytes().items()},
             "memory": self.memory.to_dict(),

@@ -19,6 +19,16 @@ function time(us, figures = 3) {
   return Number((us / size).toPrecision(figures)) + " " + unit;
 }
 
+// Colours of the page's own light or dark style.
+const ui = {};
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["ink", "dim", "paper", "soft", "grid", "cut", "edge", "limit", "critical"]) {
+    ui[name] = style.getPropertyValue("--" + name).trim();
+  }
+}
+readColours();
+
 // Where a track leaves out the identical layers behind the first: {from, to, layer}.
 const opened = new Set();
 let isFolded = false;
@@ -82,6 +92,9 @@ function zoom(factor, at = (axis.from + axis.to) / 2) {
 }
 refold();
 show(0, axis.length);
+
+// The track whose time is written above the lanes, and under which the memory lies.
+let main = D.tracks[0];
 
 // The step at a track's time.
 function stepAt(track, t) {

@@ -50,56 +50,68 @@ function prepare(canvas, height) {
   const g = canvas.getContext("2d");
   g.setTransform(ratio, 0, 0, ratio, 0, 0);
   g.clearRect(0, 0, width, height);
-  g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+  g.font = FONT;
   g.textBaseline = "middle";
   return [g, width];
 }
 function xOf(at, width) { return MARGIN + (at - axis.from) / (axis.to - axis.from) * (width - MARGIN); }
 function atOf(x, width) { return axis.from + (x - MARGIN) / (width - MARGIN) * (axis.to - axis.from); }
 
-function ticks() {
-  const span = axis.to - axis.from, step = 10 ** Math.floor(Math.log10(span / 5));
-  const size = [1, 2, 5, 10].map((k) => k * step).find((s) => span / s <= 9);
-  const found = [];
-  for (let at = Math.ceil(axis.from / size) * size; at <= axis.to; at += size) found.push(at);
+// Round times of the main track that are in sight, with their place on the axis; none within cuts.
+function ticks(width) {
+  const span = axis.to - axis.from, most = Math.max(2, Math.floor((width - MARGIN) / 110));
+  const step = 10 ** Math.floor(Math.log10(span / most));
+  const size = [1, 2, 5, 10].map((k) => k * step).find((k) => span / k <= most);
+  const found = [], f = main.folding;
+  for (let t = Math.ceil(f.from(axis.from) / size) * size; f.to(t) <= axis.to && found.length < 200; t += size) {
+    const cut = f.cuts.find((c) => t > c.from && t < c.to);
+    if (cut) t = Math.floor(cut.to / size) * size;
+    else found.push([f.to(t), t]);
+  }
   return found;
 }
 
 let hovered = null;
+const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 function drawLanes() {
   const [g, width] = prepare(lanes, lanesHeight);
-  g.strokeStyle = "#e8ecf1";
-  g.fillStyle = "#66758a";
+  g.strokeStyle = ui.grid;
+  g.fillStyle = ui.dim;
   g.textAlign = "center";
-  const main = D.tracks[0];
-  for (const at of ticks()) {
+  for (const [at, t] of ticks(width)) {
     const x = xOf(at, width);
     g.beginPath(); g.moveTo(x, RULER - 4); g.lineTo(x, lanesHeight); g.stroke();
-    if (main && x < width - 24 && x > MARGIN + 14) g.fillText(time(main.folding.from(at), 4), x, 7);
+    if (x < width - 24 && x > MARGIN + 14) g.fillText(time(t, 5), x, 7);
   }
   for (const row of rows) drawRow(g, width, row);
   for (const track of D.tracks) drawCuts(g, width, track);
   if (hovered) drawFlow(g, width, hovered);
   g.clearRect(0, RULER, MARGIN - 4, lanesHeight);
-  g.textAlign = "right";
-  for (const row of rows) {
-    if (row.head) {
-      g.textAlign = "left"; g.fillStyle = "#1d2733"; g.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
-      g.fillText(row.head, 0, row.y + HEAD / 2 + 1);
-      const beside = Math.max(MARGIN, g.measureText(row.head).width + 12);
-      g.font = "11px system-ui, 'DejaVu Sans', sans-serif"; g.fillStyle = "#66758a";
-      g.fillText(row.note, beside, row.y + HEAD / 2 + 1);
-      g.textAlign = "right";
-    } else {
-      g.fillStyle = "#66758a";
-      g.fillText(row.label, MARGIN - 8, row.y + ROW / 2);
-    }
-  }
+  for (const row of rows) row.head ? drawHead(g, width, row) : drawLabel(g, row);
+}
+function drawHead(g, width, row) {
+  g.textAlign = "left"; g.fillStyle = ui.ink; g.font = "600 " + FONT;
+  g.fillText(row.head, 0, row.y + HEAD / 2 + 1);
+  const beside = Math.max(MARGIN, g.measureText(row.head).width + 12);
+  g.font = FONT; g.fillStyle = ui.dim;
+  g.fillText(fitting(g, row.note, width - beside), beside, row.y + HEAD / 2 + 1);
+}
+function drawLabel(g, row) {
+  g.textAlign = "right"; g.fillStyle = ui.dim;
+  g.fillText(row.label, MARGIN - 8, row.y + ROW / 2);
+}
+// As much of a text as there is room for.
+function fitting(g, text, room) {
+  let width = g.measureText(text).width;
+  if (width <= room) return text;
+  let most = Math.floor(text.length * room / width);
+  while (most > 0 && g.measureText(text.slice(0, most) + "…").width > room) most--;
+  return most > 1 ? text.slice(0, most).trimEnd() + "…" : "";
 }
 
 function drawRow(g, width, row) {
   if (!row.bars) return;
-  g.fillStyle = "#f5f7fa";
+  g.fillStyle = ui.soft;
   g.fillRect(MARGIN, row.y, width - MARGIN, ROW);
   let last = -1; // what ends before the pixel drawn last is under it
   for (const bar of row.bars) {
@@ -110,7 +122,7 @@ function drawRow(g, width, row) {
     g.globalAlpha = hovered && hovered !== bar ? 0.75 : 1;
     g.fillRect(x, row.y, Math.max(1, w - (w > 4 ? 1 : 0)), ROW);
     if (bar.critical) {
-      g.fillStyle = "#10151c";
+      g.fillStyle = ui.critical;
       g.fillRect(x, row.y + ROW - 2, Math.max(1, w - (w > 4 ? 1 : 0)), 2);
     }
     last = x + w;
@@ -120,13 +132,18 @@ function drawRow(g, width, row) {
 }
 
 function label(g, bar, x, w, y) {
-  const text = title(bar);
-  g.fillStyle = ["launch", "release"].includes(bar.kind) ? "#1d2733" : "#fff";
+  g.fillStyle = inkOn(colour(bar));
   g.textAlign = "left";
-  g.save();
-  g.beginPath(); g.rect(x, y, w - 4, ROW); g.clip();
-  g.fillText(text, x + 4, y + ROW / 2 + 1);
-  g.restore();
+  g.fillText(fitting(g, title(bar), w - 9), x + 4, y + ROW / 2 + 1);
+}
+// Dark or white, whichever is the easier to read on a colour.
+const inks = new Map();
+function inkOn(hex) {
+  if (!inks.has(hex)) {
+    const [r, g, b] = [1, 3, 5].map((k) => (parseInt(hex.slice(k, k + 2), 16) / 255) ** 2.2);
+    inks.set(hex, 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#10151c" : "#fff");
+  }
+  return inks.get(hex);
 }
 function title(bar) {
   const s = bar.step;
@@ -142,9 +159,9 @@ function drawCuts(g, width, track) {
   for (const c of track.folding.cuts) {
     const x = xOf(track.folding.to(c.from), width), w = xOf(track.folding.to(c.to), width) - x;
     if (x + w < MARGIN || x > width) continue;
-    g.fillStyle = "#eef1f5"; g.fillRect(x, top, w, bottom - top);
-    g.strokeStyle = "#9aa8b9"; g.setLineDash([3, 3]); g.strokeRect(x + 0.5, top + 0.5, w - 1, bottom - top - 1); g.setLineDash([]);
-    g.fillStyle = "#1d2733"; g.textAlign = "center";
+    g.fillStyle = ui.cut; g.fillRect(x, top, w, bottom - top);
+    g.strokeStyle = ui.edge; g.setLineDash([3, 3]); g.strokeRect(x + 0.5, top + 0.5, w - 1, bottom - top - 1); g.setLineDash([]);
+    g.fillStyle = ui.ink; g.textAlign = "center";
     g.fillText(`+ ${D.layers[c.layer][2] - 1}`, x + w / 2, (top + bottom) / 2);
   }
 }
@@ -156,11 +173,11 @@ function drawFlow(g, width, bar) {
   if (!to) return;
   const f = bar.track.folding;
   const x0 = xOf(f.to(bar.from), width), x1 = xOf(f.to(to.from), width);
-  g.strokeStyle = "#1d2733"; g.lineWidth = 1.5;
+  g.strokeStyle = ui.ink; g.lineWidth = 1.5;
   g.beginPath(); g.moveTo(x0, bar.y + ROW / 2);
   g.bezierCurveTo((x0 + x1) / 2, bar.y + ROW / 2, (x0 + x1) / 2, to.y + ROW / 2, x1, to.y + ROW / 2);
   g.stroke(); g.lineWidth = 1;
-  g.fillStyle = "#1d2733";
+  g.fillStyle = ui.ink;
   g.beginPath(); g.arc(x1, to.y + ROW / 2, 3, 0, 7); g.fill();
 }
 

@@ -5,13 +5,9 @@ const CATEGORY = {
 };
 const HEIGHT = 150;
 const memory = document.getElementById("memory");
-const main = D.tracks[0];
 // A limit far above the peak would flatten the curve: it is said above the picture.
 const limits = D.limits.filter(([, n]) => n < 3 * D.peak_bytes);
-const top_bytes = 1.06 * Math.max(1, D.peak_bytes, ...limits.map(([, n]) => n));
-
-document.getElementById("legend").innerHTML = D.memory.categories
-  .map((name) => `<span><i style="background:${CATEGORY[name]}"></i>${name}</span>`).join("");
+const top_bytes = 1.1 * Math.max(1, D.peak_bytes, ...D.tracks.map((t) => t.peak_bytes), ...limits.map(([, n]) => n));
 
 function yOf(n) { return HEIGHT - 4 - n / top_bytes * (HEIGHT - 12); }
 
@@ -39,18 +35,33 @@ function drawMemory() {
   }
   g.textAlign = "right";
   for (let k = 0; k <= 3; k++) {
-    const n = top_bytes / 1.06 * k / 3;
-    g.fillStyle = "#66758a"; g.fillText(bytes(Math.round(n)), MARGIN - 8, yOf(n));
+    const n = top_bytes / 1.1 * k / 3;
+    g.fillStyle = ui.dim; g.fillText(bytes(Math.round(n)), MARGIN - 8, yOf(n));
     g.strokeStyle = "rgba(102, 117, 138, .18)";
     g.beginPath(); g.moveTo(MARGIN, yOf(n)); g.lineTo(width, yOf(n)); g.stroke();
   }
-  for (const [name, n] of limits) line(g, width, n, "#c62828", `${name} ${bytes(n)}`);
+  if (main.held.length) drawHeld(g, width, own);
+  for (const [name, n] of limits) line(g, width, n, ui.limit, `${name} ${bytes(n)}`);
   const peak = xOf(main.folding.to((main.times[D.peak_step][0] + main.times[D.peak_step][1]) / 2), width);
   if (peak >= MARGIN && peak <= width) {
-    g.fillStyle = "#1d2733"; g.beginPath(); g.arc(peak, yOf(D.peak_bytes), 3, 0, 7); g.fill();
+    g.fillStyle = ui.ink; g.beginPath(); g.arc(peak, yOf(D.peak_bytes), 3, 0, 7); g.fill();
     g.textAlign = peak > width - 160 ? "right" : "left";
-    g.fillText("peak " + bytes(D.peak_bytes), peak + (g.textAlign === "left" ? 7 : -7), yOf(D.peak_bytes) - 1);
+    written(g, "peak " + bytes(D.peak_bytes), peak + (g.textAlign === "left" ? 5 : -5), yOf(D.peak_bytes) - 8);
   }
+}
+// What was measured, as a line over what was predicted.
+function drawHeld(g, width, own) {
+  const path = new Path2D();
+  let pen = false;
+  own.forEach((i, x) => {
+    if (i < 0 || main.held[i] < 0) return;
+    const y = yOf(main.held[i]);
+    if (pen) path.lineTo(MARGIN + x, y); else path.moveTo(MARGIN + x, y);
+    path.lineTo(MARGIN + x + 1, y);
+    pen = true;
+  });
+  g.strokeStyle = ui.paper; g.lineWidth = 3.5; g.stroke(path);
+  g.strokeStyle = ui.ink; g.lineWidth = 1.5; g.stroke(path); g.lineWidth = 1;
 }
 function column(g, x, w, i) {
   let below = 0;
@@ -64,39 +75,11 @@ function line(g, width, n, colour, text) {
   g.strokeStyle = colour; g.setLineDash([6, 4]);
   g.beginPath(); g.moveTo(MARGIN, yOf(n)); g.lineTo(width, yOf(n)); g.stroke();
   g.setLineDash([]);
-  g.fillStyle = colour; g.textAlign = "right"; g.fillText(text, width - 6, yOf(n) - 8);
+  g.fillStyle = colour; g.textAlign = "right"; written(g, text, width - 6, yOf(n) - 8);
 }
-
-// What is said of a place in the picture.
-function heldAt(i) {
-  return D.storages.filter((s) => s[4] <= i && i <= s[5]).slice(0, 8)
-    .map(([name, where, , n]) => `${bytes(n).padStart(10)}  ${D.texts[name]}  ${D.texts[where]}`);
-}
-function memoryTip(i) {
-  const parts = D.memory.categories.map((name, k) => [D.memory.bytes[k][i], name]).filter(([n]) => n)
-    .sort((a, b) => b[0] - a[0]).map(([n, name]) => `${bytes(n).padStart(10)}  ${name}`);
-  for (const [name, curve] of Object.entries(D.memory.apart)) parts.push(`${bytes(curve[i]).padStart(10)}  ${name}`);
-  return [`${bytes(steps[i].resident)} at ${steps[i].name}`, steps[i].unit, ...parts, "", "largest", ...heldAt(i)];
-}
-function cutTip(cut) {
-  const [first, period, count, unit] = D.layers[cut.layer];
-  return [`${count - 1} more layers like ${unit}`, `${period} steps each, from ${steps[first + period].name} on`,
-    `${time(cut.to - cut.from)} in all`, "click to open"];
-}
-function barTip(bar) {
-  const s = bar.step, lines = [bar.name, `${bar.kind} in ${D.lanes[bar.lane]}, ${bar.track.name}`];
-  lines.push(`${time(bar.to - bar.from)}, from ${time(bar.from, 5)} to ${time(bar.to, 5)}`);
-  if (bar.note) lines.push(bar.note);
-  if (!s) return lines;
-  for (const other of D.tracks) {
-    const twin = other !== bar.track && other.byStep.get(s.i);
-    if (twin) lines.push(`${other.name}: ${time(twin.to - twin.from)}`);
-  }
-  if (s.unit) lines.push(`unit ${s.unit}`);
-  if (s.moves) lines.push(`${s.kind === "region" ? "makes" : "moves"} ${s.moves}  (${bytes(s.bytes)})`);
-  if (s.line) lines.push(s.line);
-  const to = steps[D.uses[s.i]];
-  if (to) lines.push(`first read by ${to.name}${to.unit ? ", " + to.unit : ""}`);
-  if (s.names) lines.push("", s.names);
-  return lines;
+// A text over what may have any colour.
+function written(g, text, x, y) {
+  g.strokeStyle = ui.paper; g.lineWidth = 3; g.lineJoin = "round";
+  g.strokeText(text, x, y); g.lineWidth = 1;
+  g.fillText(text, x, y);
 }

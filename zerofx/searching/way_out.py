@@ -1,0 +1,123 @@
+"""For one plan that does not fit: the nearest that does, or the ranks that it takes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import yaml
+
+from zerofx.hardware import Hardware
+from zerofx.ir.program import Loop, Program
+from zerofx.plan import Plan
+from zerofx.searching.bounds import Bounds
+from zerofx.searching.captured import Captured
+from zerofx.searching.engine import Search
+from zerofx.searching.family import Family
+from zerofx.searching.nearest import (
+    Nearest,
+    differing,
+    more_ranks,
+    nearest,
+    ranks_needed,
+    written,
+)
+from zerofx.searching.outcome import Outcome
+from zerofx.searching.says import Says
+from zerofx.searching.space import NVME, SEARCHED, Choice, Space
+from zerofx.targets import Target
+
+TRIED = 24  # plans that are priced at most
+BATCH = "micro-batches"  # what a change of the loop is called beside the fields of a plan
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What to change of a plan that does not fit.
+
+    nearest: the plan that fits with the fewest changes, None where none was found among `tried`.
+    closest: where there is none, the plan that misses least; ranks: the world that it fits, or 0.
+    """
+
+    tried: int
+    nearest: Nearest | None = None
+    closest: Outcome | None = None
+    ranks: int = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The nearest plan that fits."""
+        return self.nearest.outcome.choice.plan if self.nearest else None
+
+    def lines(self) -> list[str]:
+        """Say it as text."""
+        tried = f"{self.tried} plan{'s' if self.tried != 1 else ''} priced, {TRIED} at most"
+        if self.nearest is not None:
+            return [f"{written(self.nearest)} ({tried})", *_options(self.nearest.changed)]
+        lines = [f"no plan that fits was found for this world ({tried})"]
+        if self.closest is None:
+            return [*lines, "take devices with more memory"]
+        lines.append(f"closest is: {self.closest.choice.words()}")
+        lines += [f"  {shortage}" for shortage in self.closest.shortages]
+        return [*lines, more_ranks(self.ranks)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        found: dict[str, Any] = {"tried": self.tried, "nearest": None, "ranks": self.ranks or None}
+        if self.nearest is not None:
+            found["nearest"] = self.nearest.outcome.to_dict() | {"changed": self.nearest.changed}
+        if self.closest is not None:
+            missing = {s.tier: s.missing_bytes for s in self.closest.shortages}
+            found["closest"] = self.closest.to_dict() | {"missing_bytes": missing}
+        return found
+
+
+def way_out(
+    target: Target | Program, plan: Plan, hardware: Hardware, world_size: int, loop: Loop,
+    known: Mapping[str, Any], says: Says,
+) -> WayOut:  # fmt: skip
+    """Return what to change of `plan`, which does not fit; its global batch stays what it is.
+
+    known: of the training loop, as `forecast` takes it.
+    """
+    is_captured = isinstance(target, Program)
+    family = (Captured if is_captured else Family)(cast(Any, target), plan, known, says)
+    samples = family.samples
+    space = Space(
+        hardware, world_size, samples * loop.accumulation * world_size, plan, frozenset(),
+        family.tiled, plan.offload.path or NVME, samples,
+    )  # fmt: skip
+    search = Search(family, space, Bounds(family, hardware, world_size, space.plainest), says=says)
+
+    def changes(choice: Choice) -> dict[str, Any]:
+        found = differing(plan, choice, SEARCHED)
+        if choice.samples != samples:
+            found[BATCH] = f"{choice.accumulation} of {choice.samples} samples"
+        elif choice.no_sync != loop.no_sync and loop.accumulation > 1:
+            found["no_sync"] = choice.no_sync
+        return found
+
+    says(f"does not fit: looking for the nearest plan that does, {TRIED} at most", False)
+    choices = [c for c in space.choices() if changes(c)]
+    found = nearest(search, choices, changes, TRIED)
+    tried = len(search.priced)
+    if found is not None:
+        return WayOut(tried, found)
+    closest = min(search.priced.values(), key=lambda o: o.missing_bytes, default=None)
+    if closest is None:
+        closest = search.price(Choice(plan, samples, loop.accumulation, loop.no_sync))
+    return WayOut(tried, None, closest, 0 if closest is None else ranks_needed(search, closest))
+
+
+def _options(changed: Mapping[str, Any]) -> list[str]:
+    """Return the line that says how a command line asks for these plan fields."""
+    fields = {name: value for name, value in changed.items() if name in SEARCHED}
+    said = " ".join(f"--set {shlex.quote(f'{n}={_flow(v)}')}" for n, v in fields.items())
+    return [f"  {said}"] if said else []
+
+
+def _flow(value: Any) -> str:
+    """Write a value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
