@@ -6,13 +6,17 @@ import dataclasses
 import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from zerofx.analysis.convolution import PASSES, WINDOWS
 from zerofx.calibrate import compute, launch, transfers
+from zerofx.calibrate.convolutions import convolutions
 from zerofx.calibrate.describe import describe
 from zerofx.calibrate.disk import FILE_BYTES, Disk
 from zerofx.calibrate.probe import LEAST_S, Probe
@@ -21,8 +25,10 @@ from zerofx.calibrate.view import CalibrationView
 from zerofx.cli import main
 from zerofx.errors import DoctorError, PlanError
 from zerofx.hardware import load_hardware, write_hardware
-from zerofx.hardware.curve import KINDS
+from zerofx.hardware.curve import KINDS, read_curves
 from zerofx.runtime.world import World
+
+MADE_FIELDS = ("launch", "stream")
 
 
 def test_a_probe_takes_as_many_calls_as_the_clock_needs() -> None:
@@ -37,20 +43,53 @@ def test_a_probe_takes_as_many_calls_as_the_clock_needs() -> None:
 def test_every_probe_of_compute_runs_and_has_its_kind() -> None:
     probes = [
         *compute.matmuls(),
-        *compute.convolutions(),
+        *convolutions(),
         *compute.attentions(),
         *compute.aten(),
         *compute.others(),
     ]
-    assert {p.curve.split(".")[0] for p in probes} - {"launch", "stream"} <= set(KINDS)
     for curve in {p.curve for p in probes}:  # the smallest of each
         probe = min((p for p in probes if p.curve == curve), key=lambda p: p.x)
         probe.make()()
+    read_curves("curves", {p.curve: [[1, 1]] for p in probes if p.curve not in MADE_FIELDS})
     linear = next(p for p in probes if p.curve == "matmul.fp32")
     results = linear.make()()
     y, *_ = results  # type: ignore[misc]
     # Three products of the same number of operations: 2 a multiply-add.
     assert linear.amount == 3 * 2 * y.numel() * compute.WIDTHS[0]
+
+
+def test_convolutions_multiply_what_they_are_said_to() -> None:
+    """Each pass alone, at the fewest rows; curves have points of growing rows."""
+    probes = [p for p in convolutions() if ".fp32." in p.curve]
+    points: dict[str, list[Probe]] = {}
+    for probe in probes:
+        points.setdefault(probe.curve, []).append(probe)
+    assert {tuple(name.split(".")[2:4]) for name in points} == set(product(PASSES, WINDOWS))
+    for name, found in points.items():
+        assert [p.x for p in found] == sorted({p.x for p in found})
+        if name.endswith(".32"):
+            work = found[0].make()
+            with FlopCounterMode(display=False) as counted:
+                work()
+            assert counted.get_total_flops() == found[0].amount
+
+
+def test_compiled_work_is_laid_out_as_probes_say() -> None:
+    """Every kind reads and writes what its probes are weighed by, op by op as compiled."""
+    size = 128 << 10
+    a, b = compute.operands(size)
+    for kind, function in compute.COMPILED.items():
+        found = function(a, b)
+        made = found[0] if isinstance(found, tuple) else found
+        assert isinstance(made, torch.Tensor)
+        if kind in compute.PASSED:
+            reads = compute.PASSED[kind] - 1
+            assert reads * size + made.nbytes == pytest.approx(
+                compute.PASSED[kind] * size, rel=0.05
+            )
+        elif kind == "pool":
+            assert made.numel() * compute.WINDOW**2 == compute.ELEMENTS[kind] * a.numel()
 
 
 def test_the_disk_is_written_before_it_is_read(tmp_path: Path) -> None:

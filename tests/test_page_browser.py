@@ -36,8 +36,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with a recording of another model of the same program beside it."""
     torch.manual_seed(0)
     model = zerofx.compile(Stack(), PLAN)
-    with zerofx.record(model) as recording:
-        for _ in range(3):
+    with zerofx.record(model, memory=True) as recording:
+        for _ in range(4):
             model(torch.randn(8, 16)).backward()
     found = model.programs[0]
     return found.view(tmp_path_factory.mktemp("page") / "page.html", recording=recording)
@@ -86,6 +86,7 @@ def test_hover_names_what_is_there(chromium: Browser, page: Path) -> None:
     chromium.hover(x, round(box[1]) + 100)
     tip = said(chromium, "tip")
     assert "KiB at forward" in tip and "optimizer" in tip and "largest" in tip
+    assert "measured, rank 0 (" in tip and "than predicted)" in tip
     chromium.hover(round(box[0]) + 5, 5)
     assert chromium.run("return tip.hidden")
 
@@ -127,6 +128,15 @@ def test_tabs(chromium: Browser, tmp_path: Path) -> None:
 def test_legends_have_words(chromium: Browser, page: Path, tmp_path: Path) -> None:
     chromium.open(page)
     assert said(chromium, "kinds").startswith("forwardbackward")
+    assert "than predicted)" in said(chromium, "legend")  # the line of what was measured
+    assert "peak memory, measured, rank 0" in said(chromium, "facts")
+    line = chromium.run(
+        "const i = main.held.findIndex((n) => n > 0), f = main.folding;"
+        "const g = memory.getContext('2d');"
+        "const x = xOf(f.to((main.times[i][0] + main.times[i][1]) / 2), memory.clientWidth);"
+        "return [...g.getImageData(Math.round(x), Math.round(yOf(main.held[i])), 1, 1).data]"
+    )
+    assert sum(line[:3]) < 250, line  # dark
     chromium.open(zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4).view(tmp_path / "page.html"))
     assert said(chromium, "verbs") == "AG all-gatherRS reduce-scatterb3 bucket 3"
     shown = chromium.run(

@@ -10,10 +10,24 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.analysis.kernels import POINTWISE, PRODUCT, REDUCTION, kernels, region_key
+from zerofx.analysis.convolution import FORWARD as RESULT
+from zerofx.analysis.convolution import INPUT, WEIGHT
+from zerofx.analysis.kernels import (
+    BATCH_NORM,
+    CONVOLUTION,
+    LAYOUT,
+    POINTWISE,
+    POOL,
+    PRODUCT,
+    REDUCTION,
+    Kernel,
+    kernels,
+    region_key,
+)
 from zerofx.analysis.links import collective_us
 from zerofx.analysis.prices import HIGH, LOW, Roofline
 from zerofx.analysis.steps import Lane
+from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.graphs import regions
 from zerofx.ir.program import BACKWARD, FORWARD
@@ -93,6 +107,102 @@ def test_measured_shares_come_before_assumed_ones() -> None:
         curves={"matmul.fp32": [[product.flops / 2, 0.1], [product.flops * 2, 0.4]]},
     )
     assert Roofline(here).kernel_us(product) == pytest.approx(product.flops / (0.2 * 1e6))
+
+
+class Images(nn.Module):
+    """A first layer, a pool, a second layer and a third that goes the other way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 16, 1, bias=False)
+        self.back = nn.ConvTranspose2d(16, 4, 2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = torch.max_pool2d(torch.relu(self.norm(self.first(x))), 3, 2, 1)
+        return self.back(self.second(pooled)).square().mean()
+
+
+def of_images(graph: str, compiled: bool = True, on_cpu: bool = True, **given: Any) -> list[Kernel]:
+    model, x = Images(), torch.zeros(2, 3, 32, 32)
+    if given:
+        model, x = model.to(**given), x.to(**given)
+    made = zerofx.rewrite(zerofx.capture(model, (x,)), {"stage": 0})
+    each = regions(made.graph(graph)).values()
+    return [k for nodes in each for k in kernels(nodes, compiled, on_cpu)]
+
+
+def test_each_pass_of_a_convolution_is_a_kernel() -> None:
+    """A first layer's input needs no gradient; a transposed one's passes change places."""
+    forward, backward = (
+        [k for k in of_images(g) if k.kind == CONVOLUTION] for g in (FORWARD, BACKWARD)
+    )
+    passes = [k.convolution for k in (*forward, *backward)]
+    found = sorted((p.weight_numel, p.direction, p.rows) for p in passes if p is not None)
+    rows = 2 * 16 * 16, 2 * 8 * 8, 2 * 8 * 8
+    first, second, back = 3 * 8 * 49, 8 * 16, 16 * 4 * 4
+    assert found == sorted([
+        (first, RESULT, rows[0]), (first, WEIGHT, rows[0]),
+        (second, RESULT, rows[1]), (second, INPUT, rows[1]), (second, WEIGHT, rows[1]),
+        (back, INPUT, rows[2]), (back, RESULT, rows[2]), (back, WEIGHT, rows[2]),
+    ])  # fmt: skip
+    for kernel in (*forward, *backward):
+        assert kernel.convolution is not None
+        assert kernel.flops == 2 * kernel.convolution.rows * kernel.convolution.weight_numel
+        assert kernel.convolution.is_pointwise == (kernel.convolution.weight_numel == second)
+
+
+def test_what_is_convolved_with_channels_last_is_copied_before() -> None:
+    """Images and weights, unless they lie so: a window of one pixel has but one order."""
+    copies = [k.nbytes for k in of_images(FORWARD) if k.kind == LAYOUT]
+    first = 2 * (2 * 3 * 32 * 32 + 3 * 8 * 49) + 2 * 8 * 16 * 16
+    second, back = 2 * 2 * 8 * 8 * 8 + 2 * 16 * 8 * 8, 2 * (2 * 16 * 8 * 8 + 16 * 4 * 4)
+    assert copies[:2] == [4 * first, 4 * second]
+    assert copies[2] in (4 * back, 4 * (back + 2 * 4 * 16 * 16))
+    assert not [k for k in of_images(FORWARD, compiled=False) if k.kind == LAYOUT]
+    assert not [k for k in of_images(FORWARD, on_cpu=False) if k.kind == LAYOUT]
+    last = of_images(FORWARD, memory_format=torch.channels_last)
+    assert sum(k.nbytes for k in last if k.kind == LAYOUT) < sum(copies) / 2
+
+
+def test_pools_are_weighed_by_their_windows() -> None:
+    (pool,) = [k for k in of_images(FORWARD) if k.kind == POOL]
+    assert pool.heavy_numel == 2 * 8 * 8 * 8 * 9
+    here = hardware(curves={"pool.inductor": [[1000, 2.0]]}, device_type="cpu")
+    assert Roofline(here).kernel_us(pool) == pytest.approx(pool.heavy_numel / 2.0)
+    assert [k.kind for k in of_images(FORWARD, compiled=False)].count(BATCH_NORM) == 1
+    assert BATCH_NORM not in [k.kind for k in of_images(BACKWARD)]
+
+
+def test_convolutions_are_priced_between_measured_channels() -> None:
+    second = next(
+        k for k in of_images(FORWARD) if k.convolution is not None and k.convolution.is_pointwise
+    )
+    start = "convolution.fp32.forward.1x1"  # 8 in and 16 out are as much as 11.3 of each
+    curves = {f"{start}.8": [[128, 0.1]], f"{start}.16": [[128, 0.4]], f"{start}.8.2": [[128, 0.3]]}
+    here = hardware(dense_flops_per_s={"fp32": 1e9}, curves=curves, memory_bytes_per_s=1e15)
+    assert Roofline(here).kernel_us(second) == pytest.approx(second.flops / 0.2 / 1e3)
+    beside = Roofline(here, world_size=2).kernel_us(second)
+    assert beside == pytest.approx(second.flops / (0.3 * 0.4) ** 0.5 / 1e3)
+    other = dataclasses.replace(here, curves={"convolution.fp32.weight.1x1.8": [[128, 0.1]]})
+    assert Roofline(other).kernel_us(second) == pytest.approx(second.flops / 0.7 / 1e3)
+    for name in ("convolution.fp32", "convolution.fp32.forward.5x5.8"):
+        with pytest.raises(
+            PlanError, match=r"not named convolution\.FORMAT\.PASS.*measure it again"
+        ):
+            hardware(curves={name: [[128, 0.1]]})
+
+
+def test_what_was_made_long_before_comes_from_memory() -> None:
+    """Ranks of a node share its memory; regions read what caches still hold."""
+    here = hardware(
+        device_type="cpu", memory_bytes_per_s=20e9, host_memory_bytes_per_s=30e9, launch_us=0.0,
+        curves={"memory.pointwise.inductor": [[1000, 5.0]]},
+    )  # fmt: skip
+    assert Roofline(here).touch(20_000).us == pytest.approx(1.0)
+    assert Roofline(here, world_size=2).touch(15_000).us == pytest.approx(1.0)
+    passed = Kernel(POINTWISE, 0.0, 100_000)
+    assert Roofline(here).kernel_us(passed) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

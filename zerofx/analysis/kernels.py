@@ -7,23 +7,28 @@ such nodes, is one group, which reads what comes from outside once and writes wh
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from zerofx.analysis.convolution import ConvolutionPass, copied_bytes, passes
 from zerofx.analysis.cost import node_flops
 from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
 from zerofx.ir.meta import nbytes, value
 
-PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, OTHER = (
-    "matmul", "convolution", "attention", "pointwise", "reduction", "other",
+PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, BATCH_NORM, LAYOUT, POOL, OTHER = (
+    "matmul", "convolution", "attention", "pointwise", "reduction", "batch_norm", "layout", "pool",
+    "other",
 )  # fmt: skip
 MULTIPLIES = (PRODUCT, CONVOLUTION, ATTENTION)
+_APART_KINDS = (*MULTIPLIES, POOL, OTHER)
 _REDUCTIONS = ("norm", "softmax", "sum", "mean", "var", "amax", "loss", "logsumexp")
 _APART = ("scatter", "index_put", "sort", "embedding_dense_backward", "max_pool", "cumsum", "topk")
+_POOLS = tuple(f"aten.{kind}_pool{dims}d" for kind in ("max", "avg") for dims in (1, 2, 3))
 _LOOKUPS = ("embedding.", "gather.", "index_select", "index.Tensor")
 _HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "pow", "sin", "cos")
 
@@ -32,9 +37,11 @@ _HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "po
 class Kernel:
     """One kernel, or one group that a compiler fuses into a few.
 
-    kind: "matmul", "convolution", "attention", "pointwise", "reduction" or "other".
-    nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like.
-    dtype: in which it multiplies. rows: samples times pixels that a convolution results in.
+    kind: "matmul", "convolution", "attention", "pool", or by how it passes over memory:
+        "pointwise", "reduction", "batch_norm" (statistics of samples), "layout" (a copy that lies
+        in another order), "other".
+    nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like, of a pool
+        those in all windows. dtype: in which it multiplies. convolution: which pass of one.
     """
 
     kind: str
@@ -42,20 +49,43 @@ class Kernel:
     nbytes: int
     heavy_numel: int = 0
     dtype: torch.dtype = torch.float32
-    rows: int = 0
+    convolution: ConvolutionPass | None = None
 
 
-def kernels(nodes: Sequence[fx.Node], compiled: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of a region's nodes, as Inductor fuses them or op by op."""
+def kernels(nodes: Sequence[fx.Node], compiled: bool, on_cpu: bool = True) -> tuple[Kernel, ...]:
+    """Return the kernels of a region's nodes, as Inductor fuses them or op by op.
+
+    on_cpu: Inductor makes CPU code, which lays out what it convolves anew.
+    """
     work = [n for n in nodes if _works(n)]
     alone = [n for n in work if not compiled or _is_apart(n)]
-    found = [_kernel([n], kind_of(n)) for n in alone]
+    found = [k for n in alone for k in _passes(_kernel([n], kind_of(n)), n)]
     if compiled:
+        if on_cpu:
+            found += _layouts(nodes, alone)
         rest = [n for n in work if not _is_apart(n)]
         for group in _groups(nodes, rest):
             kinds = {kind_of(n) for n in group}
-            found.append(_kernel(group, REDUCTION if REDUCTION in kinds else POINTWISE))
+            kind = next((k for k in (BATCH_NORM, REDUCTION) if k in kinds), POINTWISE)
+            found.append(_kernel(group, kind))
     return tuple(found)
+
+
+def _passes(kernel: Kernel, node: fx.Node) -> list[Kernel]:
+    """Return a convolution's kernels, one a pass; other kernels as they are."""
+    found = passes(node)
+    parts = max(len(found), 1)
+    return [
+        replace(kernel, flops=kernel.flops / parts, nbytes=kernel.nbytes // parts, convolution=one)
+        for one in found or (None,)
+    ]
+
+
+def _layouts(nodes: Sequence[fx.Node], alone: Sequence[fx.Node]) -> list[Kernel]:
+    """Return the copies that put what compiled convolutions read in the order that they want."""
+    inside = set(nodes)
+    sizes = (copied_bytes(n, _leaves(n, inside)) for n in alone)
+    return [Kernel(LAYOUT, 0.0, size) for size in sizes if size]
 
 
 def kind_of(node: fx.Node) -> str:
@@ -65,8 +95,12 @@ def kind_of(node: fx.Node) -> str:
         return ATTENTION
     if node_flops(node) > 0.0:
         return CONVOLUTION if "convolution" in name else PRODUCT
+    if any(word in name for word in _POOLS) and "backward" not in name:
+        return POOL
     if any(word in name for word in _APART):
         return OTHER
+    if "batch_norm" in name and "backward" not in name:
+        return BATCH_NORM
     return REDUCTION if any(word in name for word in _REDUCTIONS) else POINTWISE
 
 
@@ -82,7 +116,7 @@ def _works(node: fx.Node) -> bool:
 
 def _is_apart(node: fx.Node) -> bool:
     """Tell whether a compiler calls a kernel for this node instead of fusing it."""
-    return is_fused(node) or kind_of(node) in (*MULTIPLIES, OTHER)
+    return is_fused(node) or kind_of(node) in _APART_KINDS
 
 
 def _groups(nodes: Sequence[fx.Node], fusible: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -131,16 +165,17 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
     first = value(group[0])
     tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors(first)))
     heavy = sum(_numel(n) for n in group if any(w in str(n.target) for w in _HEAVY))
+    if kind == POOL:
+        heavy = tensor.numel() * _window(group[0])
     flops = sum(node_flops(n) for n in group) if kind in MULTIPLIES else 0.0
-    rows = _rows(group[0]) if kind == CONVOLUTION else 0
-    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype, rows)
+    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype)
 
 
-def _rows(node: fx.Node) -> int:
-    """Return the samples times pixels of a convolution's result, or of the gradient for it."""
-    of_result = value(node)
-    shape = (of_result if isinstance(of_result, torch.Tensor) else value(node.args[0])).shape  # type: ignore[arg-type]
-    return shape.numel() // shape[1]
+def _window(node: fx.Node) -> int:
+    """Return how many elements a pool looks at for one of its result."""
+    sides, dims = node.args[1], int(str(node.target).partition("_pool")[2][0])
+    assert isinstance(sides, Sequence), sides
+    return math.prod(sides) ** (dims if len(sides) == 1 else 1)  # type: ignore[arg-type]
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:

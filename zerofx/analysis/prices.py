@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zerofx.analysis.kernels import ATTENTION, PRODUCT, Kernel, kernels, region_key
+from zerofx.analysis.convolution import WINDOWS, ConvolutionPass
+from zerofx.analysis.kernels import ATTENTION, POOL, PRODUCT, Kernel, kernels, region_key
 from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
@@ -64,7 +65,7 @@ class Roofline:
     def region(self, nodes: Sequence[fx.Node]) -> Price:
         key = region_key(nodes)
         if key not in self.known:
-            self.known[key] = self._region(kernels(nodes, self.compiled))
+            self.known[key] = self._region(kernels(nodes, self.compiled, self.is_inline))
         return self.known[key]
 
     def _region(self, found: Sequence[Kernel]) -> Price:
@@ -88,7 +89,7 @@ class Roofline:
             rate = rates.get(form) or rates[next(iter(rates))]
             arithmetic = kernel.flops / (rate * self._product_share(kernel, form))
         traffic = kernel.nbytes / self._memory_rate(kernel.kind, max(kernel.nbytes, 1))
-        heavy = self._curve(f"heavy.{self._how}")
+        heavy = self._curve(f"{'pool' if kernel.kind == POOL else 'heavy'}.{self._how}")
         exponentials = 0.0
         if heavy is not None and kernel.heavy_numel and not kernel.flops:
             exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
@@ -100,12 +101,26 @@ class Roofline:
         return "inductor" if self.compiled else "aten"
 
     def _product_share(self, kernel: Kernel, form: str) -> float:
+        grid = self._grid(kernel.convolution, form) if kernel.convolution else None
+        if grid is not None:
+            return grid
         own = self._curve(f"{kernel.kind}.{form}")
         if own is not None:
-            return own.at(kernel.rows or kernel.flops)
+            return own.at(kernel.flops)
         product = self._curve(f"{PRODUCT}.{form}")
         share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
+
+    def _grid(self, found: ConvolutionPass, form: str) -> float | None:
+        """Return a convolution's share, between curves of its pass and window by their weights."""
+        start = f"convolution.{form}.{found.direction}.{found.window}."
+        ends = (name[len(start) :] for name in self.hardware.curves if name.startswith(start))
+        points = [
+            (float(channels) ** 2 * WINDOWS[found.window], curve.at(found.rows))
+            for channels in sorted({int(end.partition(".")[0]) for end in ends})
+            if (curve := self._curve(f"{start}{channels}")) is not None
+        ]
+        return Curve(tuple(points)).at(found.weight_numel) if points else None
 
     def _memory_rate(self, kind: str, nbytes: int) -> float:
         names = (f"memory.{kind}.{self._how}", f"memory.pointwise.{self._how}")
@@ -123,11 +138,19 @@ class Roofline:
         return _price(CALLS[graph] * self.hardware.launch_us, calls=CALLS[graph])
 
     def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
-        rate = self._memory_rate("copy", nbytes)
-        if tier is not Tier.DEVICE:
-            rate = self.hardware.host_memory_bytes_per_s * MEMORY_SHARE / self.sharing
+        """Price a pass over what was made long before, so that no cache holds it."""
+        rate = self.hardware.host_memory_bytes_per_s * MEMORY_SHARE / self.sharing
+        if tier is Tier.DEVICE:
+            rate = self._streaming_rate(nbytes)
         own = self.hardware.launch_us if self.is_inline else 0.0
         return _price(_US * nbytes / rate + own, nbytes)
+
+    def _streaming_rate(self, nbytes: int) -> float:
+        """Return bytes a second of a pass over device memory that is in no cache."""
+        if not self.is_inline:
+            return self._memory_rate("copy", nbytes)
+        alone = self.hardware.memory_bytes_per_s
+        return min(alone, self.hardware.host_memory_bytes_per_s / self.sharing)
 
     def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
         return _price(collective_us(self.hardware, kind, nbytes, ranks, stride), nbytes)

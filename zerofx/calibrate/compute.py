@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -14,13 +14,14 @@ from zerofx.calibrate.probe import Probe, Work
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = (32, 64, 128, 256, 512, 1024)  # of a linear, with 4 times as many columns
 ROWS = 256
-IMAGES, IMAGE_SHAPES = 8, ((256, 4), (128, 8), (64, 16), (32, 32))  # channels and side, as nets go
 LENGTHS = (64, 256, 512)
 HEADS, HEAD_WIDTH = 4, 64
 # Bytes of one tensor: from the first-level cache to well beyond the last.
 TENSOR_BYTES = (16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
 COMPILED_BYTES = (128 << 10, 1 << 20, 16 << 20)
 NORM_WIDTH = 256
+IMAGES, CHANNELS, HEIGHT = 8, 64, 8  # of batch norms and pools: the width fills a tensor's bytes
+WINDOW, STRIDE = 3, 2
 UPDATE_NUMELS = (10_000, 100_000, 1_000_000, 10_000_000)
 COPY_BYTES = (64 << 10, 1 << 20, 8 << 20, 32 << 20)
 
@@ -42,33 +43,6 @@ def _linear(width: int, dtype: torch.dtype) -> Work:
 
     def work() -> object:
         return F.linear(x, w), torch.mm(grad, w), torch.mm(grad.t(), x)
-
-    return work
-
-
-def convolutions() -> list[Probe]:
-    """Return convolutions of 3 x 3 with their two backward products, by rows and format."""
-    probes = []
-    for name, dtype in FORMATS.items():
-        for channels, side in IMAGE_SHAPES:
-            rows = IMAGES * side * side
-            flops = 3 * 2.0 * rows * 9 * channels * channels
-            make = partial(_convolution, channels, side, dtype)
-            probes.append(Probe(f"convolution.{name}", rows, flops, make))
-    return probes
-
-
-def _convolution(channels: int, side: int, dtype: torch.dtype) -> Work:
-    """Convolve images whose channels lie together with weights as they lie in buckets."""
-    last = torch.channels_last
-    x = torch.randn(IMAGES, channels, side, side).to(dtype).to(memory_format=last)
-    w = torch.randn(channels, channels, 3, 3).to(dtype)
-    grad = torch.randn_like(x)
-    fixed = [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
-
-    def work() -> object:
-        out = F.conv2d(x, w, padding=1)
-        return out, torch.ops.aten.convolution_backward(grad, x, w, *fixed)
 
     return work
 
@@ -112,10 +86,38 @@ def reduction(a: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(a.view(-1, NORM_WIDTH), (NORM_WIDTH,))
 
 
-KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "pointwise": pointwise, "heavy": heavy, "reduction": reduction,
+def batch_norm(a: Tensor, b: Tensor) -> Tensor:
+    """Read one twice, write one: a norm over samples and pixels."""
+    return F.batch_norm(a.view(IMAGES, CHANNELS, -1), None, None, training=True)
+
+
+def batch_norm_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Norm what lies with its channels last, as compiled convolutions leave it."""
+    pixels = a.view(IMAGES, -1, CHANNELS).transpose(1, 2)
+    return F.batch_norm(pixels, None, None, training=True)
+
+
+def pool(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the largest elements of windows, and where they are."""
+    images = a.view(IMAGES, CHANNELS // 2, HEIGHT, -1)
+    return torch.ops.aten.max_pool2d_with_indices(images, [WINDOW] * 2, [STRIDE] * 2, [1, 1])
+
+
+def layout(a: Tensor, b: Tensor) -> Tensor:
+    """Put the weights of 3 x 3 windows in an order with channels last."""
+    weights = a[: a.numel() // (9 * CHANNELS) * 9 * CHANNELS].view(-1, CHANNELS, 3, 3)
+    return weights.clone(memory_format=torch.channels_last)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "pointwise": pointwise, "heavy": heavy, "reduction": reduction, "batch_norm": batch_norm,
+    "pool": pool,
 }  # fmt: skip
-PASSED = {"pointwise": 3, "heavy": 2, "reduction": 2}  # tensors read and written
+COMPILED = KERNELS | {"batch_norm": batch_norm_of_rows, "layout": layout}
+# Tensors read and written; of the others the elements that are worked on, one for one of `a`'s.
+PASSED = {"pointwise": 3, "reduction": 2, "batch_norm": 2, "layout": 2}
+SLOW = ("batch_norm", "pool")  # op by op: their rates end before the largest tensors
+ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2}
 
 
 def operands(nbytes: int) -> tuple[Tensor, Tensor]:
@@ -124,18 +126,20 @@ def operands(nbytes: int) -> tuple[Tensor, Tensor]:
 
 
 def memories(
-    kernels: str, sizes: tuple[int, ...], function_of: Callable[[str, int], Callable]
-) -> list[Probe]:
-    """Return probes of pointwise work, exponentials and norms, as one kind of kernels runs them."""
+    how: str, kinds: Iterable[str], sizes: tuple[int, ...],
+    function_of: Callable[[str, int], Callable],
+) -> list[Probe]:  # fmt: skip
+    """Return probes of passes over memory, exponentials and pools, as one kind of kernels does."""
     probes = []
-    for kind in KERNELS:
+    for kind in kinds:
         for size in sizes:
             make = partial(_memory, function_of, kind, size)
-            moved = PASSED[kind] * size
-            if kind == "heavy":
-                probes.append(Probe(f"heavy.{kernels}", size / 4, size / 4, make))
+            if kind in ELEMENTS:
+                worked = ELEMENTS[kind] * size / 4
+                probes.append(Probe(f"{kind}.{how}", worked, worked, make))
             else:
-                probes.append(Probe(f"memory.{kind}.{kernels}", moved, moved, make))
+                moved = PASSED[kind] * size
+                probes.append(Probe(f"memory.{kind}.{how}", moved, moved, make))
     return probes
 
 
@@ -147,7 +151,9 @@ def _memory(function_of: Callable[[str, int], Callable], kind: str, size: int) -
 
 def aten() -> list[Probe]:
     """Return pointwise work op by op."""
-    return memories("aten", TENSOR_BYTES, lambda kind, size: KERNELS[kind])
+    small, large = [k for k in KERNELS if k in SLOW], [k for k in KERNELS if k not in SLOW]
+    probes = memories("aten", small, TENSOR_BYTES[:-1], lambda kind, size: KERNELS[kind])
+    return probes + memories("aten", large, TENSOR_BYTES, lambda kind, size: KERNELS[kind])
 
 
 # -- overheads, copies, updates ---------------------------------------------------------------

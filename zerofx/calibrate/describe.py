@@ -106,10 +106,11 @@ def _base(curve: str, fields: Mapping[str, Any]) -> float:
     """Return what a curve holds shares of, 0 where it has become a field and is no curve."""
     kind, _, detail = curve.partition(".")
     if kind in ("matmul", "convolution", "attention"):
-        return fields["dense_flops_per_s"][detail]
+        return fields["dense_flops_per_s"][detail.partition(".")[0]]
     bases = {
         "memory": fields["memory_bytes_per_s"],
         "heavy": US,  # elements a microsecond
+        "pool": US,
         "host_copy": fields["host_link_bytes_per_s"],
         "nvme_read": fields["nvme_read_bytes_per_s"],
         "nvme_write": fields["nvme_write_bytes_per_s"],

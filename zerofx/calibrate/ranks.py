@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from zerofx.calibrate.calls import BLOCKS, Calls
-from zerofx.calibrate.compute import aten, attentions, convolutions, matmuls, others
+from zerofx.calibrate.compute import aten, attentions, matmuls, others
+from zerofx.calibrate.convolutions import convolutions
 from zerofx.calibrate.disk import Disk
 from zerofx.calibrate.probe import ROUND, Probe
 from zerofx.calibrate.regions import compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,10 +18,12 @@ V = TypeVar("V")
 # The first part of a curve's name: what x is, what the value is, and what the other parts name.
 KINDS = {
     "matmul": "operations of one matrix product -> share of dense_flops_per_s; .FORMAT",
-    "convolution": "samples x pixels of the result -> share of dense_flops_per_s; .FORMAT",
+    "convolution": "samples x pixels of the result, with as many channels in as out -> share of "
+    "dense_flops_per_s; .FORMAT.PASS.WINDOW.CHANNELS",
     "attention": "operations of one attention -> share of dense_flops_per_s; .FORMAT",
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
     "heavy": "elements of exponentials and the like in one op -> elements a us; .KERNELS",
+    "pool": "elements in all windows of one pooling -> elements a us; .KERNELS",
     "call": "regions with next to no work (parameters of a step) -> us a call; .GRAPH.WORLD",
     "all_gather": "bytes of a full bucket -> us from launch to delivery; .ALGORITHM.WORLD",
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
@@ -32,6 +35,10 @@ KINDS = {
     "nvme_read": "bytes of one request -> share of nvme_read_bytes_per_s",
     "nvme_write": "bytes of one request -> share of nvme_write_bytes_per_s",
     "host_update": "elements of one flat slice -> share of host_update_elements_per_s",
+}
+# Kinds whose whole name is read: a format, a pass, a window, channels, ranks side by side.
+_SPELLED = {
+    "convolution": re.compile(r"\w+\.(forward|input|weight)\.(1x1|3x3)\.[1-9]\d*(\.[1-9]\d*)?")
 }
 
 
@@ -88,8 +95,14 @@ def read_curves(where: str, value: Any) -> Table[Curve]:
     if not isinstance(value, Mapping):
         raise refuse(where, value, "is a mapping from names of curves to lists of points")
     for name in value:
-        if str(name).split(".")[0] not in KINDS:
+        kind, _, details = str(name).partition(".")
+        if kind not in KINDS:
             raise PlanError(f"{where}: unknown curve {name!r}{nearest(str(name), KINDS)}")
+        if kind in _SPELLED and not _SPELLED[kind].fullmatch(details):
+            raise PlanError(
+                f"{where}: curve {name!r} is not named {kind}{KINDS[kind].rpartition(';')[2][1:]}, "
+                "as in convolution.fp32.forward.3x3.64; measure it again: zerofx doctor --calibrate"
+            )
     return Table({str(name): _curve(f"{where}[{name!r}]", v) for name, v in value.items()})
 
 

@@ -18,33 +18,36 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from zerofx.analysis.measured import Measured
+from zerofx.analysis.measured import Measured, MeasuredMemory
 from zerofx.analysis.steps import Step, schedule
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.recording.lanes import hand_out
+from zerofx.recording.memory import meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for
-from zerofx.recording.steps import RecordedStep, measured
+from zerofx.recording.steps import UPDATE, RecordedStep, measured
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.host_tier import HostTier
 from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.stopwatch import Run, Stopwatch, clock_for
+from zerofx.runtime.stopwatch import Around, Run, Stopwatch, clock_for
 from zerofx.views.recording import RecordingView
 
 
 @contextlib.contextmanager
 def record(
-    model: CompiledModule, *, warmup: int = 1, profile: bool = False
+    model: CompiledModule, *, warmup: int = 1, profile: bool = False, memory: bool = False
 ) -> Iterator[RecordingView]:
     """Record the steps that run in the block; what is yielded is filled at its end.
 
@@ -52,12 +55,15 @@ def record(
     warmup: steps left out at the start.
     profile: run torch.profiler too, each call a range of its own, and note the dearest operators
         of each; this makes everything slower.
+    memory: measure what the first step behind the warmup holds, call by call, and leave it out of
+        the times; on a CPU torch.profiler runs up to its end. The warmup must reach over one whole
+        loop (all micro-batches and the optimizer).
 
     Raises:
         RecordingError: the model is not compiled by zerofx, replays CUDA graphs, or ran no whole
-            step behind the warmup.
+            step behind the warmup (and that of `memory`); or both `profile` and `memory` are asked.
     """
-    recorder = _Recorder(model, warmup, profile)
+    recorder = _Recorder(model, warmup, profile, memory)
     found = RecordingView()
     with recorder.running():
         yield found
@@ -67,7 +73,9 @@ def record(
 class _Recorder:
     """Puts stopwatches over a model's programs, and takes them off again."""
 
-    def __init__(self, model: CompiledModule, warmup: int, profile: bool) -> None:
+    def __init__(
+        self, model: CompiledModule, warmup: int, profile: bool, memory: bool = False
+    ) -> None:
         if not isinstance(model, CompiledModule):
             raise RecordingError(
                 f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
@@ -77,16 +85,30 @@ class _Recorder:
                 "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
                 "nothing can be timed; record with cuda_graph=False"
             )
+        if memory and (profile or warmup < 1):
+            what = "profile=True" if profile else "warmup=0"
+            raise RecordingError(
+                f"record: memory=True and {what} do not go together: "
+                + (
+                    "both run torch.profiler; record twice"
+                    if profile
+                    else "what was there before is not seen to go; take warmup=1 or more"
+                )
+            )
         self._table, self._world = model._programs, model._engine.world
         if self._table.on_bound is not None:
             raise RecordingError("record: this model is being recorded already, in an outer block")
         self._clock = clock_for(self._world.device)
         self._warmup = warmup
         self._profiler = profiler_for(self._world.device) if profile else None
+        self._meter = meter_for(self._world.device) if memory else None
+        self._is_metering = False  # the step under way
+        self._memory: tuple[Program, MeasuredMemory] | None = None
         self._schedules: dict[int, tuple[Step, ...]] = {}
         self._steps: list[RecordedStep] = []
         self._before: list[tuple[Bound, Any, Any]] = []
         self._update: list[Any] = []
+        self._metered: AbstractContextManager[Any] | None = None
         self._beside = Beside(self._clock.mark)
         engine = model._engine
         self._noting: tuple[HostTier, HostUpdates] = engine.host, engine.store.ledger.pending
@@ -104,9 +126,14 @@ class _Recorder:
         for noting in self._noting:
             noting.beside = self._beside
         try:
+            if self._meter is not None:
+                self._meter.start()
             with self._profiler or contextlib.nullcontext():
                 yield
+            self._end_memory()
         finally:
+            if self._meter is not None:
+                self._meter.stop()
             self._table.on_bound = None
             for noting in self._noting:
                 noting.beside = None
@@ -123,13 +150,34 @@ class _Recorder:
         take = partial(self._take, bound.program)
         over = {}
         for graph in (FORWARD, BACKWARD):
-            is_named = self._profiler is not None
+            is_named = self._profiler is not None or self._meter is not None
             steps = self._steps_of(bound.program) if is_named else ()
             names = [step.name for step in steps if step.graph == graph]
-            over[graph] = Stopwatch(graph, self._clock, take, names)
+            over[graph] = Stopwatch(graph, self._clock, self._starting, take, names, self._around)
         run.forward = over[FORWARD].over(run.forward)
         if run.backward is not None:
             run.backward = over[BACKWARD].over(run.backward)
+
+    # -- the step whose memory is measured ------------------------------------------------------
+    def _starting(self, graph: str) -> None:
+        """Begin or end to measure memory, before a forward."""
+        if self._meter is None or graph != FORWARD:
+            return
+        self._end_memory()
+        if len(self._steps) == self._warmup:
+            self._meter.begin()
+            self._is_metering = True
+
+    def _end_memory(self) -> None:
+        if self._meter is not None and self._is_metering:
+            self._is_metering = False
+            self._memory = self._steps[self._warmup].program, self._meter.end()
+
+    def _around(self) -> Around | None:
+        """Return within what the calls of a run are to run."""
+        if self._is_metering and self._meter is not None:
+            return self._meter.around
+        return None if self._profiler is None else torch.profiler.record_function
 
     # -- what comes in, in the order of time ----------------------------------------------------
     def _take(self, program: Program, run: Run) -> None:
@@ -142,9 +190,15 @@ class _Recorder:
             self._steps[-1].runs.append((program, run))
 
     def _begin_update(self) -> None:
+        if self._is_metering and self._meter is not None:
+            self._metered = self._meter.around(UPDATE)
+            self._metered.__enter__()
         self._update = [self._clock.mark(), time.perf_counter_ns()]
 
     def _end_update(self) -> None:
+        if self._metered is not None:
+            self._metered.__exit__(None, None, None)
+            self._metered = None
         if self._steps and self._update:
             began, host = self._update
             now = time.perf_counter_ns()
@@ -158,11 +212,12 @@ class _Recorder:
         _, updates = self._noting
         updates.settle()  # those of a delayed plan run on behind the block
         hand_out(self._beside.notes, self._steps)
-        steps = self._steps[self._warmup :]
+        steps = self._steps[self._warmup + (self._meter is not None) :]
         if not steps:
+            more = "" if self._meter is None else " and one for its memory"
             raise RecordingError(
                 f"record: {len(self._steps)} steps ran in the block, of which "
-                f"warmup={self._warmup} are left out; run more, or lower warmup"
+                f"warmup={self._warmup}{more} are left out; run more, or lower warmup"
             )
         programs = {id(s.program): s.program for s in steps}
         found = []
@@ -171,7 +226,10 @@ class _Recorder:
             ops = {}
             if self._profiler is not None:
                 ops = dearest_operators(self._profiler, {s.name for s in all_steps})
-            found.append(measured(all_steps, own, self._clock, self._world, ops))
+            held = None
+            if self._memory is not None and self._memory[0] is program:
+                held = self._memory[1]
+            found.append(measured(all_steps, own, self._clock, self._world, ops, held))
         return found
 
     def _steps_of(self, program: Program) -> tuple[Step, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zerofx.analysis.measured import Measured, MeasuredSpan, identity_of
+from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
 from zerofx.analysis.steps import Lane, Step
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Program
@@ -54,6 +54,7 @@ def measured(
     clock: Clock,
     world: World,
     ops: Mapping[str, tuple[tuple[str, float], ...]],
+    memory: MeasuredMemory | None = None,
 ) -> Measured:
     """Lay the recorded steps of one program over its schedule's `steps`.
 
@@ -91,6 +92,7 @@ def measured(
     return Measured(
         program.model_name, identity_of(program), world.rank, world.size, str(world.device),
         tuple(steps_us), spans, functions, tuple(r.own()[FORWARD].wall_ns for r in whole), typical,
+        memory,
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def layers(schedule: Schedule) -> list[list[Any]]:
 
 def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str, Any]:
     """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
-    note, 1 where it is on the critical path.
+    note, 1 where it is on the critical path. held: what was measured at each step, -1: nothing.
     """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
@@ -122,8 +122,12 @@ def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str,
         for bar in track.bars
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
+    held = []
+    if track.memory:
+        held = [track.memory.held.get(step.name, -1) for step in schedule.steps]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
-            "note": track.note}  # fmt: skip
+            "note": track.note, "held": held, "step": track.step_us,
+            "peak_bytes": track.memory.peak_bytes if track.memory else 0}  # fmt: skip
 
 
 def _note(bar: Bar, place: dict[str, int]) -> str:

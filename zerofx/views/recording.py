@@ -13,6 +13,7 @@ from zerofx.analysis.measured import Measured, check_same, same_step
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Program
+from zerofx.sizes import format_bytes
 from zerofx.views.bars import lane_lines, measured_track
 from zerofx.views.timeline import format_us
 
@@ -80,6 +81,15 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
     return found
 
 
+def _memory_lines(measured: Measured) -> list[str]:
+    held = measured.memory
+    if held is None:
+        return []
+    at = max(held.held, key=lambda name: held.held[name], default="")
+    unsure = f" and up to {format_bytes(held.unsure_bytes)} more" if held.unsure_bytes else ""
+    return [f"peak memory {format_bytes(held.peak_bytes)}{unsure}, at {at or 'no call'}"]
+
+
 def lines_of(measured: Measured) -> list[str]:
     """Return one program's lanes, their sums, and its longest spans."""
     steps = measured.steps_us
@@ -90,6 +100,7 @@ def lines_of(measured: Measured) -> list[str]:
         f"{measured.rank} ({measured.device}), medians of {len(steps)} steps",
         f"step {format_us(measured.step_us)} ({format_us(min(steps))} .. {format_us(max(steps))}); "
         f"{functions}; the compute waits {format_us(measured.exposed_us)} for transfers",
+        *_memory_lines(measured),
         "",
         *lane_lines(measured_track(measured).bars),
         "",

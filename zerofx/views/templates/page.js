@@ -120,7 +120,7 @@ const under = document.getElementById("under"), choice = under.querySelector("se
 if (D.tracks.length > 1) {
   under.hidden = false;
   D.tracks.forEach((track, k) => choice.add(new Option(track.name, k)));
-  choice.onchange = () => { main = D.tracks[choice.value]; draw(); };
+  choice.onchange = () => { main = D.tracks[choice.value]; writeLegends(); draw(); };
   choice.value = 1;
   main = D.tracks[1];
 }

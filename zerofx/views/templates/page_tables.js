@@ -10,12 +10,13 @@ function table(head, body) {
 
 // -- steps, identical layers once ---------------------------------------------------------------
 const listed = new Set(); // layers that are written out
+const measuredTracks = D.tracks.filter((t) => t.held.length);
 function stepRow(i, inner) {
   const s = steps[i], times = D.tracks.map((t) => t.byStep.get(i)).map((b) => `<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
   const what = s.kind === "region" ? s.heaviest : s.moves;
   return `<tr class="step${inner ? " in" : ""}" data-step="${i}" tabindex="0"><td>${text(s.name)}</td><td>${text(s.unit)}</td>` +
     `<td>${text(what)}</td><td class="n">${s.bytes ? bytes(s.bytes) : ""}</td>${isInSteps ? "" : times.join("")}` +
-    `<td class="n">${bytes(s.resident)}</td><td>${text(s.line)}</td></tr>`;
+    `<td class="n">${bytes(s.resident)}</td>${measuredTracks.map((t) => `<td class="n">${t.held[i] < 0 ? "" : bytes(t.held[i])}</td>`).join("")}<td>${text(s.line)}</td></tr>`;
 }
 function stepsTab() {
   const body = [];
@@ -24,13 +25,13 @@ function stepsTab() {
   D.layers.forEach(([first, period, count, unit], layer) => {
     own(at, first, false);
     const open = listed.has(layer), last = first + period * count;
-    body.push(`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="9">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
+    body.push(`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
     own(first, open ? last : first + period, true);
     at = last;
   });
   own(at, steps.length, false);
   const names = isInSteps ? [] : D.tracks.map((t) => "#" + t.name);
-  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", "line"], body);
+  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", ...measuredTracks.map((t) => "#resident, " + t.name), "line"], body);
 }
 panel.addEventListener("click", (event) => {
   const row = event.target.closest("tr");
@@ -69,7 +70,7 @@ function compareTab() {
       `<td>${text(s.heaviest || s.moves)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td>` +
       `<td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`;
   });
-  panel.innerHTML = `<p>${text(left.name)} ${time(left.end)}, ${text(right.name)} ${time(right.end)}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
+  panel.innerHTML = `<p>${text(left.name)} ${time(left.step)}, ${text(right.name)} ${time(right.step)}${right.peak_bytes ? `; peak memory ${bytes(D.peak_bytes)}, ${bytes(right.peak_bytes)} (${beside(right.peak_bytes, D.peak_bytes)})` : ""}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
     table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body);
 }
 
