@@ -165,6 +165,7 @@ class NvmeHome:
             mapped = self._places[kind, place]
             self._settle_parameters()
             if not mapped.is_settled:
+                self.join()  # what is under way has checksums of its own
                 mapped.settle()
             room, out = self._host.borrow_within(last - first, start - first, numel, dtype)
             if not mapped.is_written:
@@ -179,13 +180,13 @@ class NvmeHome:
 
         Those that nobody has written lately keep their checksums only if nobody wrote at all.
         """
-        if any(not request.is_done for request in self._writes):
-            self.join()  # the checksums of what is under way are its own
-        if (writes := self._writes_of_others()) != self._seen:
-            self._seen = writes
-            for (kind, _), mapped in self._places.items():
-                if kind == PARAMETERS:
-                    mapped.settle()
+        if (writes := self._writes_of_others()) == self._seen:
+            return
+        self._seen = writes
+        self.join()  # as above
+        for (kind, _), mapped in self._places.items():
+            if kind == PARAMETERS:
+                mapped.settle()
 
     def fetch(self, view: Tensor) -> Tensor:
         """Return what a tensor that lies in a place holds: read directly, compared, on the host.
@@ -258,8 +259,9 @@ class NvmeHome:
             told(bucket, values)
         self._places[kind, bucket].is_written = True
         submit = partial(self._stores[kind, bucket].write, self._names[bucket], values)
-        what = f"b{bucket}"
-        self._writes.append(self._host.request(NVME_WRITE, what, values.nbytes, submit)())
+        request = self._host.request(NVME_WRITE, f"b{bucket}", values.nbytes, submit)()
+        with self._lock:
+            self._writes.append(request)
 
     def join(self, leave: int = 0) -> None:
         """Wait for the writes under way but the last `leave`, so that their buffers are free.
@@ -267,8 +269,13 @@ class NvmeHome:
         Raises:
             NvmeError: a write failed; names file, offset and bucket.
         """
-        while len(self._writes) > leave:
-            self._writes.pop(0).wait()
+        while (request := self._oldest_write(leave)) is not None:
+            request.wait()
+
+    def _oldest_write(self, leave: int) -> Request | None:
+        """Take the oldest write under way, where there are more than `leave`."""
+        with self._lock:
+            return self._writes.pop(0) if len(self._writes) > leave else None
 
     def drain(self) -> None:
         """Wait for all that is under way, behind an exception which is the one to see."""
