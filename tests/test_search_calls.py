@@ -32,6 +32,10 @@ from zerofx.targets import Target
         ),
         ({"global_samples": 8, "batch_tokens": 64}, "in samples or in tokens, not in both"),
         ({"plan": {"stag": 3}}, "unknown plan field 'stag'"),
+        (
+            {"plan": {"shard_axis_size": 3}},
+            "search: no plan can be: Plan.shard_axis_size = 3 does not divide the world of 4",
+        ),
     ],
 )
 def test_bad_calls_are_refused(given: dict[str, Any], message: str) -> None:
