@@ -115,7 +115,7 @@ class Constant(nn.Module):
 def test_a_model_without_samples_is_predicted_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "constant.py"
     path.write_text(
-        "from test_predict import Constant\ndef build(): return Constant(), (2.0,), {}\n"
+        "from test_way_out import Constant\ndef build(): return Constant(), (2.0,), {}\n"
     )
     view = zerofx.predict(f"{path}:build", hardware=with_memory(MIB), world_size=2)
     out = view.way_out
@@ -129,10 +129,11 @@ def test_budgets_and_patterns_do_not_stop_the_answer() -> None:
         {"activations": "auto", "memory_budget": "1GiB"},
         {"activations": {"blocks.*": "recompute"}, "bucket_bytes": 12345},
     ):
-        out = predicted(gpt(), {"stage": 1, **fields}, with_memory(3 * MIB), 4).way_out
-        assert isinstance(out, WayOut) and out.nearest is not None and not out.problem
-        again = predicted(gpt(), out.nearest.outcome.choice.plan.to_dict(), with_memory(3 * MIB), 4)
-        assert again.fits
+        program, given = gpt(), {"stage": 1, "kernels": "aten", **fields}
+        small = with_memory(int(0.9 * predicted(program, given, world=4).peak_bytes))
+        out = predicted(program, given, small, 4).way_out
+        assert isinstance(out, WayOut) and out.plan is not None and not out.problem
+        assert predicted(program, out.plan.to_dict(), small, 4).fits
 
 
 def test_a_finished_program_has_no_other_plan() -> None:

@@ -53,6 +53,8 @@ class Search:
                 self.says(f"{len(self.priced)} plans priced", True)
             except PlanError as error:
                 self.refused[choice] = str(error)
+            except (CaptureError, TargetError) as error:
+                self._refuse(choice, error)
         return self.priced.get(choice)
 
     def run(self) -> Found:
@@ -126,10 +128,14 @@ class Search:
                 self.bounded[choice] = self.bounds.of(choice)
                 self.exact.add(choice)
             except (CaptureError, TargetError) as error:
-                if choice.samples == self.family.samples:
-                    raise
-                self.refused[choice] = str(error)
+                self._refuse(choice, error)
         return self.bounded[choice] if choice in self.exact else None
+
+    def _refuse(self, choice: Choice, error: CaptureError | TargetError) -> None:
+        """Leave a micro-batch out that the model does not take; the example call's it must."""
+        if choice.samples == self.family.samples:
+            raise error
+        self.refused[choice] = str(error)
 
 
 def available_bytes(hardware: Hardware) -> int:

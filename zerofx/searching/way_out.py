@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import yaml
@@ -15,7 +15,7 @@ from zerofx.ir.program import Loop, Program
 from zerofx.plan import Plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.captured import Captured
-from zerofx.searching.engine import Search
+from zerofx.searching.engine import Search, available_bytes
 from zerofx.searching.family import Family
 from zerofx.searching.nearest import (
     Nearest,
@@ -31,6 +31,7 @@ from zerofx.searching.space import NVME, SEARCHED, Choice, Space
 from zerofx.targets import Target
 
 TRIED = 24  # plans that are priced at most
+FIELDS = (*SEARCHED, "memory_budget")  # of a plan that may be changed
 BATCH = "micro-batches"  # what a change of the loop is called beside the fields of a plan
 
 
@@ -108,16 +109,19 @@ def _family(
 
 
 def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int) -> WayOut:
-    plan, samples = given.plan, given.samples
+    plan, samples, there = given.plan, given.samples, available_bytes(hardware)
+    base = plan
+    if plan.memory_budget is not None and plan.memory_budget > there:
+        base = replace(plan, memory_budget=there)  # a budget that no device has is no help
     space = Space(
-        hardware, world_size, samples * given.accumulation * world_size, plan, frozenset(),
+        hardware, world_size, samples * given.accumulation * world_size, base, frozenset(),
         family.tiled, plan.offload.path or NVME, samples,
     )  # fmt: skip
     bounds = Bounds(family, hardware, world_size, space.plainest)
     search = Search(family, space, bounds, says=family.says)
 
     def changes(choice: Choice) -> dict[str, Any]:
-        found = differing(plan, choice, SEARCHED)
+        found = differing(plan, choice, FIELDS)
         if choice.samples != samples:
             found[BATCH] = f"{choice.accumulation} of {choice.samples} samples"
         elif choice.no_sync != given.no_sync and given.accumulation > 1:
@@ -135,7 +139,7 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
 
 def _options(changed: Mapping[str, Any]) -> list[str]:
     """Return the line that says how a command line asks for these plan fields."""
-    fields = {name: value for name, value in changed.items() if name in SEARCHED}
+    fields = {name: value for name, value in changed.items() if name in FIELDS}
     said = " ".join(f"--set {shlex.quote(f'{n}={_flow(v)}')}" for n, v in fields.items())
     return [f"  {said}"] if said else []
 
