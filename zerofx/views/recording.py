@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,28 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
         try:
             data = Path(path).read_bytes()
             said = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-            found.programs += [Measured.from_dict(each) for each in said["recording"]]
+            found.programs += [Measured.from_dict(each) for each in _programs(said)]
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, EOFError, RecordingError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, zlib.error, RecordingError) as error:
             raise RecordingError(
                 f"{path} is no recording that `record(...).save` wrote: {error}"
             ) from error
     return found
+
+
+def _programs(said: Any) -> list[dict[str, Any]]:
+    """Return the programs in what a file holds.
+
+    Raises:
+        RecordingError: it holds something else; what, where that is known.
+    """
+    if isinstance(said, dict) and isinstance(said.get("recording"), list):
+        return said["recording"]
+    what = f"a JSON {type(said).__name__} without them"
+    if isinstance(said, dict) and "traceEvents" in said:
+        what = "a trace for Perfetto, which shows a step but cannot be read back"
+    raise RecordingError(f"it should hold recorded programs, but is {what}")
 
 
 def _memory_lines(measured: Measured) -> list[str]:
