@@ -174,9 +174,19 @@ def _abouts(
         if name not in found:
             found[name] = span_of(place, program)
     has_parts = any(p.graph == "step" and p.lane is Lane.UPDATE for p in own.values())
-    lane, kind = (Lane.HOST, "call") if has_parts else (Lane.COMPUTE, "update")
-    found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, kind)
+    if has_parts or any(step.kind == "update" for step in steps):  # shown by themselves
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", Lane.HOST, "call")
+    else:
+        lane = Lane.UPDATE if _updates_away(program) else Lane.COMPUTE
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, "update")
     return found
+
+
+def _updates_away(program: Program) -> bool:
+    """Tell whether all that the optimizer steps lives off the device."""
+    buckets = [] if program.layout is None else program.layout.buckets
+    trained = [b for b in buckets if b.trainable]
+    return bool(trained) and all(b.is_away for b in trained)
 
 
 def _span(
