@@ -204,7 +204,7 @@ def living() -> dict[int, int]:
         kind = type(tensor)
         if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not _PLAIN:
             continue  # what wraps tensors has none of its own
-        for each in (tensor, raw_grad.__get__(tensor)):
+        for each in (tensor, raw_grad.__get__(tensor) if tensor.is_leaf else None):
             if each is None or each.layout is not torch.strided or each.device.type != "cpu":
                 continue
             storage = each.untyped_storage()
