@@ -133,6 +133,23 @@ def test_refusals() -> None:
         step()
 
 
+def test_a_metered_step_that_breaks_has_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    model, step = gpt({"stage": 3})
+    x = torch.randint(0, 255, (4, CONFIG.seq))
+    with zerofx.record(model, memory=True) as recording:
+        step()
+        loss = model(x, x)  # the metered step
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model._engine.updates, "prepare", None)
+            with pytest.raises(TypeError):
+                loss.backward()
+        step()
+        step()
+    (measured,) = recording.programs
+    assert measured.memory is None and len(measured.steps_us) == 2
+    assert "was broken off" in caplog.text
+
+
 def test_an_exception_ends_the_profiler() -> None:
     model, step = gpt({"stage": 3})
     with pytest.raises(KeyError), zerofx.record(model, memory=True):

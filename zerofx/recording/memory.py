@@ -11,7 +11,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,55 @@ class Meter(Protocol):
 def meter_for(device: torch.device) -> Meter:
     """Return what measures the memory of a device."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
+
+
+class Metering:
+    """The one step of a recording whose memory is measured. found: once it has ended.
+
+    step: its number, from 0 on.
+    """
+
+    def __init__(self, meter: Meter, step: int) -> None:
+        self._meter, self._step = meter, step
+        self.is_under_way = False
+        self._entered: AbstractContextManager[Any] | None = None
+        self.found: MeasuredMemory | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch within the block; a step that an exception ends is not measured."""
+        self._meter.start()
+        try:
+            yield
+            self._end()
+        finally:
+            self._meter.stop()
+
+    def starting(self, step: int) -> None:
+        """Begin or end to measure: a step of this number is about to start."""
+        self._end()
+        if step == self._step:
+            self._meter.begin()
+            self.is_under_way = True
+
+    def _end(self) -> None:
+        if self.is_under_way:
+            self.is_under_way = False
+            self.found = self._meter.end()
+
+    def around(self, name: str) -> AbstractContextManager[Any]:
+        """Return within what a call runs."""
+        return self._meter.around(name) if self.is_under_way else nullcontext()
+
+    def enter(self, name: str) -> None:
+        """Begin a call whose end `leave` tells."""
+        self._entered = self.around(name)
+        self._entered.__enter__()
+
+    def leave(self) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
 
 
 class CudaMeter:
@@ -155,7 +204,7 @@ def living() -> dict[int, int]:
         kind = type(tensor)
         if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not _PLAIN:
             continue  # what wraps tensors has none of its own
-        for each in (tensor, raw_grad.__get__(tensor)):
+        for each in (tensor, raw_grad.__get__(tensor) if tensor.is_leaf else None):
             if each is None or each.layout is not torch.strided or each.device.type != "cpu":
                 continue
             storage = each.untyped_storage()

@@ -16,9 +16,9 @@ end (`runtime/beside.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.recording.lanes import hand_out
-from zerofx.recording.memory import meter_for
+from zerofx.recording.memory import Metering, meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for
 from zerofx.recording.steps import UPDATE, RecordedStep, measured
 from zerofx.runtime.beside import Beside
@@ -43,6 +43,8 @@ from zerofx.runtime.host_tier import HostTier
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.stopwatch import Around, Run, Stopwatch, clock_for
 from zerofx.views.recording import RecordingView
+
+log = logging.getLogger("zerofx")
 
 
 @contextlib.contextmanager
@@ -70,45 +72,44 @@ def record(
     found.programs += recorder.results()
 
 
+def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
+    if not isinstance(model, CompiledModule):
+        raise RecordingError(
+            f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
+        )
+    if model._setting.plan.cuda_graph:
+        raise RecordingError(
+            "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
+            "nothing can be timed; record with cuda_graph=False"
+        )
+    if memory and (profile or warmup < 1):
+        what = "profile=True" if profile else "warmup=0"
+        raise RecordingError(
+            f"record: memory=True and {what} do not go together: "
+            + (
+                "both run torch.profiler; record twice"
+                if profile
+                else "what was there before is not seen to go; take warmup=1 or more"
+            )
+        )
+
+
 class _Recorder:
     """Puts stopwatches over a model's programs, and takes them off again."""
 
-    def __init__(
-        self, model: CompiledModule, warmup: int, profile: bool, memory: bool = False
-    ) -> None:
-        if not isinstance(model, CompiledModule):
-            raise RecordingError(
-                f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
-            )
-        if model._setting.plan.cuda_graph:
-            raise RecordingError(
-                "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
-                "nothing can be timed; record with cuda_graph=False"
-            )
-        if memory and (profile or warmup < 1):
-            what = "profile=True" if profile else "warmup=0"
-            raise RecordingError(
-                f"record: memory=True and {what} do not go together: "
-                + (
-                    "both run torch.profiler; record twice"
-                    if profile
-                    else "what was there before is not seen to go; take warmup=1 or more"
-                )
-            )
+    def __init__(self, model: CompiledModule, warmup: int, profile: bool, memory: bool) -> None:
+        _check(model, warmup, profile, memory)
         self._table, self._world = model._programs, model._engine.world
         if self._table.on_bound is not None:
             raise RecordingError("record: this model is being recorded already, in an outer block")
         self._clock = clock_for(self._world.device)
         self._warmup = warmup
         self._profiler = profiler_for(self._world.device) if profile else None
-        self._meter = meter_for(self._world.device) if memory else None
-        self._is_metering = False  # the step under way
-        self._memory: tuple[Program, MeasuredMemory] | None = None
+        self._metering = Metering(meter_for(self._world.device), warmup) if memory else None
         self._schedules: dict[int, tuple[Step, ...]] = {}
         self._steps: list[RecordedStep] = []
         self._before: list[tuple[Bound, Any, Any]] = []
         self._update: list[Any] = []
-        self._metered: AbstractContextManager[Any] | None = None
         self._beside = Beside(self._clock.mark)
         engine = model._engine
         self._noting: tuple[HostTier, HostUpdates] = engine.host, engine.store.ledger.pending
@@ -126,14 +127,10 @@ class _Recorder:
         for noting in self._noting:
             noting.beside = self._beside
         try:
-            if self._meter is not None:
-                self._meter.start()
-            with self._profiler or contextlib.nullcontext():
+            running = None if self._metering is None else self._metering.running()
+            with self._profiler or running or contextlib.nullcontext():
                 yield
-            self._end_memory()
         finally:
-            if self._meter is not None:
-                self._meter.stop()
             self._table.on_bound = None
             for noting in self._noting:
                 noting.beside = None
@@ -150,7 +147,7 @@ class _Recorder:
         take = partial(self._take, bound.program)
         over = {}
         for graph in (FORWARD, BACKWARD):
-            is_named = self._profiler is not None or self._meter is not None
+            is_named = self._profiler is not None or self._metering is not None
             steps = self._steps_of(bound.program) if is_named else ()
             names = [step.name for step in steps if step.graph == graph]
             over[graph] = Stopwatch(graph, self._clock, self._starting, take, names, self._around)
@@ -158,28 +155,17 @@ class _Recorder:
         if run.backward is not None:
             run.backward = over[BACKWARD].over(run.backward)
 
-    # -- the step whose memory is measured ------------------------------------------------------
+    # -- what comes in, in the order of time ----------------------------------------------------
     def _starting(self, graph: str) -> None:
-        """Begin or end to measure memory, before a forward."""
-        if self._meter is None or graph != FORWARD:
-            return
-        self._end_memory()
-        if len(self._steps) == self._warmup:
-            self._meter.begin()
-            self._is_metering = True
-
-    def _end_memory(self) -> None:
-        if self._meter is not None and self._is_metering:
-            self._is_metering = False
-            self._memory = self._steps[self._warmup].program, self._meter.end()
+        if self._metering is not None and graph == FORWARD:
+            self._metering.starting(len(self._steps))
 
     def _around(self) -> Around | None:
         """Return within what the calls of a run are to run."""
-        if self._is_metering and self._meter is not None:
-            return self._meter.around
+        if self._metering is not None:
+            return self._metering.around if self._metering.is_under_way else None
         return None if self._profiler is None else torch.profiler.record_function
 
-    # -- what comes in, in the order of time ----------------------------------------------------
     def _take(self, program: Program, run: Run) -> None:
         """Note a run: a forward ends the step before it and begins one."""
         if run.graph == FORWARD:
@@ -190,15 +176,13 @@ class _Recorder:
             self._steps[-1].runs.append((program, run))
 
     def _begin_update(self) -> None:
-        if self._is_metering and self._meter is not None:
-            self._metered = self._meter.around(UPDATE)
-            self._metered.__enter__()
+        if self._metering is not None:
+            self._metering.enter(UPDATE)
         self._update = [self._clock.mark(), time.perf_counter_ns()]
 
     def _end_update(self) -> None:
-        if self._metered is not None:
-            self._metered.__exit__(None, None, None)
-            self._metered = None
+        if self._metering is not None:
+            self._metering.leave()
         if self._steps and self._update:
             began, host = self._update
             now = time.perf_counter_ns()
@@ -212,9 +196,9 @@ class _Recorder:
         _, updates = self._noting
         updates.settle()  # those of a delayed plan run on behind the block
         hand_out(self._beside.notes, self._steps)
-        steps = self._steps[self._warmup + (self._meter is not None) :]
+        steps = self._steps[self._warmup + (self._metering is not None) :]
         if not steps:
-            more = "" if self._meter is None else " and one for its memory"
+            more = "" if self._metering is None else " and one for its memory"
             raise RecordingError(
                 f"record: {len(self._steps)} steps ran in the block, of which "
                 f"warmup={self._warmup}{more} are left out; run more, or lower warmup"
@@ -226,10 +210,21 @@ class _Recorder:
             ops = {}
             if self._profiler is not None:
                 ops = dearest_operators(self._profiler, {s.name for s in all_steps})
-            held = None
-            if self._memory is not None and self._memory[0] is program:
-                held = self._memory[1]
+            held = self._held(program, all_steps)
             found.append(measured(all_steps, own, self._clock, self._world, ops, held))
+        return found
+
+    def _held(self, program: Program, steps: Sequence[Step]) -> MeasuredMemory | None:
+        """Return the memory of a program's metered step, if it had one that ran to its end."""
+        if self._metering is None or self._metering.found is None:
+            return None
+        step, found = self._steps[self._warmup], self._metering.found
+        if step.program is not program:
+            return None
+        graphs = step.own()
+        if any(s.name not in found.held for s in steps if s.graph in graphs):
+            log.warning("record: the step whose memory was to be measured was broken off")
+            return None
         return found
 
     def _steps_of(self, program: Program) -> tuple[Step, ...]:

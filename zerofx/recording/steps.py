@@ -58,7 +58,7 @@ def measured(
 ) -> Measured:
     """Lay the recorded steps of one program over its schedule's `steps`.
 
-    Of these only such count as ran all functions that any of them ran, to the end.
+    memory: what was measured of one more.
 
     Raises:
         RecordingError: all were broken off.
@@ -67,11 +67,7 @@ def measured(
     expected: dict[str, list[Step]] = {}
     for step in steps:
         expected.setdefault(step.graph, []).append(step)
-    whole = [r for r in recorded if _is_whole(r, expected)]
-    num = max((len(r.own()) for r in whole), default=0)
-    whole = [r for r in whole if len(r.own()) == num]
-    if not whole:
-        raise RecordingError(f"record: no step of {program.model_name} ran to its end")
+    whole = _whole(recorded, expected)
     own = [own_rows(r, expected, clock) for r in whole]
     abouts = _abouts(steps, program, {place: None for rows in own for place in rows})
     tables = [
@@ -94,6 +90,18 @@ def measured(
         tuple(steps_us), spans, functions, tuple(r.own()[FORWARD].wall_ns for r in whole), typical,
         memory,
     )  # fmt: skip
+
+
+def _whole(
+    recorded: Sequence[RecordedStep], expected: Mapping[str, list[Step]]
+) -> list[RecordedStep]:
+    """Return the steps that ran all functions that any of them ran, to the end."""
+    whole = [r for r in recorded if _is_whole(r, expected)]
+    num = max((len(r.own()) for r in whole), default=0)
+    if not whole:
+        name = recorded[0].program.model_name
+        raise RecordingError(f"record: no step of {name} ran to its end")
+    return [r for r in whole if len(r.own()) == num]
 
 
 def _is_whole(recorded: RecordedStep, expected: Mapping[str, list[Step]]) -> bool:
@@ -166,9 +174,19 @@ def _abouts(
         if name not in found:
             found[name] = span_of(place, program)
     has_parts = any(p.graph == "step" and p.lane is Lane.UPDATE for p in own.values())
-    lane, kind = (Lane.HOST, "call") if has_parts else (Lane.COMPUTE, "update")
-    found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, kind)
+    if has_parts or any(step.kind == "update" for step in steps):  # shown by themselves
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", Lane.HOST, "call")
+    else:
+        lane = Lane.UPDATE if _updates_away(program) else Lane.COMPUTE
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, "update")
     return found
+
+
+def _updates_away(program: Program) -> bool:
+    """Tell whether all that the optimizer steps lives off the device."""
+    buckets = [] if program.layout is None else program.layout.buckets
+    trained = [b for b in buckets if b.trainable]
+    return bool(trained) and all(b.is_away for b in trained)
 
 
 def _span(

@@ -14,6 +14,7 @@ from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
+from zerofx.views.beside import pair_lines, pairs
 from zerofx.views.details import details
 from zerofx.views.page import render
 from zerofx.views.page_data import page_data
@@ -49,6 +50,10 @@ class Look:
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         lines += ["", LEGEND]
+        if self.predicted is not None:
+            about, (foreseen, *measured) = details(self.program, self.schedule), self.tracks
+            for track in measured:
+                lines += ["", *pair_lines(pairs(foreseen, track, about), track.name)]
         if any(track.memory for track in self.tracks):
             lines += ["", *self._memory_lines()]
         return "\n".join(lines)

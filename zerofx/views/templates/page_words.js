@@ -59,11 +59,11 @@ function barTip(bar) {
   const s = bar.step, lines = [bar.name, `${inWords(bar)} on the lane ${D.lanes[bar.lane]}, ${bar.track.name}`];
   lines.push(`${time(bar.to - bar.from)}, from ${time(bar.from, 5)} to ${time(bar.to, 5)}`);
   if (bar.note) lines.push(bar.note);
-  if (!s) return lines;
   for (const other of D.tracks) {
-    const twin = other !== bar.track && other.byStep.get(s.i);
+    const twin = other !== bar.track && other.byName.get(bar.name);
     if (twin) lines.push(`${other.name}: ${time(twin.to - twin.from)}`);
   }
+  if (!s) return lines;
   if (s.unit) lines.push(`unit ${s.unit}`);
   if (s.moves) lines.push(`${s.kind === "region" ? "makes" : "moves"} ${s.moves}  (${bytes(s.bytes)})`);
   if (s.line) lines.push(s.line);
