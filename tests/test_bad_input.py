@@ -146,6 +146,15 @@ def test_worlds_that_are_none(ranks: Any) -> None:
         zerofx.predict(program, hardware="dgx-h100", accumulation=0)
 
 
+def test_more_ranks_than_a_machine_without_a_network_has(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("predict", "search"):
+        where = ["--hardware", "cpu-box", "--world", "4"]
+        text = said(capsys, command, f"{model}:build", *where)
+        assert "one node of 2 devices without a network, and the world is 4 ranks; give at" in text
+
+
 def test_an_axis_that_does_not_divide_the_world(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

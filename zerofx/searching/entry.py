@@ -52,6 +52,7 @@ def search(
     """
     whole(1)("world_size", world_size)
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    described.check_world(world_size)
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
     family = Family(named, base, says=says)
