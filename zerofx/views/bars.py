@@ -61,7 +61,7 @@ def timeline_track(predicted: Forecast) -> Track:
         for s in timeline.spans
     )  # fmt: skip
     critical = frozenset(s.task.name for s in timeline.critical_path())
-    note = f"{predicted.hardware.name}, each of {ranks} ranks; underlined: the critical path"
+    note = f"{predicted.hardware.name}, each of {ranks} ranks"
     return Track(
         "predicted", bars, timeline.step_us, (timeline.low_us, timeline.high_us), note, critical
     )

@@ -20,6 +20,7 @@ from zerofx.views.schedule import title
 from zerofx.views.why import BUDGET
 
 GRAPHS = ("forward", "backward", "step")
+CRITICAL = "; underlined: the critical path"  # of a track, as the page draws it
 DIFF_LINES = 400  # of one pass
 
 
@@ -125,10 +126,11 @@ def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str,
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
     held = []
+    note = track.note + (CRITICAL if track.critical else "")
     if track.memory:
         held = [track.memory.held.get(step.name, -1) for step in schedule.steps]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
-            "note": track.note, "held": held, "step": track.step_us,
+            "note": note, "held": held, "step": track.step_us,
             "peak_bytes": track.memory.peak_bytes if track.memory else 0}  # fmt: skip
 
 
