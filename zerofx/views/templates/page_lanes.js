@@ -106,7 +106,7 @@ function fitting(g, text, room) {
   if (width <= room) return text;
   let most = Math.floor(text.length * room / width);
   while (most > 0 && g.measureText(text.slice(0, most) + "…").width > room) most--;
-  return most > 1 ? text.slice(0, most).trimEnd() + "…" : "";
+  return most > 3 ? text.slice(0, most).trimEnd() + "…" : "";
 }
 
 function drawRow(g, width, row) {
