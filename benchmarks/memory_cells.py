@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +127,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "activations": ("keep", "recompute", "half", "auto", "offload"),
     "tiling": ("off", "pattern", "auto"),
     "kernels": ("aten", "inductor"),
+    "offload": ("none", "states", "all", "states-nvme", "all-nvme"),
 }
 
 
@@ -138,6 +141,7 @@ class Cell:
     activations: str
     tiling: str
     kernels: str
+    offload: str = "none"
     layers: int = LAYERS
     accumulation: int = 1
     no_sync: bool = False
@@ -159,7 +163,8 @@ def all_cells() -> Iterator[Cell]:
     """Yield every combination that means something, in a fixed order."""
     for chosen in itertools.product(*CHOICES.values()):
         cell = Cell(*chosen)
-        if cell.tiling == "off" or (cell.stage, cell.world) == (3, 2):
+        is_tiled = cell.tiling == "off" or (cell.stage, cell.world) == (3, 2)
+        if is_tiled and cell.stage >= _LEAST_STAGE.get(cell.offload, 1):
             yield cell
 
 
@@ -187,7 +192,17 @@ def cover(count: int) -> list[Cell]:
     return sorted(found, key=lambda cell: tuple(map(str, asdict(cell).values())))
 
 
+_LEAST_STAGE = {"none": 0, "all": 3, "all-nvme": 3}
+
+
 # -- a cell's plan ------------------------------------------------------------------------------
+_TIERS: dict[str, dict[str, str]] = {
+    "none": {},
+    "states": {"optimizer": "cpu"},
+    "all": {"optimizer": "cpu", "parameters": "cpu"},
+    "states-nvme": {"optimizer": "nvme"},
+    "all-nvme": {"optimizer": "nvme", "parameters": "nvme"},
+}
 _ACTIVATIONS = {"half": 0.5, "offload": {"*": "offload"}}
 
 
@@ -199,7 +214,10 @@ def plan_of(cell: Cell) -> dict[str, Any]:
         "activations": _ACTIVATIONS.get(cell.activations, cell.activations),
         "tiling": MODELS[cell.model].tiling if cell.tiling == "pattern" else cell.tiling,
         "bucket_bytes": "256KiB",
+        "offload": dict(_TIERS[cell.offload]),
     }
+    if "nvme" in cell.offload:
+        plan["offload"]["path"] = str(Path(tempfile.gettempdir()) / "zerofx-memory-matrix")
     if cell.activations == "auto":
         plan["memory_budget"] = _between(cell, SHARE)
     elif cell.tiling == "auto":  # nothing else is to be decided by it
@@ -234,10 +252,13 @@ def run(cell: Cell) -> dict[str, Any]:
         loop=loop,
     )
     (program,) = trained.model.programs
+    found = program.memory(keeps_results=False, **asdict(loop))
     return {
         "low_bytes": trained.peak.low_bytes,
         "high_bytes": trained.peak.high_bytes,
-        "predicted_bytes": program.memory(keeps_results=False, **asdict(loop)).peak_bytes,
+        "predicted_bytes": found.peak_bytes,
+        "host_bytes": trained.host_bytes,
+        "predicted_host_bytes": found.memory.host_bytes,
         "num_tiles": sum(b.tile is not None for b in program.layout.buckets),
         "budget_bytes": program.plan.memory_budget,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 import zerofx
-from zerofx.analysis.forecast import RESERVED_BYTES, Forecast, forecast
+from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Program
@@ -23,18 +24,24 @@ HOST = {"parameters": "cpu", "optimizer": "cpu", "activations": "cpu"}
 
 
 @cache
-def gpt(width: int, layers: int, batch: int, seq: int = SEQ, vocab: int = 51200) -> Program:
-    """Return a captured GPT in fp16, of heads that are 128 wide at most; nothing is allocated."""
-    heads = max(width // 128, 1)
+def gpt(width: int, layers: int, batch: int, seq: int = SEQ, tied: bool = True) -> Program:
+    """Return a captured GPT in fp16, of heads that are 128 wide or a little more."""
+    heads = next(n for n in range(max(width // 128, 1), 0, -1) if width % n == 0)
+    shape = {"layers": layers, "width": width, "heads": heads, "seq": seq, "vocab": 51200}
     with torch.device("meta"):
-        model = GPT(GPTConfig(layers=layers, width=width, heads=heads, seq=seq, vocab=vocab))
+        model = GPT(GPTConfig(**shape, tied=tied))
         tokens = torch.zeros(batch, seq, dtype=torch.long)
     return zerofx.capture(model, (tokens, tokens), compute_dtype=torch.float16)
 
 
-def infinity(tiles: int = 4, **offload: str) -> dict[str, Any]:
-    """Return the plan of a model that is larger than its devices."""
-    tiling = {"blocks.*.mlp": tiles, "blocks.*.attn": tiles} if tiles > 1 else "off"
+def infinity(tiles: int = 4, edges: int = 1, **offload: str) -> dict[str, Any]:
+    """Return the plan of a model that is larger than its devices.
+
+    tiles: of each linear of a layer. edges: of embedding and head, where they are not tied.
+    """
+    tiling: Any = {"blocks.*.mlp": tiles, "blocks.*.attn": tiles} if tiles > 1 else "off"
+    if edges > 1:
+        tiling |= {"embed": edges, "head": edges}
     return {
         "stage": 3, "precision": "fp16", "activations": "recompute", "prefetch": 1,
         "tiling": tiling, "offload": offload or NVME,
@@ -67,40 +74,56 @@ class Family:
         """Operations a device and second, recomputed ones included, as the papers count them."""
         return self.flops.at(layers) / self.step_us.at(layers) / 1e6
 
+    @property
+    def device_limit(self) -> int:
+        """Bytes of a device that a model may take."""
+        return load_hardware(DGX2).device_memory_bytes - RESERVED_BYTES["cuda"]
+
     def most_layers(self, world: int, nvme_bytes: float | None = None) -> tuple[float, str]:
         """Return the most layers that fit a number of devices, and the tier that ends it."""
         node = load_hardware(DGX2)
         sharing = min(world, node.devices_per_node)
         tiers = {
-            "device": (self.device_bytes, node.device_memory_bytes - RESERVED_BYTES["cuda"]),
+            "device": (self.device_bytes, self.device_limit),
             "host": (self.host_bytes, node.host_memory_bytes / sharing),
             "nvme": (self.nvme_bytes, (nvme_bytes or node.nvme_bytes) / sharing),
         }
-        limits = {
-            name: (have - line.edge) / line.layer
-            for name, (line, have) in tiers.items()
-            if line.layer > 0
-        }
+        limits = {name: _most(line, have) for name, (line, have) in tiers.items()}
         tier = min(limits, key=limits.__getitem__)
         return limits[tier], tier
 
 
+def _most(line: Line, have: float) -> float:
+    """Return the most layers that a tier holds: none where the edges alone are too much for it."""
+    if line.layer > 0:
+        return (have - line.edge) / line.layer
+    return math.inf if line.edge <= have else 0.0
+
+
 @cache
-def _family(width: int, batch: int, plan: str, world: int, seq: int) -> Family:
-    found: list[dict[str, float]] = []
-    for depth in DEPTHS:
-        captured = gpt(width, depth, batch, seq)
-        node = load_hardware(DGX2)
-        program = zerofx.rewrite(captured, zerofx.Plan.from_json(plan), world, node.machine("fp16"))
-        found.append(_figures(forecast(program, node)))
+def _family(width: int, batch: int, plan: str, world: int, seq: int, tied: bool) -> Family:
+    settled = zerofx.Plan.from_json(plan)
+    found = [_figures(step(gpt(width, n, batch, seq, tied), settled, world)) for n in DEPTHS]
     few, many = DEPTHS
     slope = {k: (found[1][k] - found[0][k]) / (many - few) for k in found[0]}
     return Family(**{k: Line(found[0][k] - few * slope[k], slope[k]) for k in slope})
 
 
-def family(width: int, batch: int, plan: dict[str, Any], world: int, seq: int = SEQ) -> Family:
+def family(
+    width: int,
+    batch: int,
+    plan: dict[str, Any],
+    world: int,
+    seq: int = SEQ,
+    tied: bool = True,
+) -> Family:
     """Return the GPTs of one width in one plan on DGX-2 nodes."""
-    return _family(width, batch, zerofx.Plan.from_dict(plan).to_json(), world, seq)
+    return _family(width, batch, zerofx.Plan.from_dict(plan).to_json(), world, seq, tied)
+
+
+def step(captured: Program, plan: zerofx.Plan | dict[str, Any], world: int) -> Forecast:
+    """Return what a step takes on DGX-2 nodes."""
+    return zerofx.predict(captured, plan, hardware=DGX2, world_size=world).forecast
 
 
 def _figures(found: Forecast) -> dict[str, float]:

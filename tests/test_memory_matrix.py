@@ -8,7 +8,7 @@ import pytest
 from pool import Pool
 
 from benchmarks.memory_cells import CHOICES, Cell, cover, run
-from benchmarks.memory_matrix import COUNT, PROMISED, error_of
+from benchmarks.memory_matrix import COUNT, PROMISED, error_of, host_error
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
 QUICK = [
@@ -17,6 +17,8 @@ QUICK = [
     Cell("gpt", 3, 1, "auto", "off", "aten", layers=2),
     Cell("gpt2", 1, 2, "half", "off", "aten", layers=1),
     Cell("llama", 2, 1, "recompute", "off", "aten", layers=1),
+    Cell("llama", 3, 1, "keep", "off", "aten", "states-nvme", layers=1),
+    Cell("gpt", 3, 2, "keep", "pattern", "aten", "all-nvme", layers=2),
     Cell("bert", 3, 1, "offload", "off", "aten", layers=1),
     Cell("vit", 3, 1, "half", "off", "aten", layers=1),
     Cell("resnet", 3, 1, "recompute", "off", "aten", layers=1),
@@ -29,6 +31,9 @@ def check(pool: Pool, cell: Cell, timeout_s: float = 120.0) -> None:
     for answer in pool.run(cell.world, run, cell, timeout_s=timeout_s):
         error = error_of(answer["predicted_bytes"], answer["low_bytes"], answer["high_bytes"])
         assert abs(error) <= PROMISED, answer
+        away = host_error(answer["predicted_host_bytes"], answer["host_bytes"])
+        assert abs(away) <= PROMISED, answer
+        assert answer["host_bytes"] > 0 or cell.offload == "none"
         assert answer["high_bytes"] > 2**20  # small costs of the loop are no part of the answer
         if answer["budget_bytes"] is not None and cell.kernels == "aten":
             assert answer["low_bytes"] <= answer["budget_bytes"]

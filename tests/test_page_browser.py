@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import browser
 import pytest
@@ -32,14 +33,20 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page with a recording of another model of the same program beside it."""
+def run() -> tuple[Program, Any]:
+    """A program that has run, and a recording of it."""
     torch.manual_seed(0)
     model = zerofx.compile(Stack(), PLAN)
-    with zerofx.record(model) as recording:
-        for _ in range(3):
+    with zerofx.record(model, memory=True) as recording:
+        for _ in range(4):
             model(torch.randn(8, 16)).backward()
-    found = model.programs[0]
+    return model.programs[0], recording
+
+
+@pytest.fixture(scope="module")
+def page(run: tuple[Program, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a recording alone."""
+    found, recording = run
     return found.view(tmp_path_factory.mktemp("page") / "page.html", recording=recording)
 
 
@@ -86,6 +93,7 @@ def test_hover_names_what_is_there(chromium: Browser, page: Path) -> None:
     chromium.hover(x, round(box[1]) + 100)
     tip = said(chromium, "tip")
     assert "KiB at forward" in tip and "optimizer" in tip and "largest" in tip
+    assert "measured, rank 0 (" in tip and "than predicted)" in tip
     chromium.hover(round(box[0]) + 5, 5)
     assert chromium.run("return tip.hidden")
 
@@ -127,6 +135,16 @@ def test_tabs(chromium: Browser, tmp_path: Path) -> None:
 def test_legends_have_words(chromium: Browser, page: Path, tmp_path: Path) -> None:
     chromium.open(page)
     assert said(chromium, "kinds").startswith("forwardbackward")
+    assert "than predicted)" in said(chromium, "legend")  # the line of what was measured
+    assert "peak memory, measured, rank 0" in said(chromium, "facts")
+    column = chromium.run(
+        "const i = main.held.findIndex((n) => n > 0), f = main.folding;"
+        "const x = xOf(f.to((main.times[i][0] + main.times[i][1]) / 2), memory.clientWidth);"
+        "const g = memory.getContext('2d'), y = Math.round(yOf(main.held[i]));"
+        "return [...g.getImageData(Math.round(x), y - 3, 1, 7).data]"
+    )
+    pixels = [sum(column[k : k + 3]) for k in range(0, len(column), 4)]
+    assert min(pixels) < 250, pixels  # a dark line where it was measured
     chromium.open(zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4).view(tmp_path / "page.html"))
     assert said(chromium, "verbs") == "AG all-gatherRS reduce-scatterb3 bucket 3"
     shown = chromium.run(
@@ -195,6 +213,27 @@ def test_an_opened_layer_stays_in_sight(chromium: Browser, tmp_path: Path) -> No
         f"return lanes.getBoundingClientRect().left + xOf(main.folding.to({t}), lanes.clientWidth)"
     )
     assert abs(at - x) < 60  # what was clicked lies under the pointer still
+
+
+def test_predicted_beside_measured(
+    chromium: Browser, run: tuple[Program, Any], tmp_path: Path
+) -> None:
+    program, recording = run
+    chromium.open(
+        program.view(tmp_path / "p.html", recording=recording, hardware="cpu-box", passes=False)
+    )
+    assert chromium.run("return main.name") == "measured, rank 0"
+    chromium.run("[...tabs.children].find((t) => t.textContent.startsWith('Predicted')).click()")
+    table = said(chromium, "panel")
+    assert "largest differences first" in table and "peak memory" in table
+    assert chromium.run("return panel.querySelectorAll('tbody tr').length === D.beside[0].length")
+    with_line = said(chromium, "legend")
+    chromium.run("choice.value = 0; choice.dispatchEvent(new Event('change'))")
+    assert chromium.run("return main.name") == "predicted"
+    assert "than predicted" in with_line and "than predicted" not in said(chromium, "legend")
+    x, y = place(chromium, "forward region 2")  # of the prediction, which comes first
+    chromium.hover(x, y)
+    assert "measured, rank 0: " in said(chromium, "tip") and chromium.errors() == []
 
 
 def test_many_layers(chromium: Browser, tmp_path: Path) -> None:

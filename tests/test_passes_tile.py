@@ -126,6 +126,23 @@ def test_two_tiles_at_a_time_one_in_backward(activations: str) -> None:
     assert not any("weight" in s.name for s in program.outputs["forward"] if s.role is Role.SAVED)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_one_rank_brings_a_tile_at_a_time(tier: str) -> None:
+    """Where parameters live off the device, each tile is copied there, used and released."""
+    offload = {"parameters": tier, "optimizer": tier, "path": "/nvme"}
+    if tier == "cpu":
+        del offload["path"]
+    program = pair({"up": 4, "down": 4}, 1, offload=offload)
+    assert program.layout is not None and program.layout.tiles == {"up.weight": 4, "down.weight": 4}
+    tile = 64 * 128 // 4
+    for graph in ("forward", "backward"):
+        assert count(program, graph, ops.all_gather) == 0
+        copied = [n.args[2] for n in program.graph(graph).nodes if n.target is ops.reload_shard]
+        assert max(copied) == tile and copied.count(tile) == (8 if graph == "forward" else 4)
+    large = [nbytes for nbytes in program.slots["bytes"] if nbytes >= 4 * tile]
+    assert large == [4 * tile] * 2
+
+
 def test_tiles_are_alike_and_compiled_once() -> None:
     def structures(k: int) -> int:
         files = render(pair({"up": k, "down": k}))
@@ -160,8 +177,10 @@ def test_shards_of_tiles_lie_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "world"), [({"stage": 2}, 2), ({"stage": 3}, 1), ({"stage": 1, "persist_below": 0}, 2)]
-)
+    ("plan", "world"),
+    [({"stage": 2}, 2), ({"stage": 3}, 1), ({"stage": 1, "persist_below": 0}, 2),
+     ({"offload": {"optimizer": "cpu"}}, 1)],
+)  # fmt: skip
 def test_nothing_to_gain(plan: dict[str, Any], world: int) -> None:
     program = pair({"up": 4}, world, **plan)
     assert program.layout is not None and not program.layout.tiles

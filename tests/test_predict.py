@@ -24,10 +24,8 @@ from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.passes.base import Report
 from zerofx.passes.release import Release
-from zerofx.searching.way_out import WayOut
 from zerofx.views.prediction import PredictionView
 
-MIB = 2**20
 TARGET = "zerofx.demo.targets:byte_gpt"
 
 
@@ -136,80 +134,6 @@ def test_what_does_not_fit_is_said_with_both_numbers() -> None:
     assert missing.tier == "nvme of a node"
 
 
-# What stands in a plan that does not fit a small device, and what is left to change.
-WIDE = {"stage": 1, "kernels": "aten"}
-
-
-def with_memory(nbytes: int) -> Any:
-    """Return a DGX H100 of which programs may hold so many bytes of a device."""
-    here = load_hardware("dgx-h100")
-    return dataclasses.replace(here, device_memory_bytes=(1536 << 20) + nbytes)
-
-
-def test_a_plan_that_does_not_fit_names_the_nearest_that_does() -> None:
-    program = gpt(1, 128)
-    peak = predicted(program, WIDE, world=4).peak_bytes
-    small = with_memory(int(0.9 * peak))
-    view = predicted(program, WIDE, small, 4)
-    (missing,) = view.missing_bytes.values()
-    assert missing == peak - int(0.9 * peak)
-    out = view.way_out
-    assert isinstance(out, WayOut) and out.nearest is not None and out.plan is not None
-    # One field was enough, and the plan that it gives does fit when it is predicted by itself.
-    assert len(out.nearest.changed) == 1
-    again = predicted(program, out.plan.to_dict(), small, 4)
-    assert again.fits and again.way_out is None and again.missing_bytes == {}
-    assert again.peak_bytes == pytest.approx(out.nearest.outcome.peak_bytes, rel=1e-3)
-    text = str(view)
-    (field,) = out.nearest.changed
-    assert f"the nearest plan that fits changes {field} to " in text
-    assert f"--set {field}=" in text or f"--set '{field}=" in text
-    largest = text.splitlines()[2]
-    assert "iB  " in largest and largest.startswith("  ")
-    shown = json.loads(json.dumps(view.to_dict()))
-    assert shown["way_out"]["nearest"]["changed"] == out.nearest.changed
-    assert shown["shortages"][0]["missing_bytes"] == missing
-
-
-def test_no_single_change_is_left_out_for_more() -> None:
-    """Every plan with fewer changes than the nearest one is predicted by itself: none fits."""
-    program = gpt(1, 128)
-    least = predicted(program, {"stage": 3, "activations": "recompute", "kernels": "aten"}, world=4)
-    small = with_memory(least.peak_bytes + 1)
-    view = predicted(program, {"stage": 0, "kernels": "aten"}, small, 4)
-    out = view.way_out
-    assert isinstance(out, WayOut) and out.nearest is not None
-    assert len(out.nearest.changed) == 2 and out.tried <= 24
-    for change in ({"stage": 3}, {"activations": "recompute"}, {"stage": 2}):
-        assert not predicted(program, {"stage": 0, "kernels": "aten"} | change, small, 4).fits
-
-
-def test_where_no_plan_fits_the_closest_and_its_ranks_are_named() -> None:
-    out = predicted(gpt(1, 128), {"stage": 3}, with_memory(MIB), 2).way_out
-    assert isinstance(out, WayOut) and out.plan is None and out.closest is not None
-    text = "\n".join(out.lines())
-    assert "no plan that fits was found for this world" in text
-    assert "closest is: " in text and " missing" in text and "more ranks do not help" in text
-    assert out.to_dict()["closest"]["missing_bytes"]["each device"] > 0
-
-
-def test_what_the_loop_holds_counts_for_the_nearest_plan() -> None:
-    program, small = gpt(1, 64), with_memory(5 * MIB)
-    given = {"hardware": small, "world_size": 2, "optimizer_bytes": 64}
-    out = zerofx.predict(program, WIDE, **given).way_out
-    assert isinstance(out, WayOut) and out.nearest is not None
-    again = zerofx.predict(program, out.plan, **given)
-    assert again.fits
-    assert again.peak_bytes == pytest.approx(out.nearest.outcome.peak_bytes, rel=1e-3)
-
-
-def test_a_finished_program_has_no_other_plan() -> None:
-    program = zerofx.rewrite(gpt(1, 128), {"stage": 0}, 2)
-    view = zerofx.predict(program, hardware=with_memory(MIB))
-    assert not view.fits and view.way_out is None
-    assert "this program is finished: zerofx search on its model" in str(view)
-
-
 def test_a_finished_program_keeps_its_plan() -> None:
     program = zerofx.rewrite(captured("chain"), {"stage": 3}, 2)
     with pytest.raises(PlanError, match="finished for world 2"):
@@ -280,7 +204,7 @@ def test_a_wrong_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_trillion_parameters_on_512_gpus() -> None:
-    """In half of the 90 s that are allowed, of one core, and far below 3 GB."""
+    """In two thirds of the 90 s that are allowed, beside other work, and half of 3 GB."""
     code = (
         "import resource, zerofx\n"
         "zerofx.predict('zerofx.demo.targets:gpt_1t', 'examples/plans/infinity.yaml',"
@@ -293,5 +217,5 @@ def test_a_trillion_parameters_on_512_gpus() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     cpu_s, kib = map(float, done.stdout.split()[-2:])
-    assert cpu_s < 45
+    assert cpu_s < 60
     assert kib < 1.5e6

@@ -1,8 +1,8 @@
-"""The largest models and throughputs that were published for V100s, against predictions.
+"""The largest models that were published for V100s, against predictions.
 
-Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-3 Offload's and ZeRO-Infinity's announcements, and
-ZeRO-Infinity (arXiv 2104.07857), figures 1, 5 and 6. Depth is what varies: a family's figures come
-from two small depths, on whose line all others lie.
+Sources: ZeRO (arXiv 1910.02054), ZeRO-Offload (arXiv 2101.06840), ZeRO-3 Offload's and
+ZeRO-Infinity's announcements, and ZeRO-Infinity (arXiv 2104.07857), figures 1 and 6. Depth is what
+varies: a family's figures come from two small depths, on whose line all others lie.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from published_cases import HOST, Family, family, gpt, infinity
+from published_cases import HOST, Family, family, gpt, infinity, step
 
-import zerofx
-from zerofx.analysis.forecast import forecast
 from zerofx.hardware import load_hardware
 
 FP16 = {"precision": "fp16", "activations": "recompute"}
@@ -88,59 +86,53 @@ def test_40_billion_on_one_v100_with_its_host() -> None:
     assert found.device_bytes.at(layers) < 0.7 * load_hardware("dgx2-v100-32gb").device_memory_bytes
 
 
-# -- time ----------------------------------------------------------------------------------------
-# Billions of parameters: width, layers, tiles of a linear; 512 GPUs, a sample of 1,024 tokens each
-THROUGHPUT = {
-    500: (18432, 124, 4),
-    1000: (25600, 128, 4),
-    5000: (49152, 174, 8),
-    10000: (65536, 200, 8),
+# name: (width, layers, plan, ranks), billions of parameters that were published to fit
+FITS: dict[str, tuple[tuple[int, int, dict[str, Any], int], float]] = {
+    "ZeRO-2, no tensor parallelism": ((4096, 49, {"stage": 2, **FP16}, 32), 10),
+    "ZeRO-3 alone": ((25600, 128, infinity(4) | {"offload": {}}, 1024), 1000),
+    "ZeRO-3 Offload on 256": ((25600, 128, infinity(4, **HOST), 256), 1000),
+    "ZeRO-3 Offload on 512": ((32768, 155, infinity(4, **HOST), 512), 2000),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("billions", THROUGHPUT)
-def test_tflops_a_gpu_from_half_a_trillion_up(billions: int) -> None:
-    """37 to 50 TFLOPS a GPU were published from 0.4 T to 20 T, 25 PFLOPS of 512 at 1 T."""
-    width, layers, tiles = THROUGHPUT[billions]
-    found = family(width, 1, infinity(tiles), 512)
-    assert found.params.at(layers) == pytest.approx(1e9 * billions, rel=0.1)
-    tflops = found.tflops(layers)
-    assert 37 / 1.25 <= tflops <= 50 * 1.25
-    if billions == 1000:
-        assert tflops * 512 / 1000 == pytest.approx(25, rel=0.25)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if "512" in n else []) for n in FITS]
+)
+def test_models_that_were_published_to_fit(name: str) -> None:
+    (width, layers, plan, world), billions = FITS[name]
+    found = family(width, 1, plan, world)
+    assert found.params.at(layers) / 1e9 == pytest.approx(billions, rel=0.02)
+    most_layers, _ = found.most_layers(world)
+    assert most_layers >= layers
+
+
+def test_one_gpu_trains_a_trillion() -> None:
+    """With the host memory and the NVMe of its DGX-2, a layer's linears in 4 tiles."""
+    found = family(25600, 1, infinity(4), 1)
+    assert found.most_layers(1)[0] >= 128
+    assert found.nvme_bytes.at(128) / found.params.at(128) == pytest.approx(16, rel=0.01)
+
+
+def test_turing_nlg_needs_more_than_stage_1() -> None:
+    """17.2 B parameters are 275 GB of model states, of which stage 1 leaves 4 bytes a parameter on
+    each rank: twice a V100. It was trained with tensor parallelism of 4 beside it, which we leave
+    to others; stage 3 fits without.
+    """
+    width, layers, world = 4256, 78, 256
+    found = {stage: family(width, 1, {"stage": stage, **FP16}, world) for stage in (1, 3)}
+    params = found[1].params.at(layers)
+    assert params / 1e9 == pytest.approx(17.2, abs=0.05)
+    assert 16 * params / 1e9 == pytest.approx(275, abs=1)
+    assert 4 * params > 2 * found[1].device_limit
+    assert found[3].most_layers(world)[0] >= layers
 
 
 @pytest.mark.slow
 def test_the_line_through_two_depths_is_that_of_all() -> None:
     """A model of 24 layers, predicted by itself."""
     width, layers, world = 4096, 24, 64
-    plan = zerofx.Plan.from_dict(infinity(2))
-    node = load_hardware("dgx2-v100-32gb")
-    whole = forecast(zerofx.rewrite(gpt(width, layers, 2), plan, world, node.machine("fp16")), node)
+    whole = step(gpt(width, layers, 2), infinity(2), world)
     found = family(width, 2, infinity(2), world)
     assert found.step_us.at(layers) == pytest.approx(whole.timeline.step_us, rel=0.03)
     assert found.device_bytes.at(layers) == pytest.approx(whole.memory.peak_bytes, rel=0.03)
     assert found.flops.at(layers) == pytest.approx(whole.flops, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_scaling_with_offload_is_superlinear() -> None:
-    """From 4 to 32 nodes host, PCIe and disks grow with the nodes, while the model stays."""
-    tflops = [family(25600, 1, infinity(4), 16 * nodes).tflops(128) for nodes in (4, 32)]
-    assert tflops[1] > 1.1 * tflops[0]
-
-
-@pytest.mark.slow
-def test_stage_3_against_unsharded_parameters_at_small_batches() -> None:
-    """It sends 3 Psi where data parallel and stages 1 and 2 send 2: slower where little is computed
-    beside it, alike where much is. (Of plain data parallel's step a third is its optimizer, which
-    no rank shares: against that stage 3 wins at any batch.)
-    """
-    times = {
-        (stage, seq): family(2048, 1, {"stage": stage, **FP16}, 64, seq).step_us.at(24)
-        for stage in (2, 3)
-        for seq in (64, 2048)
-    }
-    assert times[3, 64] > 1.1 * times[2, 64]
-    assert times[3, 2048] == pytest.approx(times[2, 2048], rel=0.05)

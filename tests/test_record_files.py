@@ -31,6 +31,31 @@ def test_text_and_file(tmp_path: Path) -> None:
         load_recording(tmp_path / "absent.json")
 
 
+def test_files_that_are_no_recordings_are_named(tmp_path: Path) -> None:
+    _, model, recording = train(3, True)
+    saved = recording.save(tmp_path / "run.json.gz")
+    trace = model.programs[0].look(recording).trace(tmp_path / "trace.json.gz")
+    whole = saved.read_bytes()
+    spoilt = {
+        "cut.json.gz": (whole[: len(whole) // 2], "end-of-stream"),
+        "bytes.json.gz": (whole[:40] + bytes(40) + whole[80:], ""),
+        "list.json": (b"[1, 2]", "a JSON list without them"),
+        "text.json": (b"step 1: 20 ms", "Expecting value"),
+        "fields.json": (b'{"recording": [{"format": 2}]}', "model"),
+        "trace.json.gz": (
+            trace.read_bytes(),
+            "a trace for Perfetto, which shows a step",
+        ),
+    }
+    for name, (data, why) in spoilt.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(RecordingError) as error:
+            load_recording(saved, path)
+        text = str(error.value)
+        assert f"{path} is no recording that `record(...).save` wrote" in text and why in text
+
+
 def test_a_recording_of_another_program_is_refused() -> None:
     _, _, recording = train(2, True)
     other = zerofx.compile(Stack(width=32), {**ATEN, "stage": 1})

@@ -147,6 +147,7 @@ def test_copies_that_stand_move_nothing(pool: Any) -> None:
 
 
 def test_nothing_is_noted_outside_the_block() -> None:
-    _, model, _ = train(3, True, {"stage": 3, "offload": {"optimizer": "cpu"}})
+    _, model, found = train(3, True, {"stage": 3, "offload": {"optimizer": "cpu"}})
     engine = model._engine
+    assert found.programs[0].by_name()["step update"].lane is Lane.UPDATE  # all of it on the host
     assert engine.host.beside is None and engine.store.ledger.pending.beside is None

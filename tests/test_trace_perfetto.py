@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_cases import ATEN, on_ranks
 from stack import stack
 from test_look import PLAN, recorded
 
 import zerofx
+from zerofx.analysis.measured import Measured
+from zerofx.views.recording import RecordingView
 
 
 def engine() -> Path | None:
@@ -72,6 +75,39 @@ def test_arrows_lead_to_what_reads(tmp_path: Path) -> None:
     gathers = [s for s in with_gathers.schedule().schedule.steps if s.verb == "AG"]
     assert len(flows) == len([s for s in gathers if s.kind == "launch"])
     assert ["AG b2 layers.2", "layers.2"] in flows and ["AG b2 layers.2'", "layers.2'"] in flows
+
+
+def test_offloaded_ranks_beside_their_prediction(pool: Any, tmp_path: Path) -> None:
+    """One file: predicted and two ranks, with lanes for files and host, arrows on each."""
+    fields = {"stage": 3, "offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    ranks = [Measured.from_dict(m) for _, (m,), _ in pool.run(2, on_ranks, fields)]
+    program = zerofx.rewrite(zerofx.capture(*stack()), {**ATEN, **fields}, 2)
+    look = program.look(RecordingView(ranks), "dgx2-v100-32gb")
+    processes, lanes, slices, flows = ask(
+        look.trace(tmp_path / "run.json.gz"),
+        "select name from process where name is not null order by pid",
+        "select process.name, thread.name from thread_track join thread using (utid) "
+        "join process using (upid) where thread.name is not null",
+        "select process.name, count(*) from slice join thread_track on track_id = thread_track.id "
+        "join thread using (utid) join process using (upid) group by 1",
+        "select process.name, b.name, a.ts <= b.ts from flow join slice a on slice_out = a.id "
+        "join slice b on slice_in = b.id join thread_track on a.track_id = thread_track.id "
+        "join thread using (utid) join process using (upid) where a.name like 'AG %'",
+    )
+    names = ["predicted", "measured, rank 0", "measured, rank 1"]
+    assert [name for (name,) in processes] == names
+    for name in names:
+        assert {"compute", "gather", "from nvme", "to nvme", "host update"} <= {
+            lane for process, lane in lanes if process == name
+        }
+    bars = {track.name: len(track.bars) for track in look.tracks}
+    assert dict(slices) == bars
+    steps = program.schedule().schedule.steps
+    gathers = [s for s in steps if s.verb == "AG" and s.kind == "launch"]
+    for name in names:  # a gather leads to what reads it, and never back in time
+        own = [(to, forth) for process, to, forth in flows if process == name]
+        assert len(own) == len(gathers) and all(forth for _, forth in own)
+        assert {"layers.1", "layers.1'"} <= {to for to, _ in own}
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
 import goldens
 import pytest
@@ -48,6 +49,21 @@ def test_schedule_twin_has_every_step() -> None:
     launched = [(s["graph"], s["bucket"], s["verb"]) for s in steps if s["kind"] == "launch"]
     waited = [(s["graph"], s["bucket"], s["verb"]) for s in steps if s["kind"] == "wait"]
     assert sorted(launched) == sorted(waited) and len(set(launched)) == len(launched)
+
+
+def test_every_short_word_of_a_schedule_is_explained() -> None:
+    from zerofx.analysis import steps
+    from zerofx.views import schedule
+
+    assert {*steps.VERBS.values(), "BC"} == set(schedule.VERBS)
+    glossary = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text()
+    rows = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| ")]
+    words = {word.strip() for row in rows for word in row.split(",")}
+    assert set(schedule.VERBS) <= words
+    # Stage 0 gathers nothing, so that nothing is said of it.
+    shown = str(program(0).schedule()).splitlines()[-2:]
+    assert "AR all-reduce" in shown[0] and "AG" not in shown[0]
+    assert "x released" not in shown[1] and "x released" in str(program(3).schedule())
 
 
 def test_schedule_marks_the_peak_once() -> None:

@@ -62,8 +62,11 @@ def predict(
     """
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)
+    if not isinstance(target, Program):
+        described.check_world(world_size)
     source = _source(target, plan is not None, batch, seq)
-    program = source if isinstance(source, Program) else _captured(source, checked)
+    named = None if isinstance(source, Program) else source
+    program = captured = source if isinstance(source, Program) else _captured(source, checked)
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if program.layout is None:
@@ -71,7 +74,7 @@ def predict(
         loop = Loop(accumulation, no_sync)
         program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
         given = checked, described, world_size, loop, {"clips": clips, **known}
-        seek = partial(way_out, source, *given, says)
+        seek = partial(way_out, named, captured, *given, says)
     compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
     found = forecast(program, described, clips, compiled=compiled, **known)
     held = shown(program, found.memory, found.traffic, optimizer_bytes, compiled)

@@ -52,13 +52,26 @@ class MeasuredSpan:
 
 
 @dataclass(frozen=True)
+class MeasuredMemory:
+    """The live tensor bytes of one step.
+
+    peak_bytes: the most at once. held: span's name -> the most during it. unsure_bytes: how much
+        higher the peak may be, by blocks that went at an unknown time, freed by another thread.
+    """
+
+    peak_bytes: int
+    held: dict[str, int]
+    unsure_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Measured:
     """One program's steps on one rank.
 
     identity: what tells its program from others. steps_us: of each step recorded, from the begin of
         its forward to the next one's. functions_us: graph -> the median of the whole function.
         walls_ns: when each step began, so that ranks can be laid side by side. typical: which step
-        the spans' places are of.
+        the spans' places are of. memory: of one more step, where it was asked for.
     """
 
     model: str
@@ -71,6 +84,7 @@ class Measured:
     functions_us: dict[str, float]
     walls_ns: tuple[int, ...]
     typical: int
+    memory: MeasuredMemory | None = None
 
     @property
     def step_us(self) -> float:
@@ -112,6 +126,8 @@ class Measured:
             raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
         fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
         fields["spans"] = tuple(map(_span, said["spans"]))
+        if fields["memory"] is not None:
+            fields["memory"] = MeasuredMemory(**fields["memory"])
         for name in ("steps_us", "walls_ns"):
             fields[name] = tuple(fields[name])
         return cls(**fields)

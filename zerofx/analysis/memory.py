@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from zerofx.analysis.host_places import place_bytes
 from zerofx.analysis.liveness import lifetimes
 from zerofx.analysis.micro import Micro, micros
 from zerofx.analysis.standing import is_slot, slot_name, standing
@@ -39,6 +40,7 @@ class Memory:
     in_slots: what lies in slots, whose own bytes are among `storages`.
     curve: total bytes at each of `life`'s times.
     on_host: what waits in host memory, which is counted apart from all of the above.
+    place_bytes: of the places of the host that its lent values lie in, one after the other.
     on_nvme: what lies in files.
     micro: which micro-batch of the step it is: the one in which most is held.
     """
@@ -49,6 +51,7 @@ class Memory:
     curve: tuple[int, ...]
     on_host: tuple[Storage, ...] = ()
     on_nvme: tuple[Storage, ...] = ()
+    place_bytes: int = 0
     micro: Micro = field(default_factory=Micro)
 
     @property
@@ -58,8 +61,9 @@ class Memory:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes that wait on the host; their memory is kept between steps."""
-        return max(_curve(self.on_host, len(self.life.nodes)), default=0)
+        """The most bytes of the host: what lives there, and places, which stay between steps."""
+        live = tuple(s for s in self.on_host if not s.is_lent)
+        return max(_curve(live, len(self.life.nodes)), default=0) + self.place_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -146,7 +150,9 @@ def _of(
     on_host, on_nvme = (tuple(s for s in placed if s.category is kind) for kind in apart)
     in_slots = tuple(s for s in life.storages if s.slot >= 0)
     curve = _curve(storages, len(life.nodes))
-    return Memory(life, storages, in_slots, curve, on_host, on_nvme, micro)
+    lent = tuple(s for s in on_host if s.is_lent)
+    places = place_bytes(program, lent, optimizer_bytes)
+    return Memory(life, storages, in_slots, curve, on_host, on_nvme, places, micro)
 
 
 def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:

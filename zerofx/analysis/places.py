@@ -73,7 +73,8 @@ class Places:
             return ()
         where = info(node)
         name = name or where.name or node.name
-        made = Storage(category, span_bytes(val), name, time, time, where, slot)
+        is_lent = category is Category.HOST and node.op != "placeholder"
+        made = Storage(category, span_bytes(val), name, time, time, where, slot, is_lent)
         self.storages.append(made)
         if forever:
             made.birth = 0
@@ -120,7 +121,7 @@ class Places:
             slot = slot_of(node)
             name = where.unit if (where := info(node)).unit else node.name
             made = self._own(node, category, value(node), time, slot, name=name)
-            return made if target is not ops.reload_shard else made + self._staged(node)
+            return made if target is not ops.reload_shard else made + self._sent(node, time)
         if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
             return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
         if target in ops.REDUCES and not self._reduces_apart(node):
@@ -133,8 +134,11 @@ class Places:
             return ()
         return self.held[next(iter(node.all_input_nodes))]
 
-    def _staged(self, node: fx.Node) -> tuple[Storage, ...]:
-        """Return what a reload holds until its wait: what was read for it."""
+    def _sent(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
+        """Return what a reload holds until its wait: what was read for it, or a cast of that."""
+        bucket = self._bucket(node)
+        if bucket.is_cast and bucket.source is Tier.NVME:
+            return self._own(node, Category.HOST, value(node), time, name="cast copy")
         return self.held[node.all_input_nodes[0]]
 
     def _reduces_apart(self, node: fx.Node) -> bool:
@@ -174,7 +178,8 @@ class Places:
             return self._nothing(node, time), *self._own(node, Category.HOST, value(node), time)
         assert self.program.layout is not None  # the copy to this rank's slice is waited for there
         cast = span_bytes(value(node)) // self.program.layout.shard_size
-        self.storages.append(Storage(Category.HOST, cast, "cast copy", time, time, info(node)))
+        lent = Storage(Category.HOST, cast, "cast copy", time, time, info(node), is_lent=True)
+        self.storages.append(lent)
         return ()
 
     def _bucket(self, node: fx.Node) -> Bucket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import zip_longest
 
+from zerofx.analysis.host_places import update_staging
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.scratch import lent_buffers
 from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, slot_of, span_bytes
@@ -15,8 +16,6 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
-IN_STAGES = 3  # buckets on NVMe that are in host memory for their updates at one time
-
 
 def standing(
     program: Program, life: Lifetimes, optimizer_bytes: int, micro: Micro
@@ -25,7 +24,7 @@ def standing(
     found = [*_unread_shards(program, life), *_resident(life)]
     found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
-    found += [*_casts(program, life), *_staging(program, life, optimizer_bytes)]
+    found += [*_casts(program, life), *update_staging(program, life, optimizer_bytes)]
     return found + lent_buffers(program, life, micro)
 
 
@@ -153,27 +152,6 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
         name = "sum of no_sync"
         found.append(Storage(Category.GRADIENTS, size, name, birth, death, where[block]))
     return found
-
-
-def _staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
-    """Return the host memory through which buckets on NVMe pass for their updates.
-
-    One is updated, one read and one written at a time; where they are updated inside backward, as
-    many gradients wait for that.
-    """
-    layout = program.layout
-    if layout is None or not program.is_training:
-        return []
-    sizes = {
-        layout.block_numel(block): block[0].dtype.itemsize
-        for block in layout.blocks
-        if block[0].home is Tier.NVME and block[0].trainable
-    }
-    if not sizes:
-        return []
-    numel = max(sizes)
-    nbytes = numel * (sizes[numel] + optimizer_bytes)
-    return [_always(Category.HOST, IN_STAGES * nbytes, "update staging", "", life)]
 
 
 def _away_gradient(

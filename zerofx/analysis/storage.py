@@ -49,6 +49,7 @@ class Storage:
     """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
 
     slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
+    is_lent: it lies in a place of the host, which is lent to others before and after.
     """
 
     category: Category
@@ -58,6 +59,7 @@ class Storage:
     death: int
     where: Info
     slot: int = -1
+    is_lent: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerofx.recording.blocks import NEVER, Levels, replay
 
 STEP = "measured step"
 
@@ -27,14 +28,6 @@ class Peak:
 
     low_bytes: int
     high_bytes: int
-
-
-@dataclass
-class _Block:
-    numbytes: int
-    made_at: float
-    freed_at: float = float("inf")
-    is_ghost: bool = False  # its free was not seen
 
 
 class PeakMemory:
@@ -99,55 +92,9 @@ def peaks(events: list[dict[str, Any]]) -> list[Peak]:
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == STEP)
     if not steps:
         return []
-    blocks = _replay(sorted(memory, key=lambda m: m[0]))
+    blocks = replay(sorted(memory, key=lambda m: m[0]))
     for b in blocks:  # in a steady state nothing that a step allocates outlives the run
-        b.is_ghost |= b.made_at >= steps[0][0] and b.freed_at == float("inf")
-    sure = [b for b in blocks if not b.is_ghost]
-    return [Peak(_high_water(sure, *s), _high_water(blocks, *s)) for s in steps]
-
-
-def _replay(memory: list[tuple[float, int, int]]) -> list[_Block]:
-    """Turn (time, address, +-bytes) into live ranges.
-
-    The profiler sees only the calling thread, and gloo drops its last reference to a tensor in a
-    thread of its own; such a block ends, at the latest, where a new one overlaps its addresses.
-    """
-    live: dict[int, _Block] = {}
-    starts: list[int] = []
-    blocks = []
-
-    def end(address: int, at: float) -> _Block:
-        block = live.pop(address)
-        starts.pop(bisect_left(starts, address))
-        block.freed_at = at
-        return block
-
-    for at, address, numbytes in memory:
-        if numbytes < 0:
-            if address in live:
-                end(address, at)
-            continue
-        first = bisect_left(starts, address)
-        if first and starts[first - 1] + live[starts[first - 1]].numbytes > address:
-            first -= 1
-        while first < len(starts) and starts[first] < address + numbytes:
-            end(starts[first], at).is_ghost = True
-        insort(starts, address)
-        live[address] = _Block(numbytes, at)
-        blocks.append(live[address])
-    return blocks
-
-
-def _high_water(blocks: list[_Block], start: float, stop: float) -> int:
-    """Return the most bytes live at once between two times."""
-    changes = [(max(b.made_at, start), 1, b.numbytes) for b in blocks if _within(b, start, stop)]
-    changes += [(b.freed_at, 0, -b.numbytes) for b in blocks if _within(b, start, stop)]
-    total = highest = 0
-    for _, _, change in sorted(changes):  # at equal times frees come first: a ghost ends as its
-        total += change  # successor begins
-        highest = max(highest, total)
-    return highest
-
-
-def _within(block: _Block, start: float, stop: float) -> bool:
-    return block.made_at <= stop and block.freed_at > start
+        b.is_ghost |= b.made_at >= steps[0][0] and b.freed_at == NEVER
+    sure = Levels([b for b in blocks if not b.is_ghost], 0.0)
+    unsure = Levels(blocks, 0.0)
+    return [Peak(sure.most(*s), unsure.most(*s)) for s in steps]

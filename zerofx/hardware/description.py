@@ -132,6 +132,19 @@ class Hardware:
         """Return the curve of that name, None where nothing was measured."""
         return self.curves.get(name)
 
+    def check_world(self, world_size: int) -> None:
+        """Refuse more ranks than a node has devices where there is no network between nodes.
+
+        Raises:
+            UnpricedError: naming both numbers.
+        """
+        if world_size > self.devices_per_node and not self.network_bytes_per_s:
+            raise UnpricedError(
+                f"{self.name} is one node of {self.devices_per_node} devices without a network, "
+                f"and the world is {world_size} ranks; give at most {self.devices_per_node}, or a "
+                f"file with base: {self.name} and a network_bytes_per_s"
+            )
+
     def machine(self, compute: str = "fp32") -> Machine:
         """Return what the passes plan with, for a plan that computes in the format `compute`.
 

@@ -17,7 +17,7 @@ from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
 from zerofx.optim.laid import Work
 from zerofx.optim.places import name_of
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
 from zerofx.runtime.kernels.adamw import flat_adamw_
 from zerofx.runtime.kernels.launch import use_triton
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
 from zerofx.runtime.param_piece import CastCopy, Ledger
 
 _Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
 from zerofx.runtime.param_norms import gather_partials
 from zerofx.runtime.param_tensor import ShardedTensor
 

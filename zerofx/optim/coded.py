@@ -13,7 +13,8 @@ from zerofx.errors import OptimizerError
 from zerofx.optim.codes import Codes
 from zerofx.optim.parts import overlaps, parts
 from zerofx.optim.places import local_of, shown
-from zerofx.optim.stretch import Run, Stretch, fill
+from zerofx.optim.runs import Run
+from zerofx.optim.stretch import Stretch, fill
 from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.tiers import Tier
 

@@ -15,8 +15,8 @@ from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import StepsInBackward, is_stepped
 from zerofx.optim.laid import LaidOut, Work
 from zerofx.optim.places import check_dtype
+from zerofx.optim.runs import Run
 from zerofx.optim.staged import divide, update_staged
-from zerofx.optim.stretch import Run
 from zerofx.optim.whole_steps import WholeSteps
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from zerofx.compat.optim import foreach_add_
 from zerofx.optim.in_backward import Owner, owner_of
 from zerofx.optim.places import check_dtype, neighbours, place_of
-from zerofx.optim.stretch import Run, Stretch
+from zerofx.optim.runs import Run
+from zerofx.optim.stretch import Stretch
 
 Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
 

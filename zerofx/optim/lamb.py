@@ -16,7 +16,7 @@ from zerofx.optim.groups import resolve_groups
 from zerofx.optim.laid import Work
 from zerofx.optim.options import check_adam_options
 from zerofx.optim.parts import overlaps, parts
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
 from zerofx.runtime.kernels.lamb import (
     LambRule,
     flat_lamb_apply_,

@@ -62,8 +62,10 @@ def place_of(param: Tensor) -> Place:
         index = piece.bucket.params.index(piece.param)
         return Place(piece.ledger, piece.bucket, index, piece.shard_offset, piece.length)
     if isinstance(param, ReplicatedParameter):
-        bucket, at = param._ledger.layout.where[param._zfx_name]
-        return Place(param._ledger, bucket, bucket.params.index(at), at.offset, at.numel)
+        bucket, at = param._ledger.layout.owned[param._zfx_name][
+            0
+        ]  # its tiles lie behind the first
+        return Place(param._ledger, bucket, bucket.params.index(at), at.offset, param.numel())
     if not param.is_contiguous():
         raise OptimizerError(
             f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}, but "

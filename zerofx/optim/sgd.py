@@ -12,7 +12,7 @@ from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
 from zerofx.optim.laid import Work
 from zerofx.optim.parts import parts
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
 from zerofx.runtime.param_norms import LOW_PRECISION
 
 

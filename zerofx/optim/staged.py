@@ -11,9 +11,10 @@ from itertools import chain
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.optim.stretch import Run
+from zerofx.optim.runs import Run
+from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.layout import Bucket
-from zerofx.runtime.nvme_home import PARAMETERS, Arrival, NvmeHome
+from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell

@@ -1,10 +1,8 @@
-"""Neighbouring parameters and their states as flat tensors, and the runs of a step."""
+"""Neighbouring parameters and their states as flat tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,36 +11,9 @@ from torch import Tensor
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import OptimizerError
 from zerofx.optim.places import Place, flat_from, local_of, name_of, shown
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_piece import Ledger
+from zerofx.optim.runs import Run, joined, split_by_steps, strided
 from zerofx.runtime.param_tensor import ShardedTensor, local_value
 from zerofx.runtime.tiers import Tier
-
-
-@dataclass(frozen=True)
-class Run:
-    """Parameters `first:last` of a stretch, all of which are stepped alike, as flat tensors.
-
-    Shapes: param and each of states [numel] (or Codes); steps [last - first], equal numbers.
-    bounds: the half-open range of each parameter's elements in the run.
-    offset: the element of the bucket's shard that it begins with.
-    """
-
-    first: int
-    last: int
-    params: tuple[Tensor, ...]
-    bounds: tuple[tuple[int, int], ...]
-    param: Tensor
-    states: Mapping[str, Any]
-    steps: Tensor
-    is_first: bool  # the states were made for this very step
-    ledger: Ledger | None
-    bucket: Bucket | None
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return self.param.numel()
 
 
 class Stretch:
@@ -183,61 +154,17 @@ class Stretch:
         parameters, and where the step counts differ.
         """
         locals_ = [
-            None if g is None else _strided(local_of(g), p)
+            None if g is None else strided(local_of(g), p)
             for g, p in zip(grads, self.params, strict=True)
         ]
-        pattern = tuple(self._joined(locals_))
+        pattern = tuple(joined(locals_, self._pointers, self._bounds))
         if self._runs is None or pattern != self._pattern:
-            self._runs = [self._run(i, j) for i, j in self._split_by_steps(pattern)]
+            self._runs = [self._run(i, j) for i, j in split_by_steps(pattern, self.steps)]
             self._pattern = pattern
         found = self._runs
         if self.is_first:  # those that are made for this step know it; the next are made anew
             self.is_first, self._runs = False, None
         return [(run, self._flat_grad(locals_[run.first], run)) for run in found]
-
-    def _joined(self, grads: Sequence[Tensor | None]) -> list[tuple[int, int]]:
-        """Return ranges of parameters whose gradients lie like them, relative to one another."""
-        ranges: list[tuple[int, int]] = []
-        last_delta: object = None
-        for i, (grad, pointer) in enumerate(zip(grads, self._pointers, strict=True)):
-            delta: object = None
-            if grad is not None:
-                # a transposed gradient, say, is flat memory in another order
-                delta = grad.data_ptr() - pointer if grad.is_contiguous() else object()
-                if not self.numel:
-                    delta = 0
-                if delta == last_delta:
-                    ranges[-1] = ranges[-1][0], i + 1
-                else:
-                    ranges.append((i, i + 1))
-            last_delta = delta
-        return [r for whole in ranges for r in self._within_storage(whole, grads)]
-
-    def _within_storage(
-        self, whole: tuple[int, int], grads: Sequence[Tensor | None]
-    ) -> list[tuple[int, int]]:
-        """Return the range, or each parameter alone if its gradients only happen to be neighbours.
-
-        Where the first one's storage reaches over all of them, they lie in that storage.
-        """
-        first, last = whole
-        grad = grads[first]
-        assert grad is not None
-        if last - first > 1:
-            end = grad.storage_offset() + self._bounds[last - 1][1] - self._bounds[first][0]
-            if end * grad.itemsize > grad.untyped_storage().nbytes():
-                return [(i, i + 1) for i in range(first, last)]
-        return [whole]
-
-    def _split_by_steps(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        if not self.steps.numel():
-            return list(ranges)
-        counts = self.steps.tolist()
-        found: list[tuple[int, int]] = []
-        for first, last in ranges:
-            cuts = [k for k in range(first + 1, last) if counts[k] != counts[k - 1]]
-            found += pairwise([first, *cuts, last])
-        return found
 
     def _run(self, first: int, last: int) -> Run:
         start, stop = self._bounds[first][0], self._bounds[last - 1][1]
@@ -260,15 +187,6 @@ class Stretch:
         if run.last - run.first == 1:
             return first.reshape(-1)
         return flat_from(first, run.numel)
-
-
-def _strided(grad: Tensor, param: Tensor) -> Tensor:
-    if grad.layout is not torch.strided:
-        raise OptimizerError(
-            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim takes dense ones; "
-            "make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
-        )
-    return grad
 
 
 def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zerofx.errors import PlanError
+from zerofx.fields import whole
 from zerofx.ir.program import Loop, Pool
 from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
@@ -50,6 +51,10 @@ class Setting:
     loop: Loop = field(default_factory=Loop)
     pool: Pool = field(default_factory=Pool)
     margin_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        whole(1)("world_size", self.world_size)
+        whole(1)("accumulation", self.loop.accumulation)
 
 
 # One pass a line, in the order they run, each with the reason for its place.

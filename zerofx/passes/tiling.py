@@ -24,8 +24,7 @@ STATE_BYTES = 8  # an element's states of AdamW in fp32, which predictions assum
 def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> dict[str, int]:
     """Return the number of tiles of each parameter that has more than one.
 
-    Empty where tiling gains nothing: below stage 3, and where one rank holds everything, the
-    gathered parameter is resident or the shard itself.
+    Those that gain nothing by it stay whole: see `gains`.
 
     Raises:
         PlanError: a pattern names no parameter of a layer's weight, or a parameter cannot be cut
@@ -36,14 +35,30 @@ def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> di
     if isinstance(plan.tiling, Patterns):
         wanted = _named(params, plan.tiling)
     shard_size, _ = plan.axis_sizes(world_size)
-    if plan.tiling == "off" or plan.stage < 3 or shard_size == 1:
-        return {}
+    gaining = {p.name: p for p in params if gains(p, plan, shard_size)}
     if plan.tiling == "auto":
-        return _chosen(params, plan, shard_size)
-    by_name = {p.name: p for p in params}
-    for name, count in wanted.items():
-        _check(by_name[name], count, shard_size)
-    return {name: count for name, count in wanted.items() if count > 1}
+        return _chosen(params, plan, shard_size) if gaining else {}
+    found = {name: count for name, count in wanted.items() if name in gaining}
+    for name, count in found.items():
+        _check(gaining[name], count, shard_size)
+    return {name: count for name, count in found.items() if count > 1}
+
+
+def gains(param: ParamInfo, plan: Plan, shard_size: int) -> bool:
+    """Say whether tiles of a parameter lower what a device holds: they come and go one by one.
+
+    So it is at stage 3, where the rest is on other ranks, or all of it off the device. Else the
+    gathered parameter is resident, or the shard itself.
+    """
+    return plan.stage == 3 and (shard_size > 1 or _is_away(param, plan))
+
+
+def _is_away(param: ParamInfo, plan: Plan) -> bool:
+    """Say whether gathers read a parameter off the device: it lives there, and has no copy here."""
+    offload = plan.offload
+    return offload.parameters != "none" and not (
+        param.requires_grad and offload.optimizer == "none"
+    )
 
 
 def with_tiles(params: Iterable[ParamInfo], counts: Mapping[str, int]) -> list[ParamInfo]:
@@ -128,15 +143,24 @@ def _possible(param: ParamInfo, shard_size: int) -> Iterator[int]:
 def tile_budget(params: Iterable[ParamInfo], plan: Plan, shard_size: int) -> int:
     """Return the bytes that tiling="auto" lets one tile take, gathered and as a gradient."""
     assert plan.memory_budget is not None
-    standing = sum(_standing_bytes(p) for p in params) / shard_size
+    standing = sum(_standing_bytes(p, plan) for p in params) / shard_size
     return max(0, int((plan.memory_budget - standing) * AUTO_SHARE))
 
 
-def _standing_bytes(param: ParamInfo) -> int:
-    each = param.dtype.itemsize
-    if param.requires_grad:
+def _standing_bytes(param: ParamInfo, plan: Plan) -> float:
+    """Return the bytes of a parameter, its gradient and its states that devices hold between uses.
+
+    What lives off the device leaves a copy to gather from there, unless parameters are away too.
+    """
+    copy = 0 if _is_away(param, plan) else param.compute_dtype.itemsize
+    stays, each = 1.0, float(param.dtype.itemsize)
+    if not param.requires_grad:
+        stays = float(plan.offload.parameters == "none")
+    else:
         each += param.dtype.itemsize + STATE_BYTES
-    return math.prod(param.shape) * each
+        if plan.offload.optimizer != "none":
+            stays = plan.offload.device_fraction
+    return math.prod(param.shape) * (stays * each + (1 - stays) * copy)
 
 
 def working_bytes(param: ParamInfo) -> int:
@@ -153,7 +177,8 @@ def _chosen(params: Sequence[ParamInfo], plan: Plan, shard_size: int) -> dict[st
     limit = tile_budget(params, plan, shard_size)
     found = {}
     for p in params:
-        if not p.layer or p.aliases or working_bytes(p) <= limit:
+        is_small = working_bytes(p) <= limit
+        if not p.layer or p.aliases or is_small or not gains(p, plan, shard_size):
             continue
         possible = [k for k in _possible(p, shard_size) if k <= MOST]
         fitting = (k for k in possible if working_bytes(p) <= limit * k)
@@ -169,7 +194,7 @@ def describe(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> str:
     shard_size, _ = plan.axis_sizes(world_size)
     if plan.tiling == "off":
         return "nothing asked for"
-    if plan.stage < 3 or shard_size == 1:
+    if not any(gains(p, plan, shard_size) for p in params):
         return f"nothing to gain: parameters are not gathered at stage {plan.stage} on {shard_size}"
     text = ", ".join(
         f"{name} in {p.tile.count} tiles of {format_bytes(working_bytes(p))}"

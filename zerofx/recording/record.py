@@ -16,35 +16,40 @@ end (`runtime/beside.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from zerofx.analysis.measured import Measured
+from zerofx.analysis.measured import Measured, MeasuredMemory
 from zerofx.analysis.steps import Step, schedule
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.recording.lanes import hand_out
+from zerofx.recording.memory import Metering, meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for
-from zerofx.recording.steps import RecordedStep, measured
+from zerofx.recording.steps import UPDATE, RecordedStep, measured
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.host_tier import HostTier
 from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.stopwatch import Run, Stopwatch, clock_for
+from zerofx.runtime.stopwatch import Around, Run, Stopwatch, clock_for
 from zerofx.views.recording import RecordingView
+
+log = logging.getLogger("zerofx")
 
 
 @contextlib.contextmanager
 def record(
-    model: CompiledModule, *, warmup: int = 1, profile: bool = False
+    model: CompiledModule, *, warmup: int = 1, profile: bool = False, memory: bool = False
 ) -> Iterator[RecordingView]:
     """Record the steps that run in the block; what is yielded is filled at its end.
 
@@ -52,37 +57,55 @@ def record(
     warmup: steps left out at the start.
     profile: run torch.profiler too, each call a range of its own, and note the dearest operators
         of each; this makes everything slower.
+    memory: measure what the first step behind the warmup holds, call by call, and leave it out of
+        the times; on a CPU torch.profiler runs up to its end. The warmup must reach over one whole
+        loop (all micro-batches and the optimizer).
 
     Raises:
         RecordingError: the model is not compiled by zerofx, replays CUDA graphs, or ran no whole
-            step behind the warmup.
+            step behind the warmup (and that of `memory`); or both `profile` and `memory` are asked.
     """
-    recorder = _Recorder(model, warmup, profile)
+    recorder = _Recorder(model, warmup, profile, memory)
     found = RecordingView()
     with recorder.running():
         yield found
     found.programs += recorder.results()
 
 
+def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
+    if not isinstance(model, CompiledModule):
+        raise RecordingError(
+            f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
+        )
+    if model._setting.plan.cuda_graph:
+        raise RecordingError(
+            "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
+            "nothing can be timed; record with cuda_graph=False"
+        )
+    if memory and (profile or warmup < 1):
+        what = "profile=True" if profile else "warmup=0"
+        raise RecordingError(
+            f"record: memory=True and {what} do not go together: "
+            + (
+                "both run torch.profiler; record twice"
+                if profile
+                else "what was there before is not seen to go; take warmup=1 or more"
+            )
+        )
+
+
 class _Recorder:
     """Puts stopwatches over a model's programs, and takes them off again."""
 
-    def __init__(self, model: CompiledModule, warmup: int, profile: bool) -> None:
-        if not isinstance(model, CompiledModule):
-            raise RecordingError(
-                f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
-            )
-        if model._setting.plan.cuda_graph:
-            raise RecordingError(
-                "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
-                "nothing can be timed; record with cuda_graph=False"
-            )
+    def __init__(self, model: CompiledModule, warmup: int, profile: bool, memory: bool) -> None:
+        _check(model, warmup, profile, memory)
         self._table, self._world = model._programs, model._engine.world
         if self._table.on_bound is not None:
             raise RecordingError("record: this model is being recorded already, in an outer block")
         self._clock = clock_for(self._world.device)
         self._warmup = warmup
         self._profiler = profiler_for(self._world.device) if profile else None
+        self._metering = Metering(meter_for(self._world.device), warmup) if memory else None
         self._schedules: dict[int, tuple[Step, ...]] = {}
         self._steps: list[RecordedStep] = []
         self._before: list[tuple[Bound, Any, Any]] = []
@@ -104,7 +127,8 @@ class _Recorder:
         for noting in self._noting:
             noting.beside = self._beside
         try:
-            with self._profiler or contextlib.nullcontext():
+            running = None if self._metering is None else self._metering.running()
+            with self._profiler or running or contextlib.nullcontext():
                 yield
         finally:
             self._table.on_bound = None
@@ -123,15 +147,25 @@ class _Recorder:
         take = partial(self._take, bound.program)
         over = {}
         for graph in (FORWARD, BACKWARD):
-            is_named = self._profiler is not None
+            is_named = self._profiler is not None or self._metering is not None
             steps = self._steps_of(bound.program) if is_named else ()
             names = [step.name for step in steps if step.graph == graph]
-            over[graph] = Stopwatch(graph, self._clock, take, names)
+            over[graph] = Stopwatch(graph, self._clock, self._starting, take, names, self._around)
         run.forward = over[FORWARD].over(run.forward)
         if run.backward is not None:
             run.backward = over[BACKWARD].over(run.backward)
 
     # -- what comes in, in the order of time ----------------------------------------------------
+    def _starting(self, graph: str) -> None:
+        if self._metering is not None and graph == FORWARD:
+            self._metering.starting(len(self._steps))
+
+    def _around(self) -> Around | None:
+        """Return within what the calls of a run are to run."""
+        if self._metering is not None:
+            return self._metering.around if self._metering.is_under_way else None
+        return None if self._profiler is None else torch.profiler.record_function
+
     def _take(self, program: Program, run: Run) -> None:
         """Note a run: a forward ends the step before it and begins one."""
         if run.graph == FORWARD:
@@ -142,9 +176,13 @@ class _Recorder:
             self._steps[-1].runs.append((program, run))
 
     def _begin_update(self) -> None:
+        if self._metering is not None:
+            self._metering.enter(UPDATE)
         self._update = [self._clock.mark(), time.perf_counter_ns()]
 
     def _end_update(self) -> None:
+        if self._metering is not None:
+            self._metering.leave()
         if self._steps and self._update:
             began, host = self._update
             now = time.perf_counter_ns()
@@ -158,11 +196,12 @@ class _Recorder:
         _, updates = self._noting
         updates.settle()  # those of a delayed plan run on behind the block
         hand_out(self._beside.notes, self._steps)
-        steps = self._steps[self._warmup :]
+        steps = self._steps[self._warmup + (self._metering is not None) :]
         if not steps:
+            more = "" if self._metering is None else " and one for its memory"
             raise RecordingError(
                 f"record: {len(self._steps)} steps ran in the block, of which "
-                f"warmup={self._warmup} are left out; run more, or lower warmup"
+                f"warmup={self._warmup}{more} are left out; run more, or lower warmup"
             )
         programs = {id(s.program): s.program for s in steps}
         found = []
@@ -171,7 +210,21 @@ class _Recorder:
             ops = {}
             if self._profiler is not None:
                 ops = dearest_operators(self._profiler, {s.name for s in all_steps})
-            found.append(measured(all_steps, own, self._clock, self._world, ops))
+            held = self._held(program, all_steps)
+            found.append(measured(all_steps, own, self._clock, self._world, ops, held))
+        return found
+
+    def _held(self, program: Program, steps: Sequence[Step]) -> MeasuredMemory | None:
+        """Return the memory of a program's metered step, if it had one that ran to its end."""
+        if self._metering is None or self._metering.found is None:
+            return None
+        step, found = self._steps[self._warmup], self._metering.found
+        if step.program is not program:
+            return None
+        graphs = step.own()
+        if any(s.name not in found.held for s in steps if s.graph in graphs):
+            log.warning("record: the step whose memory was to be measured was broken off")
+            return None
         return found
 
     def _steps_of(self, program: Program) -> tuple[Step, ...]:

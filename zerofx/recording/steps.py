@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zerofx.analysis.measured import Measured, MeasuredSpan, identity_of
+from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
 from zerofx.analysis.steps import Lane, Step
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Program
@@ -54,10 +54,11 @@ def measured(
     clock: Clock,
     world: World,
     ops: Mapping[str, tuple[tuple[str, float], ...]],
+    memory: MeasuredMemory | None = None,
 ) -> Measured:
     """Lay the recorded steps of one program over its schedule's `steps`.
 
-    Of these only such count as ran all functions that any of them ran, to the end.
+    memory: what was measured of one more.
 
     Raises:
         RecordingError: all were broken off.
@@ -66,11 +67,7 @@ def measured(
     expected: dict[str, list[Step]] = {}
     for step in steps:
         expected.setdefault(step.graph, []).append(step)
-    whole = [r for r in recorded if _is_whole(r, expected)]
-    num = max((len(r.own()) for r in whole), default=0)
-    whole = [r for r in whole if len(r.own()) == num]
-    if not whole:
-        raise RecordingError(f"record: no step of {program.model_name} ran to its end")
+    whole = _whole(recorded, expected)
     own = [own_rows(r, expected, clock) for r in whole]
     abouts = _abouts(steps, program, {place: None for rows in own for place in rows})
     tables = [
@@ -91,7 +88,20 @@ def measured(
     return Measured(
         program.model_name, identity_of(program), world.rank, world.size, str(world.device),
         tuple(steps_us), spans, functions, tuple(r.own()[FORWARD].wall_ns for r in whole), typical,
+        memory,
     )  # fmt: skip
+
+
+def _whole(
+    recorded: Sequence[RecordedStep], expected: Mapping[str, list[Step]]
+) -> list[RecordedStep]:
+    """Return the steps that ran all functions that any of them ran, to the end."""
+    whole = [r for r in recorded if _is_whole(r, expected)]
+    num = max((len(r.own()) for r in whole), default=0)
+    if not whole:
+        name = recorded[0].program.model_name
+        raise RecordingError(f"record: no step of {name} ran to its end")
+    return [r for r in whole if len(r.own()) == num]
 
 
 def _is_whole(recorded: RecordedStep, expected: Mapping[str, list[Step]]) -> bool:
@@ -164,9 +174,19 @@ def _abouts(
         if name not in found:
             found[name] = span_of(place, program)
     has_parts = any(p.graph == "step" and p.lane is Lane.UPDATE for p in own.values())
-    lane, kind = (Lane.HOST, "call") if has_parts else (Lane.COMPUTE, "update")
-    found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, kind)
+    if has_parts or any(step.kind == "update" for step in steps):  # shown by themselves
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", Lane.HOST, "call")
+    else:
+        lane = Lane.UPDATE if _updates_away(program) else Lane.COMPUTE
+        found[UPDATE] = MeasuredSpan(UPDATE, "step", lane, "update")
     return found
+
+
+def _updates_away(program: Program) -> bool:
+    """Tell whether all that the optimizer steps lives off the device."""
+    buckets = [] if program.layout is None else program.layout.buckets
+    trained = [b for b in buckets if b.trainable]
+    return bool(trained) and all(b.is_away for b in trained)
 
 
 def _span(

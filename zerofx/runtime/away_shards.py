@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
-from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.away_shards import NEVER, AwayShards, Stamp
 from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
@@ -18,7 +19,6 @@ from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.slots import SlotPool

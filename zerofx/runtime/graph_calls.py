@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import Copy
-from zerofx.runtime.nvme_home import Arrival
 from zerofx.runtime.nvme_values import Spill, Stored
 
 _Launched = Flight | Copy | Arrival | Spill

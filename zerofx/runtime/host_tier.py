@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.copy_lanes import Lane, lanes_for
+from zerofx.runtime.free_places import FreePlaces
 from zerofx.runtime.host_memory import Place
 from zerofx.runtime.nvme.request import Request
 
@@ -74,7 +75,7 @@ class HostTier:
         self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
         self.beside: Beside | None = None
         self._lanes = lanes
-        self._free: dict[int, list[Place]] = {}  # by bytes
+        self._free: FreePlaces[Place] = FreePlaces()
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
         self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
@@ -83,8 +84,7 @@ class HostTier:
     def nbytes(self) -> int:
         """Bytes of all places, lent or free."""
         with self._lock:
-            free = sum(p.nbytes for places in self._free.values() for p in places)
-            return free + sum(p.nbytes for p, _ in self._lent.values())
+            return self._free.nbytes + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
@@ -220,16 +220,10 @@ class HostTier:
         return self._lanes[lane == H2D]
 
     def _take(self, nbytes: int) -> Place:
-        """Return the smallest free place that fits; else a new one, instead of a free smaller."""
+        """Return a free place that fits, else a new one."""
         with self._lock:
-            if same := self._free.get(nbytes):
-                return same.pop()
-            sizes = [size for size, places in self._free.items() if places]
-            if fitting := [size for size in sizes if size > nbytes]:
-                return self._free[min(fitting)].pop()
-            if sizes:
-                self._free[max(sizes)].pop()
-        return Place(nbytes, self.device)
+            free = self._free.take(nbytes)
+        return Place(nbytes, self.device) if free is None else free
 
     def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
         """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
@@ -242,11 +236,11 @@ class HostTier:
         return tensor
 
 
-def _give_back(places: tuple[Any, dict[int, Any], dict[int, list[Place]]], at: int, _: Any) -> None:
+def _give_back(places: tuple[Any, dict[int, Any], FreePlaces[Place]], at: int, _: Any) -> None:
     lock, lent, free = places
     with lock:
         place, _ = lent.pop(at)
-        free.setdefault(place.nbytes, []).append(place)
+        free.give_back(place.nbytes, place)
 
 
 def dense_bytes(x: Tensor) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zerofx.errors import NvmeError
+from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.host_memory import host_memory
 from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
@@ -21,47 +21,6 @@ from zerofx.runtime.nvme.request import Request
 from zerofx.runtime.nvme.store import NvmeStore
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
-
-
-class Arrival:
-    """A read under way: `tensor`, in host memory, may be used only after `wait`.
-
-    on_fault: told of a read that failed, in place of who waits for it, who is given NaN.
-    """
-
-    __slots__ = ("_request", "on_fault", "tensor")
-
-    def __init__(self, tensor: Tensor, request: Request | None) -> None:
-        self.tensor: Tensor | None = tensor
-        self._request = request
-        self.on_fault: Callable[[NvmeError], None] | None = None
-
-    def wait(self) -> Tensor:
-        """Return what has arrived, once it has; the host waits.
-
-        Raises:
-            NvmeError: the read failed, or what was read is damaged.
-        """
-        tensor, request = self.tensor, self._request
-        assert tensor is not None, "a read was waited for before"
-        self.tensor = self._request = None  # the schedule's name for this outlives it
-        if request is None:
-            return tensor
-        try:
-            request.wait()
-        except NvmeError as error:
-            if self.on_fault is None:
-                raise
-            self.on_fault(error)
-            with torch.no_grad():
-                tensor.fill_(float("nan"))
-        return tensor
-
-    def drop(self) -> None:
-        """Wait for the end of a read that nobody takes, well or not."""
-        if self._request is not None:
-            self._request.join()
-        self.tensor = self._request = None
 
 
 class NvmeHome:
@@ -165,6 +124,7 @@ class NvmeHome:
             mapped = self._places[kind, place]
             self._settle_parameters()
             if not mapped.is_settled:
+                self.join()  # what is under way has checksums of its own
                 mapped.settle()
             room, out = self._host.borrow_within(last - first, start - first, numel, dtype)
             if not mapped.is_written:
@@ -179,13 +139,13 @@ class NvmeHome:
 
         Those that nobody has written lately keep their checksums only if nobody wrote at all.
         """
-        if any(not request.is_done for request in self._writes):
-            self.join()  # the checksums of what is under way are its own
-        if (writes := self._writes_of_others()) != self._seen:
-            self._seen = writes
-            for (kind, _), mapped in self._places.items():
-                if kind == PARAMETERS:
-                    mapped.settle()
+        if (writes := self._writes_of_others()) == self._seen:
+            return
+        self._seen = writes
+        self.join()  # as above
+        for (kind, _), mapped in self._places.items():
+            if kind == PARAMETERS:
+                mapped.settle()
 
     def fetch(self, view: Tensor) -> Tensor:
         """Return what a tensor that lies in a place holds: read directly, compared, on the host.
@@ -258,8 +218,9 @@ class NvmeHome:
             told(bucket, values)
         self._places[kind, bucket].is_written = True
         submit = partial(self._stores[kind, bucket].write, self._names[bucket], values)
-        what = f"b{bucket}"
-        self._writes.append(self._host.request(NVME_WRITE, what, values.nbytes, submit)())
+        request = self._host.request(NVME_WRITE, f"b{bucket}", values.nbytes, submit)()
+        with self._lock:
+            self._writes.append(request)
 
     def join(self, leave: int = 0) -> None:
         """Wait for the writes under way but the last `leave`, so that their buffers are free.
@@ -267,8 +228,13 @@ class NvmeHome:
         Raises:
             NvmeError: a write failed; names file, offset and bucket.
         """
-        while len(self._writes) > leave:
-            self._writes.pop(0).wait()
+        while (request := self._oldest_write(leave)) is not None:
+            request.wait()
+
+    def _oldest_write(self, leave: int) -> Request | None:
+        """Take the oldest write under way, where there are more than `leave`."""
+        with self._lock:
+            return self._writes.pop(0) if len(self._writes) > leave else None
 
     def drain(self) -> None:
         """Wait for all that is under way, behind an exception which is the one to see."""

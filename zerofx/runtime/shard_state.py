@@ -82,9 +82,12 @@ class FullReader:
     def _gathered(self, bucket: Bucket, name: str) -> Tensor:
         if self._last is None or self._last[0] != bucket.index:
             self._last = None  # its memory first
-            full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict")
+            full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict{_TOGETHER}")
             self._last = bucket.index, full
         return self._last[1]
+
+
+_TOGETHER = " (from NVMe all ranks read it together; to save on one: zerofx.full_state_dict)"
 
 
 @torch.no_grad()

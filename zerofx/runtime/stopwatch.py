@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
+Around = Callable[[str], AbstractContextManager[Any]]
 VERBS = (
     "all_gather", "refresh", "reduce_scatter", "all_reduce", "wait", "release", "pack", "update",
     "sync_buffers", "offload", "reload", "write_out", "read_back", "reload_shard", "refresh_shard",
@@ -105,20 +107,25 @@ class Run:
 class Stopwatch:
     """Times the calls that one function of a schedule makes.
 
-    graph: "forward" or "backward". names: of the calls in their order, for the profiler's ranges;
-        without them it is given none. done: takes each run, whole or broken off.
+    graph: "forward" or "backward". starts: is told before each run. done: takes each run, whole or
+        broken off. names: of the calls in their order, for `around`: it returns within what a call
+        of that name runs, None for nothing.
     """
 
     def __init__(
         self,
         graph: str,
         clock: Clock,
+        starts: Callable[[str], None],
         done: Callable[[Run], None],
         names: Sequence[str] = (),
+        around: Callable[[], Around | None] = lambda: None,
     ) -> None:
         self.graph = graph
-        self._clock, self._done, self._names = clock, done, names
+        self._clock, self._starts, self._done = clock, starts, done
+        self._names, self._around = names, around
         self._run: Run | None = None
+        self._within: Around | None = None  # of the run under way
 
     def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of a schedule that runs as it did, each of its calls timed."""
@@ -137,6 +144,8 @@ class Stopwatch:
                 rt = watched_engines[engine] = _Watched(engine, lambda f: f)
                 for verb in VERBS:
                     setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
+            self._starts(self.graph)
+            self._within = self._around()
             self._run = run = Run(self.graph, self._clock.mark(), time.time_ns())
             try:
                 return inner(rt, *rest)
@@ -156,18 +165,17 @@ class Stopwatch:
             assert run is not None, f"{verb} was called outside its schedule"
             host = now()
             began = mark()
-            result = function(*args, **kwargs)
+            if self._within is None:
+                result = function(*args, **kwargs)
+            else:
+                with self._within(self._names[len(run.calls)]):
+                    result = function(*args, **kwargs)
             run.calls.append((verb, began, mark()))
             run.host_us.append((now() - host) / 1e3)
             run.calls_ns.append(host)
             return result
 
-        def named(*args: Any, **kwargs: Any) -> Any:
-            index = len(self._run.calls) if self._run is not None else 0
-            with torch.profiler.record_function(self._names[index]):
-                return call(*args, **kwargs)
-
-        return named if self._names else call
+        return call
 
 
 class _Watched:

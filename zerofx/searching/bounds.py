@@ -75,6 +75,8 @@ class Bounds:
         Raises:
             CaptureError: the model cannot be captured at that micro-batch.
         """
+        if choice.plan.activations == "auto":  # what is kept is decided for all ranks, by a budget
+            return self.rough(choice)
         return self._bound(choice, self._of_one_rank(choice))
 
     def rough(self, choice: Choice) -> Bound:

@@ -53,11 +53,19 @@ class Search:
                 self.says(f"{len(self.priced)} plans priced", True)
             except PlanError as error:
                 self.refused[choice] = str(error)
+            except (CaptureError, TargetError) as error:
+                self._refuse(choice, error)
         return self.priced.get(choice)
 
     def run(self) -> Found:
-        """Find the fastest plan for each level of memory; return all that is known then."""
+        """Find the fastest plan for each level of memory; return all that is known then.
+
+        Raises:
+            PlanError: what is settled contradicts itself in every plan.
+        """
         choices = list(self.space.choices())
+        if not choices:
+            raise PlanError(f"search: no plan can be: {self.space.contradiction()}")
         limit = available_bytes(self.hardware)
         for level in LEVELS:
             memory = format_bytes(round(level * limit))
@@ -67,7 +75,8 @@ class Search:
         fits = [o for o in self.priced.values() if not o.shortages]
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
         counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
-        return Found(self.space, tuple(fits), tuple(self.priced.values()), counts)
+        refusal = next(iter(self.refused.values()), "")
+        return Found(self.space, tuple(fits), tuple(self.priced.values()), counts, refusal)
 
     def fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
         """Price choices in the order of their bounds, until no other can be faster.
@@ -119,10 +128,14 @@ class Search:
                 self.bounded[choice] = self.bounds.of(choice)
                 self.exact.add(choice)
             except (CaptureError, TargetError) as error:
-                if choice.samples == self.family.samples:
-                    raise
-                self.refused[choice] = str(error)
+                self._refuse(choice, error)
         return self.bounded[choice] if choice in self.exact else None
+
+    def _refuse(self, choice: Choice, error: CaptureError | TargetError) -> None:
+        """Leave a micro-batch out that the model does not take; the example call's it must."""
+        if choice.samples == self.family.samples:
+            raise error
+        self.refused[choice] = str(error)
 
 
 def available_bytes(hardware: Hardware) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from zerofx.api import PlanLike
 from zerofx.errors import PlanError
+from zerofx.fields import whole
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.plan import Plan, as_plan
 from zerofx.searching.bounds import Bounds
@@ -46,10 +47,12 @@ def search(
     says: told what is done next, and whether that is of interest until the next thing only.
 
     Raises:
-        PlanError: the hardware is unknown, the batch cannot be divided, or nothing fits: what is
-            missing, and the nearest plan that fits.
+        PlanError: the hardware is unknown, the world is empty, the batch cannot be divided, or
+            nothing fits: what is missing, and the nearest plan that fits.
     """
+    whole(1)("world_size", world_size)
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    described.check_world(world_size)
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
     family = Family(named, base, says=says)

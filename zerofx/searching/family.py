@@ -63,10 +63,14 @@ class Family:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of layers that are captured: all, or two from which all follow."""
+        """The numbers of layers that are captured: all, or two from which all follow.
+
+        A budget is met by all layers together, so that nothing follows from fewer.
+        """
         short = SETTLED + (self.layers - SETTLED) % STRIDE
         is_short = self.layers <= short + STRIDE
-        return (self.layers,) if is_short else (short, short + STRIDE)
+        has_budget = self.plan.memory_budget is not None or self.plan.host_budget is not None
+        return (self.layers,) if is_short or has_budget else (short, short + STRIDE)
 
     def extrapolated(self, values: tuple[float, ...]) -> float:
         """Return what all layers have of what was found at each of `lengths`."""
@@ -74,6 +78,11 @@ class Family:
             return values[0]
         short, longer = values
         return short + (longer - short) * (self.layers - self.lengths[0]) / STRIDE
+
+    def begin_with(self, program: Program) -> None:
+        """Take what was captured of the example call already, where all layers are captured."""
+        if self.lengths == (self.layers,):
+            self._programs[self.layers, self.samples] = program
 
     @cached_property
     def samples(self) -> int:

@@ -33,12 +33,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Found:
-    """The end of a search. fits: the fastest first. priced: all whose figures are known."""
+    """The end of a search. fits: the fastest first. priced: all whose figures are known.
+
+    refusal: why the first of those that cannot be cannot.
+    """
 
     space: Space
     fits: tuple[Outcome, ...]
     priced: tuple[Outcome, ...]
     counts: Counts
+    refusal: str = ""
 
     @cached_property
     def best(self) -> Outcome:

@@ -27,6 +27,8 @@ def too_large(search: Search) -> PlanError:
         f"nothing fits {where}: looking for what misses least, and the nearest that fits", False
     )
     least = _least(search)
+    if least is None and search.refused:
+        return PlanError(f"search: no plan can be: {next(iter(search.refused.values()))}")
     lines = [f"search: no plan fits {where}"]
     if space.settled:
         lines[0] += f" with {', '.join(sorted(space.settled))} as given"

@@ -25,8 +25,13 @@ def read_devices(text: str) -> tuple[int, Hardware]:
     name = match[2]
     if name in hardware_names() or name.endswith((".yaml", ".yml", ".json")):
         return int(match[1]), load_hardware(name)
-    words = re.findall(r"[a-z0-9]+", name.lower().replace("nvidia", "").replace("amd", ""))
-    fitting = [n for n in hardware_names() if words and all(word in n for word in words)]
+    words = _words(name) - {"nvidia", "amd"}
+    fitting = [n for n in hardware_names() if words and words <= _words(n)]
     if len(fitting) > 1:
         raise PlanError(f"devices {text!r}: {name} could be {' or '.join(fitting)}; say which")
     return int(match[1]), load_hardware(fitting[0] if fitting else name)
+
+
+def _words(name: str) -> set[str]:
+    """Return what a name consists of, a size in gigabytes in one word."""
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,6 +99,14 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """Yield every choice that contradicts nothing, the plainest first."""
+        return (each for each in self._made() if isinstance(each, Choice))
+
+    def contradiction(self) -> str:
+        """Say what is wrong with most of the choices that contradict themselves."""
+        found = Counter(str(each) for each in self._made() if isinstance(each, PlanError))
+        return max(found, key=lambda text: found[text], default="none is left to choose")
+
+    def _made(self) -> Iterator[Choice | PlanError]:
         place = itertools.count()
         for samples, accumulation in self.batches():
             for fields in self._fields(accumulation):
@@ -105,7 +114,8 @@ class Space:
                     try:
                         plan = Plan.from_dict({**self.base.to_dict(), **fields})
                         plan.axis_sizes(self.world_size)
-                    except PlanError:  # these fields exclude each other
+                    except PlanError as error:  # these fields exclude each other
+                        yield error
                         continue
                     yield Choice(plan, samples, accumulation, no_sync, next(place))
 

@@ -41,6 +41,7 @@ class SearchView:
             f"{counts.considered} plans considered: {counts.too_large} hold too much by a bound, "
             f"{counts.too_slow} could not be the fastest, {counts.priced} priced, "
             f"{counts.refused} cannot be",
+            *([f"cannot be, the first of them: {self.found.refusal}"] if counts.refused else []),
             *self.notes,
             "",
             f"{'step':>10} {self._rate:>10} {'a device':>10} {'host':>10}  plan",
@@ -67,6 +68,7 @@ class SearchView:
             "notes": list(self.notes),
             "considered": counts.considered, "too_large": counts.too_large,
             "too_slow": counts.too_slow, "priced": counts.priced, "refused": counts.refused,
+            "refusal": self.found.refusal,
             "best": self.best.to_dict(),
             "front": [each.to_dict() for each in self.found.front],
             "runner_up": None if second is None else second.to_dict(),

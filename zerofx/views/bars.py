@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.measured import Measured, MeasuredSpan
+from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan
 from zerofx.analysis.steps import Lane
 from zerofx.sizes import format_bytes
 from zerofx.views.timeline import format_us
@@ -40,7 +40,7 @@ class Track:
 
     step_us: how long the step takes; what runs beside it may end in the next one.
     range_us: the least and the most that a step takes. note: of what it is. critical: names of
-        the bars whose times add up to the step.
+        the bars whose times add up to the step. memory: what was measured of it.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Track:
     range_us: tuple[float, float] = (0.0, 0.0)
     note: str = ""
     critical: frozenset[str] = frozenset()
+    memory: MeasuredMemory | None = None
 
 
 def timeline_track(predicted: Forecast) -> Track:
@@ -60,7 +61,7 @@ def timeline_track(predicted: Forecast) -> Track:
         for s in timeline.spans
     )  # fmt: skip
     critical = frozenset(s.task.name for s in timeline.critical_path())
-    note = f"{predicted.hardware.name}, each of {ranks} ranks; underlined: the critical path"
+    note = f"{predicted.hardware.name}, each of {ranks} ranks"
     return Track(
         "predicted", bars, timeline.step_us, (timeline.low_us, timeline.high_us), note, critical
     )
@@ -75,7 +76,9 @@ def measured_track(measured: Measured) -> Track:
     steps = measured.steps_us
     note = f"{measured.device}, the typical of {len(steps)} steps"
     step_us = steps[measured.typical]
-    return Track(f"measured, rank {measured.rank}", bars, step_us, (min(steps), max(steps)), note)
+    around = min(steps), max(steps)
+    name = f"measured, rank {measured.rank}"
+    return Track(name, bars, step_us, around, note, memory=measured.memory)
 
 
 def _spread(span: MeasuredSpan) -> str:

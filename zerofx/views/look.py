@@ -14,6 +14,7 @@ from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
+from zerofx.views.beside import pair_lines, pairs
 from zerofx.views.details import details
 from zerofx.views.page import render
 from zerofx.views.page_data import page_data
@@ -49,7 +50,24 @@ class Look:
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         lines += ["", LEGEND]
+        if self.predicted is not None:
+            about, (foreseen, *measured) = details(self.program, self.schedule), self.tracks
+            for track in measured:
+                lines += ["", *pair_lines(pairs(foreseen, track, about), track.name)]
+        if any(track.memory for track in self.tracks):
+            lines += ["", *self._memory_lines()]
         return "\n".join(lines)
+
+    def _memory_lines(self) -> list[str]:
+        """Return the peak as it was predicted, and beside it as each rank measured it."""
+        foreseen = self.schedule.memory.peak_bytes
+        lines = [f"{'peak memory':<22}{format_bytes(foreseen):>12}   predicted"]
+        return lines + [
+            f"{'':<22}{format_bytes(track.memory.peak_bytes):>12}   {track.name} "
+            f"({beside(track.memory.peak_bytes, foreseen)})"
+            for track in self.tracks
+            if track.memory
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the page shows, as plain values, but for the passes."""
@@ -74,6 +92,10 @@ class Look:
         """Return what stands above the page's picture: (name, value)."""
         report, plan = self.schedule.memory, self.program.plan
         found = [("peak memory a rank", format_bytes(report.peak_bytes))]
+        for track in (t for t in self.tracks if t.memory):
+            peak = track.memory.peak_bytes if track.memory else 0
+            said = f"{format_bytes(peak)} ({beside(peak, report.peak_bytes)})"
+            found.append((f"peak memory, {track.name}", said))
         if plan is not None and plan.memory_budget:
             found.append(("memory budget", format_bytes(plan.memory_budget)))
         if report.host_bytes:
@@ -97,7 +119,15 @@ class Look:
         """Return the memory over the track's time."""
         times = step_times(track, self.schedule)
         held = [(t[0], s.resident_bytes) for t, s in zip(times, self.schedule.steps, strict=True)]
-        return {"memory, predicted": held}
+        found = {"memory, predicted": held}
+        if track.memory:
+            measured = track.memory.held
+            found["memory, measured"] = [
+                (t[0], measured[s.name])
+                for t, s in zip(times, self.schedule.steps, strict=True)
+                if s.name in measured
+            ]
+        return found
 
 
 def look(
@@ -115,6 +145,12 @@ def look(
         track = step_track(schedule)
         return Look(program, schedule, (track,), (0,), in_steps=True, unpriced=unpriced)
     return Look(program, schedule, tuple(tracks), tuple(starts), predicted, unpriced=unpriced)
+
+
+def beside(measured: int, predicted: int) -> str:
+    """Say how much more or less was measured than predicted: `0.4 % more than predicted`."""
+    percent = f"{abs(measured / predicted - 1.0) * 100:.1f}"
+    return f"{percent} % {'more' if measured >= predicted else 'less'} than predicted"
 
 
 def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -13,12 +13,14 @@ from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.text import without_numbers
 from zerofx.views.bars import Bar, Track
+from zerofx.views.beside import pairs
 from zerofx.views.details import Detail, details
 from zerofx.views.page_memory import Texts, largest_storages, memory_by_step, step_times
 from zerofx.views.schedule import title
 from zerofx.views.why import BUDGET
 
 GRAPHS = ("forward", "backward", "step")
+CRITICAL = "; underlined: the critical path"  # of a track, as the page draws it
 DIFF_LINES = 400  # of one pass
 
 
@@ -57,6 +59,7 @@ def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
         "texts": table.texts,
         "uses": [place.get(d.used_by, -1) for d in about.values()],
         "tracks": [_track(track, schedule, place) for track in shown.tracks],
+        "beside": _beside(shown, about, place),
         "in_steps": shown.in_steps,
         "layers": layers(schedule),
         "memory": memory_by_step(schedule),
@@ -113,7 +116,7 @@ def layers(schedule: Schedule) -> list[list[Any]]:
 
 def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str, Any]:
     """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
-    note, 1 where it is on the critical path.
+    note, 1 where it is on the critical path. held: what was measured at each step, -1: nothing.
     """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
@@ -122,8 +125,29 @@ def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str,
         for bar in track.bars
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
+    held = []
+    note = track.note + (CRITICAL if track.critical else "")
+    if track.memory:
+        held = [track.memory.held.get(step.name, -1) for step in schedule.steps]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
-            "note": track.note}  # fmt: skip
+            "note": note, "held": held, "step": track.step_us,
+            "peak_bytes": track.memory.peak_bytes if track.memory else 0}  # fmt: skip
+
+
+def _beside(
+    shown: Shown, about: Mapping[str, Detail], place: dict[str, int]
+) -> list[list[list[Any]]]:
+    """Return of each measured track, where a prediction stands before it, the rows of `pairs`:
+    the step's number or -1, name, unit, what, count, predicted, measured.
+    """
+    if shown.predicted is None:
+        return []
+    foreseen, *measured = shown.tracks
+    return [
+        [[place.get(p.name, -1), p.name, p.unit, p.what, p.count, round(p.predicted_us, 2),
+          round(p.measured_us, 2)] for p in pairs(foreseen, track, about)]
+        for track in measured
+    ]  # fmt: skip
 
 
 def _note(bar: Bar, place: dict[str, int]) -> str:

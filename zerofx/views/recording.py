@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from zerofx.analysis.measured import Measured, check_same, same_step
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Program
+from zerofx.sizes import format_bytes
 from zerofx.views.bars import lane_lines, measured_track
 from zerofx.views.timeline import format_us
 
@@ -70,14 +72,37 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
         try:
             data = Path(path).read_bytes()
             said = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-            found.programs += [Measured.from_dict(each) for each in said["recording"]]
+            found.programs += [Measured.from_dict(each) for each in _programs(said)]
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, EOFError, RecordingError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, zlib.error, RecordingError) as error:
             raise RecordingError(
                 f"{path} is no recording that `record(...).save` wrote: {error}"
             ) from error
     return found
+
+
+def _programs(said: Any) -> list[dict[str, Any]]:
+    """Return the programs in what a file holds.
+
+    Raises:
+        RecordingError: it holds something else; what, where that is known.
+    """
+    if isinstance(said, dict) and isinstance(said.get("recording"), list):
+        return said["recording"]
+    what = f"a JSON {type(said).__name__} without them"
+    if isinstance(said, dict) and "traceEvents" in said:
+        what = "a trace for Perfetto, which shows a step but cannot be read back"
+    raise RecordingError(f"it should hold recorded programs, but is {what}")
+
+
+def _memory_lines(measured: Measured) -> list[str]:
+    held = measured.memory
+    if held is None:
+        return []
+    at = max(held.held, key=lambda name: held.held[name], default="")
+    unsure = f" and up to {format_bytes(held.unsure_bytes)} more" if held.unsure_bytes else ""
+    return [f"peak memory {format_bytes(held.peak_bytes)}{unsure}, at {at or 'no call'}"]
 
 
 def lines_of(measured: Measured) -> list[str]:
@@ -90,6 +115,7 @@ def lines_of(measured: Measured) -> list[str]:
         f"{measured.rank} ({measured.device}), medians of {len(steps)} steps",
         f"step {format_us(measured.step_us)} ({format_us(min(steps))} .. {format_us(max(steps))}); "
         f"{functions}; the compute waits {format_us(measured.exposed_us)} for transfers",
+        *_memory_lines(measured),
         "",
         *lane_lines(measured_track(measured).bars),
         "",

@@ -4,7 +4,7 @@
        0  .         AG b0 >    .         .       2.0 KiB    ######
        3  mm fc0    |  b1      .         .       3.5 KiB    ##########  <- peak
 
-`>` launches a transfer, `|` is under way, `<` waits for it, `x` releases; a quote marks backward.
+Beneath stands what the marks and the short words mean that are in it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from zerofx.sizes import format_bytes
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
 COPIES = (Lane.D2H, Lane.H2D, Lane.NVME, Lane.TO_NVME)  # shown where something is copied
 WIDTH = 24  # of the bar
+VERBS = {
+    "AG": "all-gather", "RS": "reduce-scatter", "AR": "all-reduce", "BC": "broadcast of buffers",
+    "D2H": "copy from device to host", "H2D": "copy from host to device", "RD": "read from NVMe",
+    "WR": "write to NVMe",
+}  # fmt: skip
 COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6,
           Lane.D2H: 20, Lane.H2D: 20, Lane.NVME: 20, Lane.TO_NVME: 20}  # fmt: skip
 
@@ -53,7 +58,27 @@ class ScheduleView:
         head = "  ".join(f"{lane.value:<{COLUMN[lane]}}" for lane in self.lanes)
         peak = f"peak {format_bytes(self.peak_bytes)} at step {self.schedule.peak_step}"
         top = [f"# {self.title}", f"step  {head}  {'resident':<10} ({len(steps)} steps; {peak})"]
-        return top + collapse(self._rows(), indent="      ")
+        return top + collapse(self._rows(), indent="      ") + self._legend()
+
+    def _legend(self) -> list[str]:
+        """Return the meaning of the marks and short words that are used."""
+        steps = self.schedule.steps
+        kinds = {step.kind for step in steps}
+        marks = {
+            "'": ("in backward", any(step.is_backward for step in steps)),
+            "b0": ("bucket 0", any(step.bucket >= 0 and not step.is_value for step in steps)),
+            "v0": ("value 0, an activation", any(step.is_value for step in steps)),
+            ">": ("launched", "launch" in kinds),
+            "|": ("under way", "launch" in kinds),
+            "<": ("waited for", "wait" in kinds),
+            "x": ("released", "release" in kinds),
+            "pack": ("gradients into a bucket", "pack" in kinds),
+            "update": ("the optimizer's, of a bucket", "update" in kinds),
+        }
+        said = [f"{mark} {meaning}" for mark, (meaning, is_used) in marks.items() if is_used]
+        used = {step.verb for step in steps}
+        verbs = [f"{verb} {meaning}" for verb, meaning in VERBS.items() if verb in used]
+        return ["", *("  ".join(["     ", *words]) for words in (verbs, said) if words)]
 
     def _rows(self) -> list[Row]:
         found = []

@@ -111,6 +111,8 @@ def _args(bar: Bar, detail: Detail | None) -> dict[str, Any]:
         said = {"line": detail.line, "moves": detail.moves, "bytes": detail.nbytes,
                 "what": "; ".join(detail.names)}  # fmt: skip
         args |= {k: v for k, v in said.items() if v}
+    if bar.note:
+        args["note"] = bar.note
     return args
 
 

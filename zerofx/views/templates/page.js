@@ -120,9 +120,14 @@ const under = document.getElementById("under"), choice = under.querySelector("se
 if (D.tracks.length > 1) {
   under.hidden = false;
   D.tracks.forEach((track, k) => choice.add(new Option(track.name, k)));
-  choice.onchange = () => { main = D.tracks[choice.value]; draw(); };
-  choice.value = 1;
-  main = D.tracks[1];
+  choice.onchange = () => {
+    main = D.tracks[choice.value];
+    writeLegends();
+    draw();
+    [...tabs.children].find((tab) => tab.className === "on").click();
+  };
+  choice.value = D.beside.length ? 1 : 0;
+  main = D.tracks[choice.value];
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); draw(); });
 addEventListener("resize", draw);

@@ -17,11 +17,11 @@ let lanesHeight = RULER;
 for (const track of D.tracks) {
   rows.push({ track, head: track.name, note: track.note, y: lanesHeight });
   lanesHeight += HEAD;
-  track.byStep = new Map();
+  track.byName = new Map();
   track.bars = track.bars.map(([own, kind, lane, graph, from, to, note, critical]) => {
     const step = typeof own === "number" ? steps[own] : null;
     const bar = { step, name: step ? step.name : own, kind, lane, graph, from, to, note, critical, track };
-    if (step) track.byStep.set(step.i, bar);
+    track.byName.set(bar.name, bar);
     return bar;
   });
   D.lanes.forEach((label, lane) => {
@@ -106,7 +106,7 @@ function fitting(g, text, room) {
   if (width <= room) return text;
   let most = Math.floor(text.length * room / width);
   while (most > 0 && g.measureText(text.slice(0, most) + "…").width > room) most--;
-  return most > 1 ? text.slice(0, most).trimEnd() + "…" : "";
+  return most > 3 ? text.slice(0, most).trimEnd() + "…" : "";
 }
 
 function drawRow(g, width, row) {
@@ -169,7 +169,7 @@ function drawCuts(g, width, track) {
 // From a launch to the step that first reads what it delivers.
 function drawFlow(g, width, bar) {
   if (!bar.step || bar.kind !== "transfer") return;
-  const to = bar.track.byStep.get(D.uses[bar.step.i]);
+  const to = bar.track.byName.get(steps[D.uses[bar.step.i]]?.name);
   if (!to) return;
   const f = bar.track.folding;
   const x0 = xOf(f.to(bar.from), width), x1 = xOf(f.to(to.from), width);

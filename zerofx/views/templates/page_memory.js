@@ -7,7 +7,7 @@ const HEIGHT = 150;
 const memory = document.getElementById("memory");
 // A limit far above the peak would flatten the curve: it is said above the picture.
 const limits = D.limits.filter(([, n]) => n < 3 * D.peak_bytes);
-const top_bytes = 1.1 * Math.max(1, D.peak_bytes, ...limits.map(([, n]) => n));
+const top_bytes = 1.1 * Math.max(1, D.peak_bytes, ...D.tracks.map((t) => t.peak_bytes), ...limits.map(([, n]) => n));
 
 function yOf(n) { return HEIGHT - 4 - n / top_bytes * (HEIGHT - 12); }
 
@@ -40,6 +40,7 @@ function drawMemory() {
     g.strokeStyle = "rgba(102, 117, 138, .18)";
     g.beginPath(); g.moveTo(MARGIN, yOf(n)); g.lineTo(width, yOf(n)); g.stroke();
   }
+  if (main.held.length) drawHeld(g, width, own);
   for (const [name, n] of limits) line(g, width, n, ui.limit, `${name} ${bytes(n)}`);
   const peak = xOf(main.folding.to((main.times[D.peak_step][0] + main.times[D.peak_step][1]) / 2), width);
   if (peak >= MARGIN && peak <= width) {
@@ -47,6 +48,20 @@ function drawMemory() {
     g.textAlign = peak > width - 160 ? "right" : "left";
     written(g, "peak " + bytes(D.peak_bytes), peak + (g.textAlign === "left" ? 5 : -5), yOf(D.peak_bytes) - 8);
   }
+}
+// What was measured, as a line over what was predicted.
+function drawHeld(g, width, own) {
+  const path = new Path2D();
+  let pen = false;
+  own.forEach((i, x) => {
+    if (i < 0 || main.held[i] < 0) return;
+    const y = yOf(main.held[i]);
+    if (pen) path.lineTo(MARGIN + x, y); else path.moveTo(MARGIN + x, y);
+    path.lineTo(MARGIN + x + 1, y);
+    pen = true;
+  });
+  g.strokeStyle = ui.paper; g.lineWidth = 3.5; g.stroke(path);
+  g.strokeStyle = ui.ink; g.lineWidth = 1.5; g.stroke(path); g.lineWidth = 1;
 }
 function column(g, x, w, i) {
   let below = 0;

@@ -10,12 +10,13 @@ function table(head, body) {
 
 // -- steps, identical layers once ---------------------------------------------------------------
 const listed = new Set(); // layers that are written out
+const measuredTracks = D.tracks.filter((t) => t.held.length);
 function stepRow(i, inner) {
-  const s = steps[i], times = D.tracks.map((t) => t.byStep.get(i)).map((b) => `<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
+  const s = steps[i], times = D.tracks.map((t) => t.byName.get(s.name)).map((b) => `<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
   const what = s.kind === "region" ? s.heaviest : s.moves;
   return `<tr class="step${inner ? " in" : ""}" data-step="${i}" tabindex="0"><td>${text(s.name)}</td><td>${text(s.unit)}</td>` +
     `<td>${text(what)}</td><td class="n">${s.bytes ? bytes(s.bytes) : ""}</td>${isInSteps ? "" : times.join("")}` +
-    `<td class="n">${bytes(s.resident)}</td><td>${text(s.line)}</td></tr>`;
+    `<td class="n">${bytes(s.resident)}</td>${measuredTracks.map((t) => `<td class="n">${t.held[i] < 0 ? "" : bytes(t.held[i])}</td>`).join("")}<td>${text(s.line)}</td></tr>`;
 }
 function stepsTab() {
   const body = [];
@@ -24,13 +25,13 @@ function stepsTab() {
   D.layers.forEach(([first, period, count, unit], layer) => {
     own(at, first, false);
     const open = listed.has(layer), last = first + period * count;
-    body.push(`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="9">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
+    body.push(`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
     own(first, open ? last : first + period, true);
     at = last;
   });
   own(at, steps.length, false);
   const names = isInSteps ? [] : D.tracks.map((t) => "#" + t.name);
-  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", "line"], body);
+  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", ...measuredTracks.map((t) => "#resident, " + t.name), "line"], body);
 }
 panel.addEventListener("click", (event) => {
   const row = event.target.closest("tr");
@@ -53,23 +54,12 @@ function lookAt(i) {
 
 // -- predicted beside measured ------------------------------------------------------------------
 function compareTab() {
-  const [left, right] = D.tracks, sums = new Map();
-  for (const [i, a] of left.byStep) {
-    const b = right.byStep.get(i), s = steps[i];
-    if (!b) continue;
-    const key = [s.kind, s.graph, s.unit.replace(/\d+/g, "*"), s.names, s.heaviest].join("|");
-    const row = sums.get(key) || { i, count: 0, a: 0, b: 0 };
-    row.count++; row.a += a.to - a.from; row.b += b.to - b.from;
-    sums.set(key, row);
-  }
-  const ranked = [...sums.values()].sort((p, q) => Math.abs(q.b - q.a) - Math.abs(p.b - p.a));
-  const body = ranked.map(({ i, count, a, b }) => {
-    const s = steps[i];
-    return `<tr class="step" data-step="${i}" tabindex="0"><td>${text(s.name)}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${text(s.unit)}</td>` +
-      `<td>${text(s.heaviest || s.moves)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td>` +
-      `<td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`;
-  });
-  panel.innerHTML = `<p>${text(left.name)} ${time(left.end)}, ${text(right.name)} ${time(right.end)}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
+  const left = D.tracks[0], right = main === left ? D.tracks[1] : main;
+  const body = D.beside[D.tracks.indexOf(right) - 1].map(([i, name, unit, what, count, a, b]) =>
+    `<tr${i < 0 ? "" : ` class="step" data-step="${i}" tabindex="0"`}><td>${text(name)}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${text(unit)}</td>` +
+      `<td>${text(what)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td><td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`);
+  const held = right.peak_bytes ? `; peak memory ${bytes(D.peak_bytes)}, ${bytes(right.peak_bytes)} (${beside(right.peak_bytes, D.peak_bytes)})` : "";
+  panel.innerHTML = `<p>${text(left.name)} ${time(left.step)}, ${text(right.name)} ${time(right.step)}${held}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
     table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body);
 }
 
@@ -95,7 +85,7 @@ function decisionsTab() {
   list();
 }
 
-const TABS = [["Steps", stepsTab, true], ["Predicted and measured", compareTab, D.tracks.length > 1],
+const TABS = [["Steps", stepsTab, true], ["Predicted and measured", compareTab, D.beside.length > 0],
   ["Passes", passesTab, D.history.length > 0], ["Decisions", decisionsTab, D.decisions.length > 0]].filter((t) => t[2]);
 TABS.forEach(([name, fill], k) => {
   const button = document.createElement("button");

@@ -30,18 +30,25 @@ function writeLegends() {
     [["b", "bucket"], ["v", "value"]].filter(([c]) => bars.some((b) => new RegExp(` ${c}\\d`).test(b.name)))
       .map(([c, words]) => `<span><b>${c}3</b> ${words} 3</span>`).join("");
   document.getElementById("legend").innerHTML =
-    D.memory.categories.map((name) => swatch(CATEGORY[name], name)).join("");
+    D.memory.categories.map((name) => swatch(CATEGORY[name], name)).join("") +
+    (main.held.length ? `<span><i class="line"></i>${main.name}: ${bytes(main.peak_bytes)} (${beside(main.peak_bytes, D.peak_bytes)})</span>` : "");
 }
 
 function heldAt(i) {
   return D.storages.filter((s) => s[4] <= i && i <= s[5]).slice(0, 8)
     .map(([name, where, , n]) => `${bytes(n).padStart(10)}  ${D.texts[name]}  ${D.texts[where]}`);
 }
+function beside(measured, predicted) {
+  const percent = Math.abs(measured / predicted - 1) * 100;
+  return `${percent.toFixed(1)} % ${measured >= predicted ? "more" : "less"} than predicted`;
+}
 function memoryTip(i) {
   const parts = D.memory.categories.map((name, k) => [D.memory.bytes[k][i], name]).filter(([n]) => n)
     .sort((a, b) => b[0] - a[0]).map(([n, name]) => `${bytes(n).padStart(10)}  ${name}`);
   for (const [name, curve] of Object.entries(D.memory.apart)) parts.push(`${bytes(curve[i]).padStart(10)}  ${name}`);
-  return [`${bytes(steps[i].resident)} at ${steps[i].name}`, steps[i].unit, ...parts, "", "largest", ...heldAt(i)];
+  const held = main.held.length ? main.held[i] : -1;
+  const measured = held < 0 ? [] : [`${bytes(held)} ${main.name} (${beside(held, steps[i].resident)})`];
+  return [`${bytes(steps[i].resident)} at ${steps[i].name}`, ...measured, steps[i].unit, ...parts, "", "largest", ...heldAt(i)];
 }
 function cutTip(cut) {
   const [first, period, count, unit] = D.layers[cut.layer];
@@ -52,11 +59,11 @@ function barTip(bar) {
   const s = bar.step, lines = [bar.name, `${inWords(bar)} on the lane ${D.lanes[bar.lane]}, ${bar.track.name}`];
   lines.push(`${time(bar.to - bar.from)}, from ${time(bar.from, 5)} to ${time(bar.to, 5)}`);
   if (bar.note) lines.push(bar.note);
-  if (!s) return lines;
   for (const other of D.tracks) {
-    const twin = other !== bar.track && other.byStep.get(s.i);
+    const twin = other !== bar.track && other.byName.get(bar.name);
     if (twin) lines.push(`${other.name}: ${time(twin.to - twin.from)}`);
   }
+  if (!s) return lines;
   if (s.unit) lines.push(`unit ${s.unit}`);
   if (s.moves) lines.push(`${s.kind === "region" ? "makes" : "moves"} ${s.moves}  (${bytes(s.bytes)})`);
   if (s.line) lines.push(s.line);
