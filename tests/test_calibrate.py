@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerofx.analysis.convolution import PASSES, WINDOWS
 from zerofx.calibrate import compute, launch, transfers
+from zerofx.calibrate import probe as probe_module
 from zerofx.calibrate.convolutions import convolutions
 from zerofx.calibrate.crowd import crowds
 from zerofx.calibrate.describe import describe
@@ -32,13 +33,19 @@ from zerofx.runtime.world import World
 MADE_FIELDS = ("launch", "stream")
 
 
-def test_a_probe_takes_as_many_calls_as_the_clock_needs() -> None:
-    probe = Probe("launch", 1, 10, lambda: lambda: time.sleep(2e-4))
+def test_a_probe_takes_as_many_calls_as_the_clock_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def work() -> None:
+        now[0] += 2e-4
+
+    monkeypatch.setattr(probe_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    probe = Probe("launch", 1, 10, lambda: work)
     probe.prepare()
-    assert probe.calls is not None and probe.calls * 2e-4 >= LEAST_S / 2
+    assert probe.calls is not None and LEAST_S < probe.calls * 2.1e-4 < 3 * LEAST_S
     for _ in range(3):
         probe.measure()
-    assert probe.seconds == sorted(probe.found_s)[1] >= 2e-4
+    assert len(probe.found_s) == 3 and probe.seconds == pytest.approx(2e-4)
 
 
 def test_every_probe_of_compute_runs_and_has_its_kind() -> None:
