@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from zerofx.analysis.convolution import PASSES, WINDOWS
 from zerofx.calibrate import compute, launch, transfers
 from zerofx.calibrate.convolutions import convolutions
+from zerofx.calibrate.crowd import crowds
 from zerofx.calibrate.describe import describe
 from zerofx.calibrate.disk import FILE_BYTES, Disk
-from zerofx.calibrate.probe import LEAST_S, Probe
+from zerofx.calibrate.probe import LEAST_S, TURNS, Probe, in_turn
 from zerofx.calibrate.transfers import Algorithms, Beside, sum_bytes
 from zerofx.calibrate.view import CalibrationView
 from zerofx.cli import main
@@ -47,6 +48,7 @@ def test_every_probe_of_compute_runs_and_has_its_kind() -> None:
         *compute.attentions(),
         *compute.aten(),
         *compute.others(),
+        *crowds(1),
     ]
     for curve in {p.curve for p in probes}:  # the smallest of each
         probe = min((p for p in probes if p.curve == curve), key=lambda p: p.x)
@@ -90,6 +92,20 @@ def test_compiled_work_is_laid_out_as_probes_say() -> None:
             )
         elif kind == "pool":
             assert made.numel() * compute.WINDOW**2 == compute.ELEMENTS[kind] * a.numel()
+
+
+def test_turns_are_taken_by_tensors_of_their_own() -> None:
+    made: list[list[int]] = []
+
+    def make() -> Any:
+        made.append([])
+        mine = made[-1]
+        return lambda: mine.append(len(made))
+
+    work = in_turn(make)
+    for _ in range(2 * TURNS):
+        work()
+    assert [len(calls) for calls in made] == [2] * TURNS
 
 
 def test_the_disk_is_written_before_it_is_read(tmp_path: Path) -> None:
@@ -142,7 +158,7 @@ def _report(ranks: int) -> dict[str, list[list[Any]]]:
         ["attention.fp32", 1e8, 3.5e8, 7e-3], ["memory.pointwise.aten", 3e5, 3e5, 1.5e-5],
         ["heavy.aten", 1e4, 1e4, 1e-5], ["stream", 1, 2e8, 0.02 * slower],
         ["launch", 1, 1, 2e-6], ["host_copy", 1e6, 1e6, 1e-4 * slower],
-        ["host_update", 1e6, 1e6, 1e-3 * slower],
+        ["host_update", 1e6, 1e6, 1e-3 * slower], ["crowd", ranks, 1, 0.06 * slower],
     ]  # fmt: skip
     if ranks == 1:
         rates += [["nvme_read", 1e6, 1e9, 1.0], ["nvme_write", 1e6, 1e9, 2.0]]
@@ -164,6 +180,7 @@ def test_what_was_found_becomes_hardware(tmp_path: Path) -> None:
     assert at["memory.pointwise.aten"] == pytest.approx(2.0)  # in a cache
     assert at["heavy.aten"] == pytest.approx(1000)  # elements a us
     assert at["host_update"] == pytest.approx(1 / 1.6) and at["host_copy.2"] == pytest.approx(0.8)
+    assert found.curves["crowd"].points == ((1, 1), (2, pytest.approx(1.25)))
     assert {name.split(".")[0] for name in at} <= set(KINDS)
     assert set(found.figures()) == set(found.sources)
     assert "products in fp32" in str(CalibrationView(found))

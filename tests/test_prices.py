@@ -193,6 +193,20 @@ def test_convolutions_are_priced_between_measured_channels() -> None:
             hardware(curves={name: [[128, 0.1]]})
 
 
+def test_ranks_that_compute_at_once_take_longer() -> None:
+    """What they take from each other is said once, for whole regions of one rank alone."""
+    nodes = next(iter(regions(program().graph(FORWARD)).values()))
+    curves = {"matmul.fp32": [[1, 0.5]], "matmul.fp32.2": [[1, 0.1]]}
+    alone = hardware(curves=curves, dense_flops_per_s={"fp32": 1e12})
+    crowded = dataclasses.replace(alone, curves={**curves, "crowd": [[1, 1.0], [4, 1.44]]})
+    one = Roofline(crowded).region(nodes).us
+    assert one == pytest.approx(Roofline(alone).region(nodes).us)
+    assert Roofline(crowded, 2).region(nodes).us == pytest.approx(1.2 * one)
+    assert Roofline(crowded, 64).region(nodes).us == pytest.approx(1.44 * one)
+    product = next(k for k in found(True) if k.kind == PRODUCT)
+    assert Roofline(alone, 2).kernel_us(product) > 4 * Roofline(crowded, 2).kernel_us(product)
+
+
 def test_what_was_made_long_before_comes_from_memory() -> None:
     """Ranks of a node share its memory; regions read what caches still hold."""
     here = hardware(

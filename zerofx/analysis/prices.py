@@ -62,6 +62,17 @@ class Roofline:
         beside = self.hardware.curve(f"{name}.{self.sharing}") if self.sharing > 1 else None
         return beside or self.hardware.curve(name)
 
+    @property
+    def _crowd(self) -> float:
+        """How many times longer a region takes beside those of the other ranks of its node."""
+        curve = self.hardware.curve("crowd")
+        return 1.0 if curve is None else curve.at(self.sharing)
+
+    def _alone(self, name: str) -> Curve | None:
+        """Return the curve of one rank alone where it is known what ranks take from each other."""
+        is_known = self.hardware.curve("crowd") is not None
+        return self.hardware.curve(name) if is_known else self._curve(name)
+
     def region(self, nodes: Sequence[fx.Node]) -> Price:
         key = region_key(nodes)
         if key not in self.known:
@@ -69,7 +80,7 @@ class Roofline:
         return self.known[key]
 
     def _region(self, found: Sequence[Kernel]) -> Price:
-        us = sum(map(self.kernel_us, found))
+        us = sum(map(self.kernel_us, found)) * self._crowd
         if self.is_inline and not self._calls_are_known:
             us += self.hardware.launch_us
         flops = sum(k.flops for k in found)
@@ -89,7 +100,7 @@ class Roofline:
             rate = rates.get(form) or rates[next(iter(rates))]
             arithmetic = kernel.flops / (rate * self._product_share(kernel, form))
         traffic = kernel.nbytes / self._memory_rate(kernel.kind, max(kernel.nbytes, 1))
-        heavy = self._curve(f"{'pool' if kernel.kind == POOL else 'heavy'}.{self._how}")
+        heavy = self._alone(f"{'pool' if kernel.kind == POOL else 'heavy'}.{self._how}")
         exponentials = 0.0
         if heavy is not None and kernel.heavy_numel and not kernel.flops:
             exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
@@ -104,10 +115,10 @@ class Roofline:
         grid = self._grid(kernel.convolution, form) if kernel.convolution else None
         if grid is not None:
             return grid
-        own = self._curve(f"{kernel.kind}.{form}")
+        own = self._alone(f"{kernel.kind}.{form}")
         if own is not None:
             return own.at(kernel.flops)
-        product = self._curve(f"{PRODUCT}.{form}")
+        product = self._alone(f"{PRODUCT}.{form}")
         share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
 
@@ -118,13 +129,13 @@ class Roofline:
         points = [
             (float(channels) ** 2 * WINDOWS[found.window], curve.at(found.rows))
             for channels in sorted({int(end.partition(".")[0]) for end in ends})
-            if (curve := self._curve(f"{start}{channels}")) is not None
+            if (curve := self._alone(f"{start}{channels}")) is not None
         ]
         return Curve(tuple(points)).at(found.weight_numel) if points else None
 
     def _memory_rate(self, kind: str, nbytes: int) -> float:
         names = (f"memory.{kind}.{self._how}", f"memory.pointwise.{self._how}")
-        curve = next((c for c in map(self._curve, names) if c is not None), None)
+        curve = next((c for c in map(self._alone, names) if c is not None), None)
         share = MEMORY_SHARE if curve is None else curve.at(max(nbytes, 1))
         return self.hardware.memory_bytes_per_s * share
 

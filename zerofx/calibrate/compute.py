@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerofx.calibrate.probe import Probe, Work
+from zerofx.calibrate.probe import Probe, Work, in_turn
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = (32, 64, 128, 256, 512, 1024)  # of a linear, with 4 times as many columns
@@ -32,7 +32,7 @@ def matmuls() -> list[Probe]:
     for name, dtype in FORMATS.items():
         for width in WIDTHS:
             flops = 2.0 * ROWS * width * 4 * width
-            make = partial(_linear, width, dtype)
+            make = partial(in_turn, partial(_linear, width, dtype))
             probes.append(Probe(f"matmul.{name}", flops, 3 * flops, make))
     return probes
 
@@ -53,7 +53,7 @@ def attentions() -> list[Probe]:
     for name, dtype in FORMATS.items():
         for length in LENGTHS:
             product = 2.0 * HEADS * length * length * HEAD_WIDTH
-            make = partial(_attention, length, dtype)
+            make = partial(in_turn, partial(_attention, length, dtype))
             probes.append(Probe(f"attention.{name}", 2 * product, 7 * product, make))
     return probes
 
@@ -116,6 +116,7 @@ KERNELS: dict[str, Callable[[Tensor, Tensor], object]] = {
 COMPILED = KERNELS | {"batch_norm": batch_norm_of_rows, "layout": layout}
 # Tensors read and written; of the others the elements that are worked on, one for one of `a`'s.
 PASSED = {"pointwise": 3, "reduction": 2, "batch_norm": 2, "layout": 2}
+COLD = ("layout",)  # weights, which other layers' have driven from the caches
 SLOW = ("batch_norm", "pool")  # op by op: their rates end before the largest tensors
 ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2}
 
@@ -134,6 +135,8 @@ def memories(
     for kind in kinds:
         for size in sizes:
             make = partial(_memory, function_of, kind, size)
+            if kind in COLD:
+                make = partial(in_turn, make)
             if kind in ELEMENTS:
                 worked = ELEMENTS[kind] * size / 4
                 probes.append(Probe(f"{kind}.{how}", worked, worked, make))

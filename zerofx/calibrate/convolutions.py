@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from zerofx.analysis.convolution import FORWARD, INPUT, PASSES, WINDOWS
 from zerofx.calibrate.compute import FORMATS, IMAGES
-from zerofx.calibrate.probe import Probe, Work
+from zerofx.calibrate.probe import Probe, Work, in_turn
 
-CHANNELS = {"1x1": (32, 128, 512), "3x3": (32, 128, 256, 512)}
-SIDES = (4, 8, 32)
+CHANNELS = {"1x1": (32, 128, 512), "3x3": (32, 64, 128, 256, 512)}
+SIDES = (4, 8, 16, 32)
 MOST_FLOPS = 7e8  # of one call; curves end before what is dearer, and shares hardly grow there
 
 
@@ -26,6 +26,7 @@ def convolutions() -> list[Probe]:
             flops = 2.0 * rows * WINDOWS[window] * channels * channels
             if flops <= MOST_FLOPS:
                 make = partial(_convolution, channels, side, window, direction, dtype)
+                make = partial(in_turn, make)
                 curve = f"convolution.{name}.{direction}.{window}.{channels}"
                 probes.append(Probe(curve, rows, flops, make))
     return probes

@@ -61,7 +61,11 @@ def describe(found: Mapping[int, Mapping[str, Rows]], folder: Path) -> Hardware:
         "host_update_elements_per_s": together.largest("host_update") * ranks,
         "launch_us": US / alone.best("launch"),
     } | _links(times[ranks], ranks, alone)
-    curves = _curves(rates, fields) | {k: v for each in times.values() for k, v in each.items()}
+    curves = (
+        _curves(rates, fields)
+        | _crowd(rates)
+        | {k: v for each in times.values() for k, v in each.items()}
+    )
     return _hardware(ranks, fields, curves, folder)
 
 
@@ -100,6 +104,12 @@ def _curves(
             if base:
                 curves[curve + end] = [(x, rate / base) for x, rate in points]
     return curves
+
+
+def _crowd(rates: Mapping[int, Rates]) -> dict[str, list[tuple[float, float]]]:
+    """Return how many times longer a step takes where several ranks compute at once."""
+    steps = {number: each.points["crowd"][0][1] for number, each in rates.items()}
+    return {"crowd": [(number, steps[1] / rate) for number, rate in sorted(steps.items())]}
 
 
 def _base(curve: str, fields: Mapping[str, Any]) -> float:

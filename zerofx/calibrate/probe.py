@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +13,16 @@ Work = Callable[[], object]
 ROUND = "round"  # what a line begins with by which a rank says how far it is
 LEAST_S = 4e-3  # of one measurement: some thousand times what the clock resolves
 MOST_CALLS = 2000
+TURNS = 12  # sets of tensors: as many as a small model has layers
+
+
+def in_turn(make: Callable[[], Work]) -> Work:
+    """Return a call that works on other tensors each time, as layers of a model do.
+
+    What one call brought into the caches is gone when its turn comes again, unless it is little.
+    """
+    turns = itertools.cycle([make() for _ in range(TURNS)])
+    return lambda: next(turns)()
 
 
 @dataclass

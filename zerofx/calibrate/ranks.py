@@ -16,6 +16,7 @@ import torch
 from zerofx.calibrate.calls import BLOCKS, Calls
 from zerofx.calibrate.compute import aten, attentions, matmuls, others
 from zerofx.calibrate.convolutions import convolutions
+from zerofx.calibrate.crowd import crowds
 from zerofx.calibrate.disk import Disk
 from zerofx.calibrate.probe import ROUND, Probe
 from zerofx.calibrate.regions import compiled
@@ -48,8 +49,10 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
     """Return `rates`, rows of (curve, x, amount, seconds), of compute, copies and the disk on all
     ranks at once; and `times`, rows of (curve, x, us), of transfers and calls."""
     ranks, folder = world.size, settings["regions"]
-    probes = [*matmuls(), *convolutions(), *attentions(), *aten(), *others()]
-    probes += compiled(Path(folder)) if folder else []
+    probes = [*others(), *crowds(ranks)]
+    if ranks == 1:  # side by side, all compute takes as many times longer as `crowds` does
+        probes += [*matmuls(), *convolutions(), *attentions(), *aten()]
+        probes += compiled(Path(folder)) if folder else []
     sums = arrivals(ranks) if ranks > 1 else []
     moves = transfers(world, algorithms) if ranks > 1 else []
     for probe in (*probes, *sums, *moves):

@@ -24,6 +24,7 @@ KINDS = {
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
     "heavy": "elements of exponentials and the like in one op -> elements a us; .KERNELS",
     "pool": "elements in all windows of one pooling -> elements a us; .KERNELS",
+    "crowd": "ranks of a node that compute at once -> times what one alone takes for its regions",
     "call": "regions with next to no work (parameters of a step) -> us a call; .GRAPH.WORLD",
     "all_gather": "bytes of a full bucket -> us from launch to delivery; .ALGORITHM.WORLD",
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
