@@ -153,6 +153,10 @@ def test_more_ranks_than_a_machine_without_a_network_has(
         where = ["--hardware", "cpu-box", "--world", "4"]
         text = said(capsys, command, f"{model}:build", *where)
         assert "one node of 2 devices without a network, and the world is 4 ranks; give at" in text
+    program = zerofx.capture(nn.Linear(4, 4), (torch.zeros(2, 4),))
+    for given, world in ((program, 4), (zerofx.rewrite(program, None, 4), 1)):
+        with pytest.raises(PlanError, match="the world is 4 ranks"):
+            zerofx.predict(given, hardware="cpu-box", world_size=world)
 
 
 def test_an_axis_that_does_not_divide_the_world(

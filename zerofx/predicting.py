@@ -62,9 +62,10 @@ def predict(
     """
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)
-    if not isinstance(target, Program):
-        described.check_world(world_size)
     source = _source(target, plan is not None, batch, seq)
+    if isinstance(source, Program) and source.layout is not None:
+        world_size = source.world_size
+    described.check_world(world_size)
     named = None if isinstance(source, Program) else source
     program = captured = source if isinstance(source, Program) else _captured(source, checked)
     seek: Callable[[], WayOut] | None = None
