@@ -37,7 +37,7 @@ from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx import nvme
-from zerofx.analysis.standing import IN_STAGES
+from zerofx.analysis.host_places import IN_STEP
 from zerofx.analysis.steps import Lane
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
@@ -105,7 +105,7 @@ def disk(model: zerofx.CompiledModule, store: nvme.NvmeStore) -> Callable[[], No
     """
     pieces = [(lane, *piece) for lane, piece in extents(model)]
     largest = max(nbytes for _, _, nbytes in pieces)
-    buffers = [nvme.aligned_empty(largest, dtype=torch.uint8) for _ in range(2 * IN_STAGES * 3)]
+    buffers = [nvme.aligned_empty(largest, dtype=torch.uint8) for _ in range(2 * IN_STEP * 3)]
 
     def move() -> None:
         under_way: list[nvme.Request] = []
