@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from pool import Pool
+from torch import Tensor, nn
 
+from benchmarks.measured import train
 from benchmarks.memory_cells import CHOICES, Cell, cover, run
 from benchmarks.memory_matrix import COUNT, PROMISED, error_of, host_error
 
@@ -48,6 +51,31 @@ def test_some_cells(pool: Pool, cell: Cell) -> None:
 @pytest.mark.parametrize("cell", cover(COUNT), ids=str)
 def test_every_cell(pool: Pool, cell: Cell) -> None:
     check(pool, cell, timeout_s=900.0)
+
+
+class Gated(nn.Module):
+    """A recurrent cell, whose gates are parts of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[0])
+        for step in x:
+            state = self.cell(step, state)
+        return self.head(state).pow(2).mean()
+
+
+def test_gates_share_their_products_memory() -> None:
+    def loss(model: nn.Module, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return model(torch.randn(4, 512, 64, generator=generator))
+
+    found = train(Gated, loss, {"stage": 3, "kernels": "aten"})
+    (program,) = found.model.programs
+    predicted = program.memory(keeps_results=False).peak_bytes
+    assert abs(error_of(predicted, found.peak.low_bytes, found.peak.high_bytes)) <= PROMISED
 
 
 def test_every_pair_of_choices_is_in_the_matrix() -> None:

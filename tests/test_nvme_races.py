@@ -56,7 +56,13 @@ def tiled(folder: str, forgets: bool) -> list[str]:
     """Run where one place of the host holds several tiles, which travel one by one."""
     move = HostTier.move
     if forgets:  # of which place a part is
-        HostTier.move = lambda self, out, source, lane, lent=None: move(self, out, source, lane)  # type: ignore[method-assign,misc]
+
+        def whole(
+            tier: Any, out: Any, source: Any, lane: str, lent: Any = None, what: str = ""
+        ) -> Any:
+            return move(tier, out, source, lane, what=what)
+
+        HostTier.move = whole  # type: ignore[method-assign]
     try:
         return races_in(away(TILED, folder), ["evaluated-between"], "gpt")
     finally:

@@ -56,6 +56,14 @@ def test_one_rank(tmp_path: Path) -> None:
         torch.testing.assert_close(found[ALL][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_one_rank_that_keeps_a_part_on_the_device(tmp_path: Path) -> None:
+    """What stays there is its own shard: nothing is tiled."""
+    places = tiers(str(tmp_path), *ALL)
+    places["offload"]["device_fraction"] = 0.5
+    found = trained("gpt", {"tiling": TILED, **places}, Loop())
+    assert not unequal(found, trained("gpt", places, Loop()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(

@@ -133,6 +133,32 @@ def test_refusals() -> None:
         step()
 
 
+def test_one_profiler_at_a_time() -> None:
+    """Else figures of another one's making, or none, would be said to be measured."""
+    model, step = gpt({})
+    other, _ = gpt({})
+    refused = pytest.raises(RecordingError, match="one is running here already")
+    for options in ({"memory": True}, {"profile": True}):
+        own = profile(activities=[ProfilerActivity.CPU])
+        with own, refused, zerofx.record(model, **options):
+            pass
+    with zerofx.record(model, memory=True):
+        with refused, zerofx.record(other, memory=True):
+            pass
+        for _ in range(3):
+            step()
+    lost = pytest.raises(RecordingError, match=r"memory=True has (lost its|seen no)")
+    with lost, zerofx.record(model, memory=True):
+        step()
+        with profile(activities=[ProfilerActivity.CPU]):
+            step()
+            step()
+    with zerofx.record(model, memory=True) as recording:  # nothing was left behind
+        for _ in range(3):
+            step()
+    assert "measured" in str(recording)
+
+
 def test_a_metered_step_that_breaks_has_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     model, step = gpt({"stage": 3})
     x = torch.randint(0, 255, (4, CONFIG.seq))

@@ -91,6 +91,11 @@ def test_where_no_plan_fits_the_closest_and_its_ranks_are_named() -> None:
     assert out.to_dict()["closest"]["missing_bytes"]["each device"] > 0
 
 
+def test_a_device_smaller_than_what_the_framework_takes() -> None:
+    text = str(predicted(gpt(), WIDE, with_memory(-(512 * MIB)), 4))
+    assert ", 0 B there" in text and "no other plan could be looked at" not in text
+
+
 def test_what_the_loop_holds_counts_for_the_nearest_plan() -> None:
     program, small = gpt(1, 64), with_memory(5 * MIB)
     given = {"hardware": small, "world_size": 2, "optimizer_bytes": 64}

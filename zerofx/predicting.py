@@ -27,7 +27,7 @@ from zerofx.views.prediction import PredictionView
 
 
 def predict(
-    target: str | Program,
+    target: str | Target | Program,
     plan: PlanLike = None,
     *,
     hardware: Hardware | str | os.PathLike[str],
@@ -82,10 +82,18 @@ def predict(
     return PredictionView(found, held, seek)
 
 
-def _source(target: str | Program, has_plan: bool, batch: int, seq: int) -> Target | Program:
-    """Return the model that was named, the captured program, or the finished one that was given."""
+def _source(
+    target: str | Target | Program, has_plan: bool, batch: int, seq: int
+) -> Target | Program:
+    """Return the model that was named, or the captured or finished program that was given."""
     if isinstance(target, str) and Path(target).is_dir():
         target = load_program(target)
+    if not isinstance(target, (str, Target, Program)):
+        raise PlanError(
+            f"predict takes a captured program or a target such as 'file.py:function', got "
+            f"{type(target).__name__}; capture a model first: "
+            "zerofx.predict(zerofx.capture(model, args), plan, hardware=..., world_size=...)"
+        )
     if isinstance(target, Program):
         if target.layout is not None and has_plan:
             raise PlanError(
@@ -93,7 +101,7 @@ def _source(target: str | Program, has_plan: bool, batch: int, seq: int) -> Targ
                 "its plan is settled; leave out the plan, or give the captured program"
             )
         return target
-    return resolve(target, batch, seq)
+    return target if isinstance(target, Target) else resolve(target, batch, seq)
 
 
 def _captured(named: Target, plan: Plan) -> Program:

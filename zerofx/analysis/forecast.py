@@ -141,7 +141,7 @@ class Forecast:
     def shortages(self) -> tuple[Shortage, ...]:
         """The tiers that cannot hold what they should."""
         hardware, sharing = self.hardware, self.sharing
-        device = hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type]
+        device = max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])
         found = [
             Shortage("each device", self.memory.peak_bytes, device),
             Shortage(
@@ -184,7 +184,11 @@ def forecast(
     clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
     keeps_results: the loop holds all results to the end of the step, not the loss alone.
     compiled: what the regions that Inductor compiled here allocate.
+
+    Raises:
+        UnpricedError: the hardware lacks what the schedule uses.
     """
+    hardware.check_world(program.world_size)
     is_compiled = program.plan.kernels == "inductor" and not program.plan.debug
     prices = Roofline(hardware, program.world_size, is_compiled)
     held = memory(program, optimizer_bytes, compiled, keeps_results)

@@ -18,6 +18,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 NORM_HOOKS = (WeightNorm, SpectralNorm)
 
 
+def is_profiling() -> bool:
+    """Tell whether a torch.profiler runs that sees this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 

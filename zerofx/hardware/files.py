@@ -45,7 +45,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 def _preset(name: str) -> Hardware:
     known = hardware_names()
     if name not in known:
-        longer = [each for each in known if name and each.startswith(name)]
+        longer = [each for each in known if name and name.lower() in each]
         close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise PlanError(

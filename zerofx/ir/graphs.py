@@ -18,7 +18,12 @@ from zerofx.ir.program import Program, placeholders
 from zerofx.runtime.kernels.ops import FUSED
 from zerofx.runtime.layout import Layout
 
-_EXTRA_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+_EXTRA_ALIASES = frozenset(  # which share storage though their schemas do not say so
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view", "_reshape_alias", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
+    )
+)  # fmt: skip
 
 
 def is_alias(node: fx.Node) -> bool:

@@ -48,9 +48,11 @@ def gains(param: ParamInfo, plan: Plan, shard_size: int) -> bool:
     """Say whether tiles of a parameter lower what a device holds: they come and go one by one.
 
     So it is at stage 3, where the rest is on other ranks, or all of it off the device. Else the
-    gathered parameter is resident, or the shard itself.
+    gathered parameter is resident, or the shard itself: on one rank, of what `device_fraction`
+    leaves there.
     """
-    return plan.stage == 3 and (shard_size > 1 or _is_away(param, plan))
+    is_away = _is_away(param, plan) and not plan.offload.device_fraction
+    return plan.stage == 3 and (shard_size > 1 or is_away)
 
 
 def _is_away(param: ParamInfo, plan: Plan) -> bool:

@@ -19,7 +19,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerofx.analysis.measured import MeasuredMemory
+from zerofx.compat.autograd import is_profiling
 from zerofx.compat.tensors import raw_grad
+from zerofx.errors import RecordingError
 from zerofx.recording.blocks import Levels, most_of, replay
 
 _PLAIN = torch.Tensor.__torch_dispatch__
@@ -150,6 +152,14 @@ class HostMeter:
         self._profile.start()
         self._is_running = True
 
+    def _check(self) -> None:
+        """Refuse to read what somebody else's profiler, or another thread, has taken away."""
+        if not is_profiling():
+            raise RecordingError(
+                "record: memory=True has lost its torch.profiler: another one ran within the "
+                "block, or this step runs on another thread than the one that entered it"
+            )
+
     def begin(self) -> None:
         gc.collect()  # what is garbage already is not the step's
         self._held_bytes = sum(living().values())
@@ -160,11 +170,12 @@ class HostMeter:
         return record_function(name)
 
     def stop(self) -> None:
-        if self._is_running:
+        if self._is_running and is_profiling():  # else it was stopped by another
             self._is_running = False
             self._profile.stop()
 
     def end(self) -> MeasuredMemory:
+        self._check()
         with record_function(_END):
             pass
         alive = living()
@@ -175,6 +186,11 @@ class HostMeter:
             for e in events
             if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
         )
+        if not memory:
+            raise RecordingError(
+                "record: memory=True has seen no allocation: another torch.profiler was started "
+                "within the block; take it out"
+            )
         ranges = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events
                   if e.get("cat") == "user_annotation"]  # fmt: skip
         begin = next(start for name, start, _ in ranges if name == _BEGIN)

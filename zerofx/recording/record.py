@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 
 from zerofx.analysis.measured import Measured, MeasuredMemory
 from zerofx.analysis.steps import Step, schedule
+from zerofx.compat.autograd import is_profiling
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
@@ -81,6 +82,12 @@ def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
         raise RecordingError(
             "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
             "nothing can be timed; record with cuda_graph=False"
+        )
+    if (memory or profile) and is_profiling():
+        what = "memory=True" if memory else "profile=True"
+        raise RecordingError(
+            f"record: {what} runs torch.profiler, and one is running here already (another such "
+            "recording, or your own); end that first"
         )
     if memory and (profile or warmup < 1):
         what = "profile=True" if profile else "warmup=0"

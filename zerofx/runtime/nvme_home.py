@@ -229,19 +229,24 @@ class NvmeHome:
             NvmeError: a write failed; names file, offset and bucket.
         """
         while (request := self._oldest_write(leave)) is not None:
-            request.wait()
+            try:
+                request.wait()
+            finally:
+                with self._lock:  # another thread may have waited for it as well
+                    self._writes = [r for r in self._writes if r is not request]
 
     def _oldest_write(self, leave: int) -> Request | None:
-        """Take the oldest write under way, where there are more than `leave`."""
+        """Return the oldest write under way, where there are more than `leave`."""
         with self._lock:
-            return self._writes.pop(0) if len(self._writes) > leave else None
+            return self._writes[0] if len(self._writes) > leave else None
 
     def drain(self) -> None:
         """Wait for all that is under way, behind an exception which is the one to see."""
         self.drop_early()
-        for request in self._writes:
+        with self._lock:
+            writes, self._writes = self._writes, []
+        for request in writes:
             request.join()  # where it failed, the place has no checksum: who reads it is told
-        self._writes.clear()
 
     def rest(self) -> None:
         """Give back the memory in which pages of the files lie."""

@@ -140,4 +140,4 @@ class Search:
 
 def available_bytes(hardware: Hardware) -> int:
     """Return what programs may hold of a device."""
-    return hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type]
+    return max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])

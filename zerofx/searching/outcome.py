@@ -71,7 +71,7 @@ class Outcome:
         h = self.hardware
         sharing = min(self.world_size, h.devices_per_node)
         host = self.host_bytes + (self.peak_bytes if h.device_type == "cpu" else 0)
-        there = h.device_memory_bytes - RESERVED_BYTES[h.device_type]
+        there = max(0, h.device_memory_bytes - RESERVED_BYTES[h.device_type])
         found = (
             Shortage("each device", self.peak_bytes, there),
             Shortage("host memory of a node", host * sharing, h.host_memory_bytes),

@@ -39,7 +39,7 @@ BATCH = "micro-batches"  # what a change of the loop is called beside the fields
 class WayOut:
     """What to change of a plan that does not fit.
 
-    nearest: the plan that fits with the fewest changes, None where none was found among `tried`.
+    nearest: of the plans that were tried and fit, the one with the fewest changes; None: none did.
     closest: where there is none, the plan that misses least; ranks: the world that it fits, or 0.
     problem: why no other plan could be looked at.
     """
@@ -124,7 +124,7 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
         found = differing(plan, choice, FIELDS)
         if choice.samples != samples:
             found[BATCH] = f"{choice.accumulation} of {choice.samples} samples"
-        elif choice.no_sync != given.no_sync and given.accumulation > 1:
+        if choice.no_sync != given.no_sync and given.accumulation > 1:
             found["no_sync"] = choice.no_sync
         return found
 
