@@ -157,6 +157,8 @@ def test_more_ranks_than_a_machine_without_a_network_has(
     for given, world in ((program, 4), (zerofx.rewrite(program, None, 4), 1)):
         with pytest.raises(PlanError, match="the world is 4 ranks"):
             zerofx.predict(given, hardware="cpu-box", world_size=world)
+    with pytest.raises(PlanError, match="got Linear; capture a model first"):
+        zerofx.predict(nn.Linear(4, 4), hardware="cpu-box")  # type: ignore[arg-type]
 
 
 def test_an_axis_that_does_not_divide_the_world(
