@@ -34,3 +34,10 @@ def test_a_rank_under_torchrun_is_heard(tmp_path: Path) -> None:
 def test_what_needs_no_launcher_is_left_as_it_is() -> None:
     assert last_words("one\ntwo\nthree\n", 2) == "  two\n  three"
     assert last_words("", 3) == ""
+
+
+def test_its_log_goes_by_whatever_path_it_was_started() -> None:
+    logged = "E1122 22:42:25.151000 1458 {}torch/distributed/elastic/multiprocessing/api.py:1] x"
+    for path in ("", ".venv/lib/python3.11/site-packages/", "/opt/lib/"):
+        said = f"Traceback (most recent call last)\nmine\n{logged.format(path)}\n"
+        assert last_words(said, 5).splitlines()[-1] == "  mine"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class ZerofxError(Exception):
     """Base of every error a user can cause: what, where, both numbers, and what to do."""
@@ -75,11 +77,15 @@ class RecordingError(ZerofxError):
     """A recording cannot be made, read, or shown beside this program."""
 
 
+# a line of its log, with the path by which it was started
+_TORCHRUNS = re.compile(r"[DIWEF]\d{4} .*torch/distributed/(elastic|run)")
+
+
 def last_words(stderr: str, num_lines: int) -> str:
     """Return the last lines that failed ranks wrote, indented, without what torchrun adds."""
     said, torchrun = stderr, "torch.distributed.elastic.multiprocessing.errors"
     if torchrun in stderr:
         ours = stderr[: stderr.index(torchrun)]
         said = ours.rpartition("Traceback (most recent call last)")[0]
-    lines = [line for line in said.splitlines() if " torch/distributed/elastic/" not in line]
+    lines = [line for line in said.splitlines() if not _TORCHRUNS.match(line)]
     return "\n".join(f"  {line}" for line in (lines or stderr.splitlines())[-num_lines:])

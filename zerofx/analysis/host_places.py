@@ -94,7 +94,7 @@ def _largest(moved: Sequence[Passing], num: int) -> Sequence[Passing]:
 
 def is_beside(program: Program) -> bool:
     """Tell whether updates run inside backward."""
-    return program.plan.update == "in-backward"
+    return program.plan is not None and program.plan.update == "in-backward"
 
 
 def _times(life: Lifetimes, targets: Iterable[Any]) -> dict[int, int]:
