@@ -139,7 +139,7 @@ def test_devices_are_read_as_people_write_them() -> None:
         ("H100", 'write how many of what, for example "8x H100"'),
         ("0x H100", "write how many of what"),
         ("8x K80", "unknown hardware 'K80'"),
-        ("8x H10", "unknown hardware 'H10'; known are cpu-box, "),
+        ("8x H10", r"unknown hardware 'H10'; did you mean 'dgx-h100'\? known are cpu-box, "),
     ):
         with pytest.raises(PlanError, match=message):
             read_devices(text)
