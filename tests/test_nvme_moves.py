@@ -214,11 +214,13 @@ def test_a_read_follows_the_write_before_it(tmp_path: Path, engine: Any, disk: D
 def test_reads_of_the_same_bytes_run_in_parallel(
     tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, real = threading.Barrier(2), os.preadv
+    both, met, real = threading.Barrier(2), threading.Event(), os.preadv
 
     def meeting(fd: int, buffers: Any, offset: int) -> int:
-        if os.path.samestat(os.fstat(fd), os.stat(tmp_path / "file")):  # not what others still read
+        is_ours = os.path.samestat(os.fstat(fd), os.stat(tmp_path / "file"))
+        if is_ours and not met.is_set():  # not what others still read, nor what is left of a read
             both.wait(30)
+            met.set()
         return real(fd, buffers, offset)
 
     x = random_bytes(PAGE)

@@ -139,7 +139,7 @@ def test_one_profiler_at_a_time() -> None:
     other, _ = gpt({})
     refused = pytest.raises(RecordingError, match="one is running here already")
     for options in ({"memory": True}, {"profile": True}):
-        own = profile(activities=[ProfilerActivity.CPU])
+        own = profile(activities=[ProfilerActivity.CPU], acc_events=True)
         with own, refused, zerofx.record(model, **options):
             pass
     with zerofx.record(model, memory=True):
@@ -147,12 +147,15 @@ def test_one_profiler_at_a_time() -> None:
             pass
         for _ in range(3):
             step()
-    lost = pytest.raises(RecordingError, match=r"memory=True has (lost its|seen no)")
-    with lost, zerofx.record(model, memory=True):
+    lost = pytest.raises((RecordingError, RuntimeError))
+    with lost as error, zerofx.record(model, memory=True):
         step()
-        with profile(activities=[ProfilerActivity.CPU]):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):
             step()
             step()
+    # torch 2.11 then complains itself, at the end of the inner one
+    said = error.value if isinstance(error.value, RecordingError) else error.value.__context__
+    assert "record: memory=True has " in str(said)
     with zerofx.record(model, memory=True) as recording:  # nothing was left behind
         for _ in range(3):
             step()
