@@ -181,6 +181,57 @@ _ALL = [
     ),
 ]  # fmt: skip
 
-CASES = {case.name: case for case in _ALL}
-OWN = [name for name, case in CASES.items() if not case.is_foreign]
-FOREIGN = [name for name, case in CASES.items() if case.is_foreign]
+# Further architectures, trained in test_strides.py only.
+_TOKENS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_QWEN3_NEXT = {
+    **_SMALL, **_TOKENS, "num_key_value_heads": 1, "head_dim": 8,
+    "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 2, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+def _draw_speech(generator: torch.Generator) -> Batch:
+    features = torch.randn(2, 8, 16, generator=generator)
+    labels = _tokens(generator, 32, (2, 6))
+    return (), {"input_features": features, "labels": labels, "use_cache": False}
+
+
+_WIDE = [
+    Case(
+        "hf-t5",  # as in T5 itself, its heads together are as wide as the model
+        _hf("T5ForConditionalGeneration", "T5Config", vocab_size=32, d_model=64, d_kv=16, d_ff=64,
+            num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0),
+        _draw_cacheless_ids,
+        is_foreign=True,
+    ),
+    Case(
+        "hf-whisper",
+        _hf("WhisperForConditionalGeneration", "WhisperConfig", num_mel_bins=8, d_model=16,
+            encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+            max_source_positions=8, max_target_positions=8, dropout=0.0, suppress_tokens=None,
+            begin_suppress_tokens=None, decoder_start_token_id=1, **_TOKENS),
+        _draw_speech,
+        is_foreign=True,
+    ),
+    Case(
+        "hf-mixtral",
+        _hf("MixtralForCausalLM", "MixtralConfig", num_key_value_heads=1, num_local_experts=4,
+            **_SMALL, **_TOKENS),
+        _draw_cacheless_ids,
+        is_foreign=True,
+    ),
+    Case(
+        "hf-qwen3-next",
+        _hf("Qwen3NextForCausalLM", "Qwen3NextConfig",
+            layer_types=["linear_attention", "full_attention"], **_QWEN3_NEXT),
+        _draw_cacheless_ids,
+        is_foreign=True,
+    ),
+]  # fmt: skip
+
+OWN = [case.name for case in _ALL if not case.is_foreign]
+FOREIGN = [case.name for case in _ALL if case.is_foreign]
+WIDE = [case.name for case in _WIDE]
+CASES = {case.name: case for case in _ALL + _WIDE}

@@ -12,7 +12,7 @@ from torch import nn
 import zerofx
 from zerofx.cli import main
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.errors import PlanError, TargetError
+from zerofx.errors import PlanError, TargetError, ZerofxError
 from zerofx.targets import Target, resolve
 
 MODEL = """
@@ -183,3 +183,65 @@ def test_hardware_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert words in text and str(path) in text
     text = said(capsys, "search", f"{model}:build", "--hardware", "dgxh100")
     assert "unknown hardware 'dgxh100'; did you mean 'dgx-h100'? known are cpu-box, " in text
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"stage": 3}, TypeError, "Call zerofx.compile(model, Plan(stage=3))"),
+        ({"stgae": 3}, TypeError, "did you mean 'stage'?"),
+        ({"optimiser": None}, TypeError, "did you mean 'optimizer'?"),
+        ({"model": nn.Linear}, TypeError, "Call zerofx.compile(Linear(...))"),
+        ({"model": "net"}, TypeError, "model is of type str, not an nn.Module"),
+        ({"plan": 3}, ValueError, "did you mean Plan(stage=3)?"),
+        ({"plan": zerofx.Plan}, ValueError, "write Plan()"),
+        ({"plan": "gone.yaml"}, ValueError, "give an existing file"),
+        ({"plan": "zero3"}, ValueError, "must end in .yaml, .yml or .json"),
+        ({"plan": "an optimizer"}, ValueError, "an optimizer is passed as optimizer="),
+        ({"optimizer": "an optimizer"}, ValueError, "none of the parameters of Sequential"),
+        ({"optimizer": ["an optimizer"]}, TypeError, "optimizer is of type list"),
+        ({"optimizer": torch.optim.AdamW}, TypeError, "optimizer is the class AdamW"),
+        ({"device": "gpu"}, ValueError, "device = 'gpu' is not a device of torch"),
+        ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' is not there"),
+        ({"device": 3.5}, ValueError, "device = 3.5 is not a device of torch"),
+        ({"mesh": [0, 1]}, ValueError, "mesh is a list, not a DeviceMesh"),
+        ({"machine": 3}, ValueError, "machine is of type int"),
+        ({"machine": "h100"}, ValueError, "unknown machine 'h100'"),
+        ({"weights": 3}, TypeError, 'zerofx.compile(model, weights="folder")'),
+        ({"weights": "."}, ZerofxError, "no *.safetensors file is there; give"),
+        ({"plan": {"shard_axis_size": 2}}, ValueError, "launch it with torchrun"),
+    ],
+)
+def test_wrong_arguments_of_compile_leave_the_model_as_it_was(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    model = net()
+    of_another = torch.optim.SGD(net().parameters(), lr=0.1)
+    given = {k: of_another if v == "an optimizer" else v for k, v in options.items()}
+    with pytest.raises(ZerofxError) as caught:
+        zerofx.compile(**{"model": model, **given})
+    assert message in str(caught.value) and isinstance(caught.value, kind)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_swapped_arguments_name_the_right_call(tmp_path: Path) -> None:
+    model = zerofx.compile(net(), zerofx.Plan(kernels="aten"))
+    for call, function in (
+        ("zerofx.save(folder, model, optimizer)", lambda: zerofx.save(model, tmp_path)),
+        ("zerofx.load(folder, model, optimizer)", lambda: zerofx.load(model, tmp_path)),
+        ("zerofx.export(target, model)", lambda: zerofx.export(model, tmp_path)),
+        ("zerofx.load_weights(model, source)", lambda: zerofx.load_weights(tmp_path, model)),
+        ("extra", lambda: zerofx.save(tmp_path / "s", model, {"step": 1})),
+        ("program.emit(directory)", lambda: zerofx.load_program(model)),
+        ("program.emit(directory)", lambda: model.adopt(3)),
+        ("zerofx.rewrite(zerofx.capture(model", lambda: zerofx.rewrite(model)),
+    ):
+        with pytest.raises(TypeError) as caught:
+            function()
+        assert call in str(caught.value) and isinstance(caught.value, ZerofxError)

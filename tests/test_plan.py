@@ -6,20 +6,29 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerofx.cli.programs import with_fields
 from zerofx.errors import PlanError
-from zerofx.fields import Patterns, covers
+from zerofx.fields import Patterns, covers, write_yaml
 from zerofx.plan import Plan, as_plan
 from zerofx.plan_parts import Offload, Precision
 from zerofx.sizes import exact_bytes, format_bytes, parse_bytes
 
-NAMES = st.sampled_from(["blocks.*", "wte", "head", "blocks.0.mlp"])
+# What YAML 1.1 or 1.2 takes for something else than text, or nearly so.
+WORDS = [
+    "true", "True", "true_layer", "trueish", "falsework.*", "FALSE", "on", "off", "yes", "no", "y",
+    "null", "~", "nullable", "0", "7", "010", "0x10", "1e3", "1_000", "+1", "1.5", ".5", ".inf",
+    "nan", "1:30", "2024-01-01", "2024-01-01 10:00:00", "=", "<<", "-", "- a", "*", "*.mlp", "?",
+    "!x", "&a", "%a", "@a", "a: b", "a #b", "[0]", "{}", "'", '"', "a\nb", "a\x0cb", "\x85", " a ",
+]  # fmt: skip
+NAMES = st.sampled_from(["blocks.*", "wte", "head", "blocks.0.mlp", *WORDS])
 BYTES = st.one_of(st.integers(1, 2**45), st.sampled_from(["40GiB", "1.5 MiB", "100KB"]))
 
 # Any combination of these is free of contradictions, but for what `_agreeing` leaves out.
@@ -54,6 +63,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "buffers": st.sampled_from(["rank0", "local"]),
     "numerics": st.sampled_from(["bitwise", "fast"]),
     "kernels": st.sampled_from(["inductor", "aten"]),
+    "max_programs": st.integers(1, 99),
     "debug": st.booleans(),
 }
 
@@ -103,6 +113,7 @@ def test_defaults_are_the_contract() -> None:
         "numerics": "bitwise",
         "kernels": "inductor",
         "cuda_graph": False,
+        "max_programs": 16,
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"
@@ -170,6 +181,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"cuda_graph": True, "offload": {"parameters": "cpu"}},
         "contradicts offloaded parameters and",
     ),
+    ({"max_programs": 0}, "Plan.max_programs = 0: allowed are whole numbers from 1"),
     ({"debug": 1}, "Plan.debug = 1: allowed are False, True"),
 ]
 
@@ -203,7 +215,7 @@ def test_as_plan_takes_every_form(tmp_path: Path) -> None:
     assert as_plan(None) == Plan()
     forms = [plan, plan.to_dict(), tmp_path / "p.yaml", str(tmp_path / "p.json")]
     assert [as_plan(form) for form in forms] == [plan] * 4
-    with pytest.raises(PlanError, match="plan is a int; give a Plan, a dict"):
+    with pytest.raises(PlanError, match="plan is of type int; give a Plan, a dict"):
         as_plan(3)  # type: ignore[arg-type]
 
 
@@ -216,7 +228,7 @@ def test_as_plan_takes_every_form(tmp_path: Path) -> None:
         ("p.json", "{", "is not JSON"),
         ("p.yaml", "- 3", "holds list, not a mapping"),
         ("p.yaml", "stages: 3", "did you mean 'stage'?"),
-        ("p.yaml", "3: 3", "unknown plan field 3"),
+        ("p.yaml", "3: 3", "unknown plan field '3'"),
     ],
 )
 def test_bad_plan_files_are_named(
@@ -232,6 +244,33 @@ def test_bad_plan_files_are_named(
 def test_yaml_words_stay_words() -> None:
     plan = Plan.from_yaml("tiling: off\ndebug: true\noffload: none\nmemory_budget: 1 GiB\n")
     assert (plan.tiling, plan.debug, plan.memory_budget) == ("off", True, 2**30)
+    plan = Plan.from_yaml("units: [true_layer, falsework.*, off]\ntiling: {true: 2, 0: 3, on: 4}\n")
+    assert plan.units == ("true_layer", "falsework.*", "off")
+    assert plan.tiling == Patterns({"true": 2, "0": 3, "on": 4})
+
+
+@settings(max_examples=60)
+@given(st.one_of(st.sampled_from(WORDS), st.text(min_size=1)))
+def test_any_name_is_read_back_from_files_and_command_lines(name: str) -> None:
+    plan = Plan(units=(name, "x"), activations={name: "recompute"})
+    assert Plan.from_yaml(plan.to_yaml()) == Plan.from_json(plan.to_json()) == plan
+    given = plan.to_dict()
+    fields = [f"{k}={write_yaml(given[k], is_flow=True)}" for k in ("units", "activations")]
+    assert with_fields(Plan(), "--set", fields) == plan
+
+
+def test_command_lines_read_values_as_files_do() -> None:
+    plan = with_fields(Plan(tiling={"a": 2}), "--set", ["tiling=off", "units=true_layer"])
+    assert (plan.tiling, plan.units) == ("off", ("true_layer",))
+    for said, message in (
+        ("units=[0]", "quote it: '0'"),
+        ("units=[", "--set units=[ is not YAML"),
+        ("activations={a: keep, a: recompute}", "'a' is given twice"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            with_fields(Plan(), "--set", [said])
+    with pytest.raises(PlanError, match="'stage' is given twice"):
+        Plan.from_json('{"stage": 1, "stage": 2}')
 
 
 def test_patterns_match_in_order_and_stay_within_a_component() -> None:

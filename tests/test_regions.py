@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError
 
 import zerofx
+from zerofx.compat import inductor
 from zerofx.errors import ProgramError
 from zerofx.runtime import region_cache
 from zerofx.runtime.region_cache import CompileCount
@@ -205,3 +208,112 @@ def test_compiling_into_a_read_only_cache(tmp_path: Path, monkeypatch: pytest.Mo
         region_cache._lock(cache_dir() / "x.lock", True),
     ):
         pass
+
+
+# -- regions that Inductor cannot compile ----------------------------------------------------------
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Exception | None]]:
+    """Let compiling regions raise what the test puts into this list, and count the attempts.
+
+    Without an error, a region has nothing to compile; a probe always compiles.
+    """
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    raised: list[Exception | None] = []
+    attempts: list[str] = []
+
+    def compile_region(gm: object, specs: object, path: str, lock_limit_s: float) -> None:
+        attempts.append(path)
+        if raised and raised[0] is not None:
+            raise raised[0]
+
+    monkeypatch.setattr(region_cache, "compile_region", compile_region)
+    monkeypatch.setattr(inductor, "_compile_probe", lambda lock_limit_s: None)
+    yield raised
+    assert attempts
+
+
+def check_trains_as_plain() -> zerofx.CompiledModule:
+    torch.manual_seed(0)
+    plain, x = TwoLayers(), torch.randn(3, 4)
+    plain(x).backward()
+    torch.manual_seed(0)
+    model = zerofx.compile(TwoLayers(), zerofx.Plan(stage=3))
+    model(x).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+    return model
+
+
+def test_a_region_that_cannot_be_compiled_runs_as_aten(
+    failing: list[Exception | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning per program; the cache remembers it, and reports still answer."""
+    failing.append(NotImplementedError("no lowering for aten.strange\nand more lines"))
+    model = check_trains_as_plain()
+    (told,) = [r.getMessage() for r in caplog.records if "Inductor cannot compile" in r.message]
+    assert "blocks_forward (of blocks.0): NotImplementedError: no lowering for aten.strange" in told
+    assert "more lines" not in told
+    assert "blocks" in str(model.programs[0].memory())
+    failing[0] = AssertionError("it is tried again")
+    caplog.clear()
+    check_trains_as_plain()
+    assert sum("Inductor cannot compile" in r.message for r in caplog.records) == 1
+
+
+def test_another_version_tries_again(
+    failing: list[Exception | None], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    failing.append(NotImplementedError("no lowering"))
+    check_trains_as_plain()
+    failing[0] = None
+    monkeypatch.setattr(region_cache, "compiled_by", lambda: "another version")
+    caplog.clear()
+    check_trains_as_plain()
+    assert not [r for r in caplog.records if r.name == "zerofx"]
+    assert not list(cache_dir().glob("regions/*.failed"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        MemoryError("cannot allocate"),
+        CppCompileError(["g++"], "g++: fatal error: Killed signal terminated program cc1plus"),
+        InductorError(OSError(28, "No space left on device"), None),
+    ],
+)
+def test_errors_of_the_machine_are_raised(
+    failing: list[Exception | None], error: Exception
+) -> None:
+    """They say nothing of the region, and nothing of them is kept."""
+    failing.append(error)
+    with pytest.raises(ProgramError, match=r"region \w+ could not be compiled on this machine"):
+        check_trains_as_plain()
+    assert not list(cache_dir().glob("regions/*.failed"))
+    failing[0] = None
+    check_trains_as_plain()
+
+
+def test_a_machine_on_which_nothing_compiles(
+    failing: list[Exception | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is to blame for an error that does not say, a graph shows that is known to compile."""
+
+    def fails() -> None:
+        raise RuntimeError("C++ compile error")
+
+    failing.append(RuntimeError("C++ compile error"))
+    monkeypatch.setattr(inductor, "_compile_probe", fails)
+    with pytest.raises(ProgramError, match="could not be compiled on this machine"):
+        check_trains_as_plain()

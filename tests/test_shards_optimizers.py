@@ -243,12 +243,15 @@ def test_grad_scaler_finds_infinities_of_every_rank(overflow: bool) -> None:
 
 def give_a_refused_optimizer(folder: str) -> list[str]:
     model = zerofx.compile(nn.Linear(8, 8, bias=False), {"kernels": "aten"})
+    plain = nn.Linear(8, 8, bias=False)
     muon = torch.optim.Muon(model.parameters())
     messages: list[str] = []
     calls: list[Callable[[], Any]] = [
         lambda: zerofx.save(folder, model, muon),
         lambda: zerofx.load(folder, model, muon),
-        lambda: zerofx.compile(nn.Linear(8, 8), {"kernels": "aten"}, optimizer=muon),
+        lambda: zerofx.compile(
+            plain, {"kernels": "aten"}, optimizer=torch.optim.Muon([plain.weight])
+        ),
     ]
     for give in calls:
         if len(messages) == 1:

@@ -216,3 +216,14 @@ def clip_on_rank_0() -> str:
 def test_a_rank_that_clips_alone_is_named(pool: Pool) -> None:
     for text in pool.run(2, clip_on_rank_0):
         assert "rank 0" in text and "_foreach_norm" in text and "state_dict" in text
+
+
+def test_a_state_dict_does_not_follow_later_steps() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = zerofx.compile(plain, {"kernels": "aten"}, device="cpu")
+    for take in (model.state_dict, lambda: zerofx.full_state_dict(model)):
+        taken = take()
+        before = {name: value.clone() for name, value in taken.items()}
+        model(torch.randn(8, 4))
+        assert int(plain[1].num_batches_tracked) > int(before["1.num_batches_tracked"])
+        assert all(torch.equal(value, before[name]) for name, value in taken.items())

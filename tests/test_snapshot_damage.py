@@ -96,7 +96,9 @@ def test_saved_by_torch_alone(tmp_path: Path, live: Any) -> None:
 
 def rewrite(folder: Path, **facts: Any) -> None:
     """Write the manifest anew, with right checksums, as a forger would."""
-    manifest = snapshot_files.read_manifest(folder)
+    opened = snapshot_files.OpenSnapshot(folder)
+    manifest = opened.manifest
+    opened.close()
     sums = {name: snapshot_files.checksum(folder / name) for name in manifest["files"]}
     snapshot_files.write_manifest(folder, {**manifest, "files": sums, **facts})
 

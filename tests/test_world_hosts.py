@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +15,18 @@ from test_world_failures import error_of
 
 from zerofx.errors import PlanError
 from zerofx.runtime import hosts
-from zerofx.runtime.watchdog import timeout_s
+from zerofx.runtime.meeting import timeout_s
 from zerofx.runtime.world import World
 
 
-def spread(per_host: int) -> World:
+def spread(
+    per_host: int, connect: Callable[..., World] = World.connect, args: tuple[Any, ...] = ("cpu",)
+) -> World:
     """Connect as if every `per_host` ranks were a host."""
     name = f"host-{int(os.environ['RANK']) // per_host}"
     with pytest.MonkeyPatch.context() as patch:  # the next test runs in this process too
         patch.setattr(hosts, "host_key", lambda: name)
-        return World.connect("cpu")
+        return connect(*args)
 
 
 def agree_and_differ(per_host: int) -> list[str]:
@@ -102,8 +106,8 @@ def test_the_late_rank_of_another_host_is_named_in_mid_call(pool: Pool) -> None:
     assert "rank 1 has not arrived within 1 s" in message
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
+@pytest.mark.parametrize("text", ["soon", "", "0", "-3", "nan", "inf", "1e12"])
 def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("ZEROFX_TIMEOUT_S", text)
-    with pytest.raises(PlanError, match=f"ZEROFX_TIMEOUT_S is '{text}'; set it to a number"):
+    with pytest.raises(PlanError, match=f"ZEROFX_TIMEOUT_S is '{text}'. It must be a number"):
         timeout_s()

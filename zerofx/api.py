@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,10 +17,13 @@ from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
+from zerofx.capture.guard import check_wrappers
 from zerofx.compiled.digest import describe_layout
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
+from zerofx.errors import ArgumentError, OptimizerError
+from zerofx.fields import nearest
 from zerofx.ir.program import Loop, Program
 from zerofx.machine import Machine, machine_for
 from zerofx.passes.order import Setting
@@ -27,11 +33,15 @@ from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.grid import check_mesh
+from zerofx.runtime.groups import StartUp, place
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.nvme_space import check_folder
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.steps import describe
 from zerofx.runtime.world import World
+from zerofx.snapshot.files import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -46,6 +56,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    **unknown: NoReturn,
 ) -> CompiledModule:
     """Shard a model at once, and return a module that compiles each signature at its first call.
 
@@ -54,43 +65,100 @@ def compile(
     plan: a Plan, a dict of its fields, or the path of a YAML or JSON file. Default: stage 3.
     optimizer: one built over `model.parameters()` has its parameters swapped for the shards.
     device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
-    mesh: a 1-D (shard) or 2-D (replicate, shard) DeviceMesh. Default: all ranks.
+    mesh: a DeviceMesh of the data-parallel ranks: 1-D (shard) or 2-D (replicate, shard), without
+        names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It decides the
+        plan's shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks.
     machine: a machine description (bucket sizes, prefetch, algorithms). Default: the device's.
     weights: safetensors files that have all of the model, as `load_weights` takes them. What of a
         model on meta is in them goes straight to its shards and is not initialised.
 
     Raises:
+        ArgumentError: an argument is unknown, or of a wrong type; it is also a TypeError.
         PlanError: a plan field is unknown or contradictory.
+        CaptureError: the model is wrapped, sharded or compiled by something else already.
         SnapshotError: the weights are not there, not whole, or of another model.
         ShardError: a parameter cannot be sharded; the model is left as it was.
+        DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised; names it.
     """
-    checked = as_plan(plan)
-    world, described = _connect(checked, device, mesh, machine)
-    if checked.cuda_graph:
-        check_recordable(world.size, world.device)
-    layout = make_layout(model, checked, world.size, described)
-    world.agree(f"zerofx.compile of {type(model).__name__}", describe_layout(layout, checked))
-    if checked.offload.activations == "nvme":
-        assert checked.offload.path is not None
-        check_folder(world, checked.offload.path)
-    in_backward = checked.update == "in-backward"
-    if optimizer is not None:
-        check_before(optimizer, layout, in_backward)
-    given = () if weights is None else names_of(world, weights)
-    folder = checked.offload.path
-    store = ShardStore.build(
-        model, layout, world, in_backward=in_backward, folder=folder, given=given
-    )
-    if optimizer is not None:
-        swap_optimizer(optimizer, store.replaced)
-    setting = Setting(checked, world.size, described, layout)
-    engine = Engine(
-        store, make_scaler(checked, world), checked.debug, delayed=checked.offload.delayed
-    )
-    compiled = CompiledModule(model, setting, engine)
+    with StartUp(mesh) as start:  # where this raises, the other ranks are told
+        _check_arguments(model, optimizer, weights, unknown)
+        check_wrappers(model)
+        world, described, checked = _connect(as_plan(plan), device, mesh, machine, start)
+        if checked.cuda_graph:
+            check_recordable(world.size, world.device)
+        scaler = make_scaler(checked, world)
+        layout = make_layout(model, checked, world.size, described)
+        digest = f"{describe(optimizer)};{describe_layout(layout, checked)}"
+        world.agree(f"zerofx.compile of {type(model).__name__}", digest)
+        if checked.offload.activations == "nvme":
+            assert checked.offload.path is not None
+            check_folder(world, checked.offload.path)
+        in_backward = checked.update == "in-backward"
+        if optimizer is not None:
+            check_before(optimizer, layout, in_backward)
+        given = () if weights is None else names_of(world, weights)
+        folder = checked.offload.path
+        store = ShardStore.build(
+            model, layout, world, in_backward=in_backward, folder=folder, given=given
+        )
+        if optimizer is not None:
+            swap_optimizer(optimizer, store.replaced)
+        setting = Setting(checked, world.size, described, layout)
+        engine = Engine(store, scaler, checked.debug, delayed=checked.offload.delayed)
+        compiled = CompiledModule(model, setting, engine)
+        if weights is not None:
+            load_weights(compiled, weights)
+        return compiled
+
+
+def _check_arguments(
+    model: object, optimizer: object, weights: object, unknown: Mapping[str, object]
+) -> None:
+    """Raise unless the arguments of `compile` are what they should be.
+
+    Raises:
+        ArgumentError: names the parameter and the right call.
+    """
+    for name, value in unknown.items():
+        fields = {f.name for f in dataclasses.fields(Plan)}
+        if name in fields:
+            raise ArgumentError(
+                f"zerofx.compile has no parameter {name!r}, which is a field of the plan. Call "
+                f"zerofx.compile(model, Plan({name}={value!r}))"
+            )
+        parameters = [each for each in inspect.signature(compile).parameters if each != "unknown"]
+        raise ArgumentError(
+            f"zerofx.compile has no parameter {name!r}{nearest(name, [*parameters, *fields])}"
+        )
+    if isinstance(model, type):
+        raise ArgumentError(
+            f"model is the class {model.__name__}, not a module. Call zerofx.compile("
+            f"{model.__name__}(...))"
+        )
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"model is of type {type(model).__name__}, not an nn.Module. Pass the module itself"
+        )
     if weights is not None:
-        load_weights(compiled, weights)
-    return compiled
+        check_call('zerofx.compile(model, weights="folder")', weights)
+    if optimizer is None:
+        return
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ArgumentError(
+            f"optimizer is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
+            "not one optimizer over model.parameters(). Build any optimizers over the parameters "
+            "of the model that zerofx.compile returns, and leave optimizer out"
+        )
+    held = {id(param) for param in model.parameters()}
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if held and not any(id(param) in held for param in given):
+        raise OptimizerError(
+            f"optimizer {type(optimizer).__name__} has none of the parameters of "
+            f"{type(model).__name__}, so that its steps would not train the model. It has "
+            f"{len(given)} parameters, the model {len(held)} others. Build it over the "
+            "model.parameters() of the model that is compiled"
+        )
 
 
 def _connect(
@@ -98,20 +166,24 @@ def _connect(
     device: torch.device | str | None,
     mesh: DeviceMesh | None,
     machine: Machine | str | os.PathLike[str] | None,
-) -> tuple[World, Machine]:
-    guess = (
-        torch.device(device)
-        if device is not None
-        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    described = machine_for(guess, machine)
+    start: StartUp,
+) -> tuple[World, Machine, Plan]:
+    """Return the world, the machine, and the plan with the shard axis of the mesh."""
+    if mesh is not None:
+        check_mesh(mesh)
+    here = place(device, mesh)
+    described = machine_for(here, machine)
 
     def algorithm(kind: str, nbytes: int, ranks: int) -> str:
         collective = "gather" if kind == "all_gather" else "reduce"
         return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
 
-    shard_size = 1 if plan.stage == 0 else plan.shard_axis_size
-    return World.connect(device, mesh, shard_size, algorithm), described
+    is_stage_0 = plan.stage == 0
+    world = World.connect(here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0)
+    axes = world.shard_size, world.replicate_size
+    if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so
+        plan = replace(plan, shard_axis_size=world.shard_size)
+    return world, described, plan
 
 
 def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine) -> Layout:
@@ -148,6 +220,11 @@ def rewrite(
     Returns:
         A new Program with communication, its history one entry a pass. The given one is unchanged.
     """
+    if not isinstance(program, Program):
+        raise ArgumentError(
+            f"program is of type {type(program).__name__}, not a Program. Call zerofx.rewrite("
+            "zerofx.capture(model, args, kwargs), plan)"
+        )
     checked = as_plan(plan if plan is not None else program.plan)
     described = machine_for("cpu", machine)
     loop = Loop(accumulation, no_sync)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -151,7 +151,8 @@ def text(where: str, value: Any) -> str:
     """Read a non-empty string (a path object counts)."""
     value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str) or not value:
-        raise refuse(where, value, "is a non-empty string")
+        hint = f"if it is a name, quote it: '{value}'" if type(value) in (int, float, bool) else ""
+        raise refuse(where, value, "is a non-empty string", hint)
     return value
 
 
@@ -197,28 +198,93 @@ def read_fields(spec: Any, name: str) -> None:
         object.__setattr__(spec, f.name, value)
 
 
+_STR, _NULL, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "bool"))
+_INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML in which only true and false are booleans, so that `tiling: off` stays a word."""
+    """YAML with the plain scalars of version 1.2: `off`, dates and `1:30` are text.
+
+    The keys of a mapping are names, so that each is the text that was written (`0`, `on`, `null`).
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping from names; a name that is given twice is an error."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    said = f"{key.value!r} is given twice; keep one"
+                    raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
+                seen.add(key.value)
+        self.flatten_mapping(node)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                key.tag = _STR
+        return super().construct_mapping(node, deep)
 
 
-_BOOL = "tag:yaml.org,2002:bool"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag != _BOOL]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile("true|True|false|False"), list("tTfF"))
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader`, or a reader of YAML 1.1, would take for something else."""
+
+
+for _tag, _form, _first in (
+    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    (_INT, r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        _FLOAT,
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    (_MERGE, r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
+_Loader.add_constructor(_MERGE, yaml.SafeLoader.construct_yaml_str)  # `<<` that is no key
+
+
+def write_yaml(value: Any, *, is_flow: bool = False) -> str:
+    """Return plain values as YAML that `read_mapping` and `read_value` read back equal.
+
+    is_flow: on one line, as a command line takes it.
+    """
+    width = 10**6 if is_flow else 80
+    said = yaml.dump(value, None, _Dumper, sort_keys=False, default_flow_style=is_flow, width=width)
+    return said.removesuffix("...\n").strip() if is_flow else said
+
+
+def read_value(source: str, what: str) -> Any:
+    """Parse one YAML value, such as that of `--set field=value`; `what` starts every error."""
+    try:
+        return yaml.load(source, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise PlanError(f"{what} is not YAML: {error}") from error
 
 
 def read_mapping(source: str, what: str, is_json: bool = False) -> dict[str, Any]:
     """Parse YAML or JSON text that must hold a mapping; `what` starts every error."""
-    form = "JSON" if is_json else "YAML"
-    try:
-        content = json.loads(source) if is_json else yaml.load(source, _Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise PlanError(f"{what} is not {form}: {error}") from error
+    if is_json:
+        try:
+            content = json.loads(source, object_pairs_hook=_once)
+        except ValueError as error:
+            raise PlanError(f"{what} is not JSON: {error}") from error
+    else:
+        content = read_value(source, what)
     if not isinstance(content, dict):
         raise PlanError(f"{what} holds {type(content).__name__}, not a mapping of fields")
     return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is given twice; keep one")
+    return dict(pairs)
 
 
 def load_mapping(path: Path, what: str) -> dict[str, Any]:

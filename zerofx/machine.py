@@ -185,6 +185,11 @@ def machine_for(
     if isinstance(machine, Machine):
         return machine
     if machine is not None:
+        if not isinstance(machine, (str, os.PathLike)):
+            raise PlanError(
+                f"machine is of type {type(machine).__name__}; give a Machine, a preset's name "
+                f"({', '.join(PRESETS)}), a file, or None"
+            )
         is_file = isinstance(machine, os.PathLike) or Path(machine).suffix
         return Machine.load(machine) if is_file else preset(str(machine))
     device_type = torch.device(device).type

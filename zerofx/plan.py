@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from zerofx.errors import PlanError
 from zerofx.fields import (
     Patterns,
@@ -31,6 +29,7 @@ from zerofx.fields import (
     size,
     spec_field,
     whole,
+    write_yaml,
 )
 from zerofx.plan_parts import Offload, Precision, read_activations, read_tiling, read_units
 from zerofx.plan_rules import contradictions
@@ -75,6 +74,8 @@ class Plan:
         embeddings are fused by kernels of our own.
     kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
+    max_programs: how many programs, one per input signature, are ready to run at a time. A further
+        one takes the place of the least recently used, with one warning.
     debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:
@@ -101,6 +102,7 @@ class Plan:
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
     cuda_graph: bool = spec_field(False, flag)
+    max_programs: int = spec_field(16, whole(1))
     debug: bool = spec_field(False, flag)
 
     if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so
@@ -127,6 +129,7 @@ class Plan:
             numerics: str = ...,
             kernels: str = ...,
             cuda_graph: bool = ...,
+            max_programs: int = ...,
             debug: bool = ...,
         ) -> None: ...
 
@@ -166,7 +169,7 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Return the plan as YAML text, one field a line, in the order of the class."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return write_yaml(self.to_dict())
 
     def to_json(self) -> str:
         """Return the plan as JSON text; equal plans give equal text."""
@@ -208,8 +211,17 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         return Plan.from_dict(plan)
     if isinstance(plan, (str, os.PathLike)):
         return Plan.load(plan)
-    kind = type(plan).__name__
-    raise PlanError(f"plan is a {kind}; give a Plan, a dict, a YAML or JSON path, or None")
+    hint = ""
+    if isinstance(plan, int) and not isinstance(plan, bool):
+        hint = f"; did you mean Plan(stage={plan})?"
+    elif hasattr(plan, "param_groups"):
+        hint = "; an optimizer is passed as optimizer="
+    elif plan is Plan:
+        hint = "; this is the class: write Plan()"
+    raise PlanError(
+        f"plan is of type {type(plan).__name__}; give a Plan, a dict, a YAML or JSON path, or "
+        f"None{hint}"
+    )
 
 
 def _plain(name: str, value: Any) -> Any:

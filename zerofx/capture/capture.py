@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
 from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
-from zerofx.capture.explain import explained
+from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
@@ -69,7 +69,11 @@ def capture(
         params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
         buffers = canonical_buffers(model)
         harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
-        gm = trace(harness, fakes, mode, swap)
+        try:
+            gm = trace(harness, fakes, mode, swap)
+        except Exception as error:
+            shorten(error)
+            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     warn_of_dropped(model, harness.results)
 
     names = Names(call, harness.results, unit_of_param, buffers)
@@ -147,6 +151,7 @@ def make_calling(call: Call, results: Results) -> Calling:
         output_names=results.names,
         loss=results.loss,
         differentiable=results.differentiable,
+        detached=results.detached,
         dropped=results.dropped,
     )
 

@@ -1,11 +1,16 @@
-"""Turn what tracing raises into a CaptureError with the user's line and the way out."""
+"""Turn what tracing raises into a CaptureError with the user's line and the way out.
+
+Its traceback ends at that line. With ZEROFX_FULL_TRACEBACK=1 the frames of torch and zerofx are
+shown as well, and the error that tracing raised.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
-from zerofx.capture.lines import LineMode, locate
+from zerofx.capture.lines import LineMode, in_forward, is_raised_by_model, locate
 from zerofx.compat.tracing import DataDependentError, DynamicShapeError
 from zerofx.errors import CaptureError
 
@@ -56,7 +61,25 @@ def explained(lines: LineMode) -> Iterator[None]:
         found = explain(error, lines)
         if found is None:
             raise
-        raise found from error
+        found.torch_error = error
+        if shows_all():
+            raise found from error
+        raise found.with_traceback(in_forward(error.__traceback__)) from None
+
+
+def shows_all() -> bool:
+    """Tell whether the user asked for whole tracebacks."""
+    return os.environ.get("ZEROFX_FULL_TRACEBACK", "0") not in ("", "0")
+
+
+def shorten(error: Exception) -> None:
+    """Leave only the user's frames in the traceback of an error that a capture raised.
+
+    Such are CaptureErrors and what the model's own code raised; others stay as they are.
+    """
+    is_own = isinstance(error, CaptureError) or is_raised_by_model(error.__traceback__)
+    if is_own and not shows_all():
+        error.__traceback__ = in_forward(error.__traceback__)
 
 
 def explain(error: Exception, lines: LineMode) -> CaptureError | None:
@@ -77,4 +100,5 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
             "torch.where, or a size that is fixed in advance"
         )
     first = (str(error).strip().splitlines() or [""])[0]
-    return CaptureError(f"capture: forward failed{at}: {type(error).__name__}: {first}")
+    said = f"capture: forward failed{at}: {type(error).__name__}: {first}"
+    return CaptureError.like(error, said)

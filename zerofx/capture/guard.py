@@ -13,11 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.graphs import FakeTensor, pytree
 from zerofx.compat.tracing import OptimizedModule
+from zerofx.compat.wrappers import DTensor, distributed_by, unwrapped
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
+from zerofx.runtime.param_tensor import ShardedTensor
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, functools.partial)
-_WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def check_arguments(names: list[str], leaves: list[Any]) -> None:
@@ -117,18 +118,51 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse what another way of distributing or compiling a model has touched.
+
+    Before anything is sharded, because the plain module inside is what a user compiles instead.
+
+    Raises:
+        CaptureError: naming the module or parameter, and what touched it.
+    """
+    for name, module in model.named_modules():
+        where = name or "the model"
+        inside = "_orig_mod" if isinstance(module, OptimizedModule) else unwrapped(module)
+        if inside:
+            outer = f"model.get_submodule({name!r})" if name else "model"
+            raise CaptureError(
+                f"capture: {where} is a {type(module).__name__}; pass the plain module inside it "
+                f"({outer}.{inside})"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"capture: {where} is a {type(module).__name__}, which has no Python forward to "
+                "trace; pass the plain module that it was made from"
+            )
+        if other := distributed_by(module):
+            raise CaptureError(
+                f"capture: {where} is distributed by {other} already; build the model again "
+                f"without {other} and compile that: Plan(stage=3) shards parameters, gradients and "
+                "optimizer states, and Plan(stage=0) replicates them"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and not isinstance(param, ShardedTensor):
+            raise CaptureError(
+                f"capture: {name} is a DTensor with placements {param.placements}, as "
+                "parallelize_module, distribute_module and replicate make them; zerofx shards "
+                "plain tensors: build the model again without it and compile that"
+            )
+
+
 def check_modules(model: nn.Module) -> None:
     """Refuse modules and parameters that cannot be traced faithfully.
 
     Raises:
         CaptureError: naming the module or parameter.
     """
+    check_wrappers(model)
     for name, module in model.named_modules():
-        if isinstance(module, (*_WRAPPERS, OptimizedModule)):
-            raise CaptureError(
-                f"capture: {name or 'the model'} is a {type(module).__name__}; "
-                "pass the plain module inside it"
-            )
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
             raise CaptureError(

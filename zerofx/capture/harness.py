@@ -32,6 +32,7 @@ class Results:
     """What the model's forward returned, as seen by the last trace.
 
     tensors: leaf number of each tensor the harness hands out, in order.
+    detached: leaf numbers of those tensors that require no grad.
     """
 
     spec: TreeSpec | None = None
@@ -40,6 +41,7 @@ class Results:
     constants: dict[int, Any] = field(default_factory=dict)
     loss: int | None = None
     differentiable: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
     dropped: tuple[str, ...] = ()
 
     def keep_constant(self, number: int, leaf: Any) -> None:
@@ -118,6 +120,7 @@ class Harness(nn.Module):
             else:
                 check_output(name, leaf)
                 results.tensors += (i,)
+                results.detached += () if leaf.requires_grad else (i,)
                 handed.append(aliases.separate(leaf, i in results.differentiable))
         if not handed:
             raise CaptureError(

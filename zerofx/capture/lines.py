@@ -22,6 +22,8 @@ from zerofx.errors import CaptureError
 _HERE = str(Path(__file__).parent)
 _RUNTIME = str(Path(_HERE).with_name("runtime"))  # it watches assignments, also the user's
 _COMPAT = str(Path(_HERE).with_name("compat"))
+_PACKAGE = str(Path(_HERE).parent)
+_DEMO = str(Path(_PACKAGE) / "demo")  # its models are captured as a user's are
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -78,6 +80,31 @@ def locate(trace: TracebackType | None) -> Place:
             calls.append(code.co_name)
         trace = trace.tb_next
     return Place(line, is_own, tuple(calls))
+
+
+def _is_model_frame(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return is_user_file(name) and (not name.startswith(_PACKAGE) or name.startswith(_DEMO))
+
+
+def is_raised_by_model(trace: TracebackType | None) -> bool:
+    """Tell whether the innermost frame of a traceback is of the user's code."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _is_model_frame(trace.tb_frame)
+
+
+def in_forward(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of torch and zerofx: the user's, innermost last."""
+    frames = []
+    while trace is not None:
+        if _is_model_frame(trace.tb_frame):
+            frames.append(trace)
+        trace = trace.tb_next
+    kept = None
+    for each in reversed(frames):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
 
 
 def forward_line(forward: Callable[..., Any]) -> str:

@@ -105,6 +105,24 @@ def _autocast(device_type: str) -> Any:
     return device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
 
 
+def describe_sizes(signature: Signature) -> str:
+    """Describe in what calls of equal models may differ from rank to rank.
+
+    These are the shapes of tensors among the arguments and the buffers, and the values of the other
+    arguments. Dtypes, modes and flags are not among them.
+    """
+    return _sizes((signature.args, signature.kwargs, tuple(signature.buffers.named)))
+
+
+def _sizes(key: Any) -> str:
+    if isinstance(key, tuple):
+        if key and key[0] == "tensor":
+            return str(tuple(key[1]))
+        return f"({', '.join([_sizes(k) for k in key])})"
+    is_plain = key is None or isinstance(key, (bool, int, float, str))
+    return repr(key) if is_plain else getattr(key, "__name__", type(key).__name__)
+
+
 def _unhashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
     names, leaves, _ = trees.flatten_named((args, kwargs))
     try:

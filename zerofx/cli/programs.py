@@ -27,8 +27,7 @@ def plan_of(file: Path | None, stage: int | None, fields: list[str] | None) -> P
 
 def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     """Return the plan with fields given as `key=value` in their place."""
-    import yaml
-
+    from zerofx.fields import read_value
     from zerofx.plan import Plan
 
     given = plan.to_dict()
@@ -36,7 +35,7 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
         key, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"{option} {text}: write key=value, for example stage=2")
-        given[key.strip()] = yaml.safe_load(value)
+        given[key.strip()] = read_value(value, f"{option} {text}")
     return Plan.from_dict(given)
 
 

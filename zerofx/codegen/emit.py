@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import jinja2
 import torch
 
 from zerofx.codegen.constants import constants_source
@@ -17,14 +16,10 @@ from zerofx.codegen.facts import program_facts
 from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function
+from zerofx.codegen.text import Source, templates
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("zerofx.codegen"),
-    undefined=jinja2.StrictUndefined,
-    keep_trailing_newline=True,
-    autoescape=False,  # the output is Python source, not markup
-)
+_TEMPLATES = templates()
 _PARAMETERS = {
     FORWARD: "rt, shards, buffers, inputs",
     BACKWARD: "rt, shards, saved, tangents",
@@ -38,7 +33,7 @@ def render(program: Program) -> dict[str, str]:
         {
             "name": name,
             "parameters": _PARAMETERS[name],
-            "rows": "\n".join(Function(program, name, library).lines()).split("\n"),
+            "rows": _rows(Function(program, name, library)),
         }
         for name in (FORWARD, BACKWARD)
         if name in program.graphs
@@ -61,9 +56,14 @@ def render(program: Program) -> dict[str, str]:
     files |= {f"regions/{c.name}.py": c.source for c in codes}
     files["plan.yaml"] = program.plan.to_yaml()
     facts = program_facts(program)
+    facts["regions"] = {c.name: c.unit for c in codes}
     facts["files"] = {name: _digest(text) for name, text in sorted(files.items())}
     files["fingerprint.json"] = json.dumps(facts, indent=1) + "\n"
     return files
+
+
+def _rows(function: Function) -> list[Source]:
+    return [Source(row) for row in "\n".join(function.lines()).split("\n")]
 
 
 def _headline(program: Program) -> str:

@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 
+from zerofx.codegen.text import Source, templates
 from zerofx.runtime.kernels import ops
 from zerofx.runtime.kernels.cross_entropy import tile_sizes
 
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("zerofx.codegen"),
-    undefined=jinja2.StrictUndefined,
-    autoescape=False,  # the output is Python source, not markup
-)
+_TEMPLATES = templates()
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _TRITON = {"f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16"}
 _ACROSS = 1024  # elements of a row that a program of a pointwise kernel takes
@@ -67,11 +63,14 @@ def render_kernels(calls: Iterable[KernelCall]) -> str:
     """Return the text of `kernels.py`: each kernel once, in the order given."""
     unique = {call.name: call for call in calls}
     bodies = [
-        _TEMPLATES.get_template(call.template).render(name=call.name, **call.constants)
+        Source(_rendered(call.template, name=call.name, **call.constants).removesuffix("\n"))
         for call in unique.values()
     ]
-    text = _TEMPLATES.get_template("kernels.py.j2").render(bodies=bodies)
-    return text.rstrip() + "\n"
+    return _rendered("kernels.py.j2", bodies=bodies).rstrip() + "\n"
+
+
+def _rendered(template: str, **values: Any) -> str:
+    return _TEMPLATES.get_template(template).render(**values)
 
 
 def _common(x: Tensor) -> dict[str, Any]:

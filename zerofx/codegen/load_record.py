@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import operator
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.codegen.text import read_comment, read_origin
 from zerofx.compat.graphs import LazyGraphModule, TorchDispatchMode, pytree
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import call, is_random
 from zerofx.ir.meta import Phase, Role, set_info
 from zerofx.ir.text import identifier
 from zerofx.ir.verify_fault import file_lines
-
-_LINE = re.compile(r"\S+\.\w+:\d+$")
 
 
 class Recorder(TorchDispatchMode):
@@ -122,7 +120,7 @@ class Recorder(TorchDispatchMode):
     def unit_here(self) -> str:
         """Return the unit in the comment beside the line that runs now."""
         line, file = self._line_in(self.schedule)
-        return linecache.getline(file, line).rstrip().partition("  # ")[2].strip()
+        return "".join(read_comment(linecache.getline(file, line))[:1])
 
     @contextlib.contextmanager
     def region(self, unit: str) -> Iterator[None]:
@@ -186,7 +184,7 @@ class Recorder(TorchDispatchMode):
         is_loose = self._region is None
         region = self._loose if is_loose else self._region
         line, file = self._line_in(self.schedule, *self.region_files)
-        module, user_line = _from_comment(linecache.getline(file, line))
+        module, user_line = read_origin(linecache.getline(file, line))
         unit = "" if is_loose else self._unit
         set_info(
             node,
@@ -206,17 +204,6 @@ class Recorder(TorchDispatchMode):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
         return LazyGraphModule(self.root, self.graph)
-
-
-def _from_comment(source: str) -> tuple[str, str]:
-    """Return the module (within its unit) and the user's line from an emitted comment.
-
-    `t = aten.t.default(w)  # f32[8, 8]  attn.proj  model.py:12`
-    """
-    _, _, comment = source.rstrip().partition("  # ")
-    fields = [f for f in comment.split("  ") if f]
-    line = fields.pop() if fields and _LINE.fullmatch(fields[-1]) else ""
-    return fields[1] if len(fields) > 1 else "", line
 
 
 def _describe(value: Any) -> str:

@@ -12,7 +12,17 @@ import torch
 from torch import fx
 
 from zerofx.codegen.kernels import KernelCall, kernel_call
-from zerofx.codegen.text import callee, describe, identifier, literal, wrap_tuple
+from zerofx.codegen.text import (
+    RESERVED,
+    attributes,
+    callee,
+    describe,
+    identifier,
+    literal,
+    namespace,
+    with_origin,
+    wrap_tuple,
+)
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
@@ -20,11 +30,12 @@ from zerofx.ir.meta import Phase, info, value
 
 @dataclass(frozen=True)
 class RegionCode:
-    """One unique region: its function's name and body, and what it takes."""
+    """One unique region: its function's name and body, and the unit that it was first cut from."""
 
     name: str
     source: str
     key: str
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class RegionLibrary:
         key = hashlib.sha256(body.canonical().encode()).hexdigest()[:16]
         if key not in self.codes:
             name = self._name(nodes)
-            self.codes[key] = RegionCode(name, body.source(name), key)
+            self.codes[key] = RegionCode(name, body.source(name), key, body.unit)
         return RegionCall(self.codes[key], inputs, outputs, tuple(nodes))
 
     def _name(self, nodes: list[fx.Node]) -> str:
@@ -84,10 +95,10 @@ class RegionLibrary:
         base = re.sub(r"(_\d+)+(?=_|$)", "", identifier(unit)) or "root"
         phase = "backward" if info(nodes[0]).phase is Phase.BACKWARD else "forward"
         name, k = f"{base}_{phase}", 1
-        while name in self.names:
+        while name.casefold() in self.names:  # also a file name, and not all disks tell case
             k += 1
             name = f"{base}_{phase}_{k}"
-        self.names.add(name)
+        self.names.add(name.casefold())
         return name
 
 
@@ -104,7 +115,7 @@ class _Body:
     ) -> None:
         self.nodes, self.inputs, self.outputs = nodes, list(inputs), list(outputs)
         self.names: dict[fx.Node, str] = {}
-        self.taken: set[str] = {"args", "aten", "torch", "operator"}
+        self.taken: set[str] = {*RESERVED, *map(namespace, self._namespaces())}
         self.unit = next((info(n).unit for n in nodes if info(n).unit), "")
         for i, node in enumerate(self.inputs):
             is_param = node.target is ops.param_view
@@ -153,7 +164,7 @@ class _Body:
         return dying
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (statement, comment) of each line of the body."""
+        """Return (statement, the same with its comment) of each line of the body."""
         found = []
         for node in self.nodes:
             args = [literal(a, self.names) for a in node.args]
@@ -164,10 +175,12 @@ class _Body:
                 call = f"{callee(node.target)}({', '.join(args)})"
             where = info(node)
             module = where.module.removeprefix(self.unit).strip(".")
-            note = "  ".join(t for t in (describe(value(node)), module, where.line) if t)
-            found.append((f"{self.names[node]} = {call}", note))
+            statement = f"{self.names[node]} = {call}"
+            kind = describe(value(node))
+            found.append((statement, with_origin(statement, kind, module, where.line)))
             if gone := self.dying.get(node):
-                found.append((f"del {', '.join(self.names[g] for g in gone)}", ""))
+                statement = f"del {', '.join(self.names[g] for g in gone)}"
+                found.append((statement, statement))
         return found
 
     def _namespaces(self) -> list[str]:
@@ -177,26 +190,32 @@ class _Body:
     def specs(self) -> list[tuple]:
         return [_spec(value(n)) for n in self.inputs]
 
+    def strides(self) -> list[tuple[int, ...]]:
+        """Return the strides in which the rest of the program expects each result."""
+        return [tuple(value(n).stride()) for n in self.outputs]
+
     def canonical(self) -> str:
         outs = [self.names[n] for n in self.outputs]
         takes = [self.names[n] for n in self.inputs]
-        return repr((takes, self.specs(), [s for s, _ in self.lines()], outs))
+        return repr((takes, self.specs(), [s for s, _ in self.lines()], outs, self.strides()))
 
     def source(self, name: str) -> str:
         """Return the region file's text."""
         phase = "backward" if info(self.nodes[0]).phase is Phase.BACKWARD else "forward"
         rows = [f'"""Region {name}: {phase} compute of {len(self.nodes)} nodes, in ATen form."""']
         rows += ["", "import operator", "", "import torch", ""]
-        rows += [f"{space} = torch.ops.{space}" for space in self._namespaces()] + [""]
+        spaces = self._namespaces()
+        rows += [f"{namespace(s)} = {attributes('torch.ops', s)}" for s in spaces] + [""]
         rows += ["# dtype, shape, strides and device type of each element of `args`", "INPUTS = ("]
         rows += [f"    {spec!r}," for spec in self.specs()]
+        rows += [")", "# strides of each result", "OUTPUTS = ("]
+        rows += [f"    {strides!r}," for strides in self.strides()]
         rows += [")", "", "", f"def {name}(args):"]
         if self.inputs:
             takes = [self.names[n] for n in self.inputs]
             rows.append(_indented(f"{wrap_tuple(takes, 12)} = args"))
         rows.append("    args.clear()")
-        for statement, note in self.lines():
-            rows.append(f"    {statement}" + (f"  # {note}" if note else ""))
+        rows += [f"    {row}" for _, row in self.lines()]
         outs = [self.names[n] for n in self.outputs]
         rows.append(_indented(f"return {wrap_tuple(outs, 12) if outs else '()'}"))
         rows.append("")

@@ -12,7 +12,7 @@ from zerofx.codegen.kernels import tensor_args
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.codegen.statements import buffer, slot_of, statement
-from zerofx.codegen.text import describe, wrap_list, wrap_tuple
+from zerofx.codegen.text import describe, with_comment, wrap_list, wrap_tuple
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, value
@@ -110,8 +110,8 @@ class Function:
         self._return()
         return self.rows
 
-    def _row(self, text: str, note: str = "") -> None:
-        self.rows.append(f"{text}  # {note}" if note else text)
+    def _row(self, text: str, *fields: str) -> None:
+        self.rows.append(with_comment(text, *fields))
 
     def _take_placeholders(self) -> None:
         saved = []
@@ -187,8 +187,8 @@ class Function:
     def _communicate(self, node: fx.Node) -> None:
         if node.target is ops.pack:
             self.names.share(node, node.all_input_nodes[0])
-        text, note = statement(node, self.names, self.program)
-        self._row(text, note)
+        text, *fields = statement(node, self.names, self.program)
+        self._row(text, *fields)
         self._drop(node)
 
     def _drop(

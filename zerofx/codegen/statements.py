@@ -14,11 +14,11 @@ from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.sizes import format_bytes
 
-Statement = tuple[str, str]
+Statement = tuple[str, ...]
 
 
 def statement(node: fx.Node, names: Names, program: Program) -> Statement:
-    """Return (statement, comment) of a communication node."""
+    """Return a communication node's statement, and the fields of the comment beside it."""
     return _WRITERS[node.target](node, names, program)
 
 
@@ -47,8 +47,7 @@ def _into_slot(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
         where = info(node)
         shard = buffer(node.all_input_nodes[0], names)
         call = f"rt.{verb}({shard}, bucket={where.index}, slot={slot_of(node)})"
-        note = f"{where.unit}  {describe(value(node))}  +{_size(node)}"
-        return f"{names.bind(node)} = {call}", note
+        return f"{names.bind(node)} = {call}", where.unit, describe(value(node)), f"+{_size(node)}"
 
     return write
 
@@ -64,59 +63,60 @@ def _full(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
 
 def _wait(node: fx.Node, names: Names, program: Program) -> Statement:
     launch = node.all_input_nodes[0]
-    is_gone = launch.target in (ops.offload, ops.offload_grad)
-    note = f"{info(node).unit}  -{_size(launch)}".strip() if is_gone else ""
+    call = f"{names.bind(node)} = rt.wait({names.bind(launch)})"
+    if launch.target in (ops.offload, ops.offload_grad):
+        return call, info(node).unit, f"-{_size(launch)}"
     if launch.target is ops.write_out:
-        note = f"{info(node).unit}  host -{_size(launch)}".strip()
-    return f"{names.bind(node)} = rt.wait({names.bind(launch)})", note
+        return call, info(node).unit, f"host -{_size(launch)}"
+    return (call,)
 
 
 def _offload(node: fx.Node, names: Names, program: Program) -> Statement:
     call = f"rt.offload({names.bind(node.all_input_nodes[0])})"
-    note = f"{info(node).unit}  {describe(value(node))}  host +{_size(node)}"
-    return f"{names.bind(node)} = {call}", note.strip()
+    made = f"{names.bind(node)} = {call}"
+    return made, info(node).unit, describe(value(node)), f"host +{_size(node)}"
 
 
 def _reload(node: fx.Node, names: Names, program: Program) -> Statement:
     call = f"rt.reload({names.bind(node.all_input_nodes[0])})"
-    note = f"{info(node).unit}  {describe(value(node))}  +{_size(node)}"
-    return f"{names.bind(node)} = {call}", note.strip()
+    made = f"{names.bind(node)} = {call}"
+    return made, info(node).unit, describe(value(node)), f"+{_size(node)}"
 
 
 def _write_out(node: fx.Node, names: Names, program: Program) -> Statement:
     args: Any = node.args
     call = f"rt.write_out({names.bind(args[0])}, {args[1]!r})"
-    return f"{names.bind(node)} = {call}", f"{info(node).unit}  nvme +{_size(node)}".strip()
+    return f"{names.bind(node)} = {call}", info(node).unit, f"nvme +{_size(node)}"
 
 
 def _read_back(node: fx.Node, names: Names, program: Program) -> Statement:
     call = f"rt.read_back({names.bind(node.all_input_nodes[0])})"
-    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}".strip()
+    return f"{names.bind(node)} = {call}", info(node).unit, f"host +{_size(node)}"
 
 
 def _read(node: fx.Node, names: Names, program: Program) -> Statement:
     shard = buffer(node.all_input_nodes[0], names)
     call = f"rt.read_shard({shard}, bucket={info(node).index})"
-    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}"
+    return f"{names.bind(node)} = {call}", info(node).unit, f"host +{_size(node)}"
 
 
 def _offload_grad(node: fx.Node, names: Names, program: Program) -> Statement:
     reduced = names.bind(node.all_input_nodes[0])
     call = f"rt.offload_grad({reduced}, bucket={info(node).index})"
-    return f"{names.bind(node)} = {call}", f"{info(node).unit}  host +{_size(node)}"
+    return f"{names.bind(node)} = {call}", info(node).unit, f"host +{_size(node)}"
 
 
 def _release(node: fx.Node, names: Names, program: Program) -> Statement:
     full = node.all_input_nodes[0]
     call = f"rt.release({buffer(full, names)}, slot={slot_of(node)})"
-    return call, f"{info(node).unit}  -{_size(full)}"
+    return call, info(node).unit, f"-{_size(full)}"
 
 
 def _grad_buffer(node: fx.Node, names: Names, program: Program) -> Statement:
     where = info(node)
     zero = ", zero=True" if node.args[3] else ""
     call = f"rt.grad_buffer(bucket={where.index}{zero}, slot={slot_of(node)})"
-    return f"{names.bind(node)} = {call}", f"{where.unit}  +{_size(node)}"
+    return f"{names.bind(node)} = {call}", where.unit, f"+{_size(node)}"
 
 
 def _pack(node: fx.Node, names: Names, program: Program) -> Statement:
@@ -127,7 +127,7 @@ def _pack(node: fx.Node, names: Names, program: Program) -> Statement:
     places = {p.offset: i for i, p in enumerate(bucket.params)}
     positions = tuple(places[o] for o in offsets)
     head = f"rt.pack({names.bind(flat)}, {bucket.index}, {positions}, "
-    return f"{head}{wrap_list([names.bind(g) for g in grads], len(head) + 5)})", ""
+    return (f"{head}{wrap_list([names.bind(g) for g in grads], len(head) + 5)})",)
 
 
 def _reduce(verb: str) -> Callable[[fx.Node, Names, Program], Statement]:
@@ -148,7 +148,7 @@ def _store(node: fx.Node, names: Names, program: Program) -> Statement:
 def _update(node: fx.Node, names: Names, program: Program) -> Statement:
     args: Any = node.args
     call = f"rt.update({buffer(args[1], names)}, bucket={info(node).index})"
-    return call, f"{info(node).unit}  -{_size(args[0])}"
+    return call, info(node).unit, f"-{_size(args[0])}"
 
 
 def _sync(node: fx.Node, names: Names, program: Program) -> Statement:

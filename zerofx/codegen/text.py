@@ -1,17 +1,106 @@
-"""How values are written in emitted source: constants, shapes, identifiers."""
+"""How text enters emitted source: constants, shapes, identifiers, comments, templates.
+
+Everything that is not Python source already goes through `literal`, `identifier` or `escaped`:
+comments by `comment`, what templates insert by `templates()`. So a name of the user's model is
+never read as code, whatever characters it has.
+"""
 
 from __future__ import annotations
 
+import keyword
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import torch
 from torch import fx
 
 from zerofx.compat.graphs import OpOverload, op_name
 from zerofx.errors import CaptureError
 from zerofx.ir.text import describe as describe
+from zerofx.ir.text import escaped, unescaped
 from zerofx.ir.text import identifier as identifier
+
+
+class Source(str):
+    """Text that is Python source already: templates insert it as it is, any other text escaped."""
+
+    __slots__ = ()
+
+
+def templates() -> jinja2.Environment:
+    """Return the templates of emitted files; what they insert is escaped unless it is `Source`.
+
+    What a macro of a template has rendered is marked by the filter of that name.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("zerofx.codegen"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # the output is Python source, not markup
+        finalize=_inserted,
+    )
+    environment.filters["source"] = Source
+    return environment
+
+
+def _inserted(given: Any) -> Any:
+    return escaped(given) if isinstance(given, str) and not isinstance(given, Source) else given
+
+
+# -- comments -----------------------------------------------------------------------------------
+_MARK = "  # "  # begins a comment; no field has it
+_BETWEEN = "  "  # divides fields; no field has it, nor a space at its ends
+_TIGHT = re.compile(r"(?<= ) |^[ #]| $")
+_LINE = re.compile(r".+:\d+$")
+
+
+def with_comment(statement: str, *fields: str) -> str:
+    """Return a statement and the comment beside it, of the fields that are not empty."""
+    return _beside(statement, [_field(f) for f in fields])
+
+
+def _beside(statement: str, fields: Sequence[str]) -> str:
+    shown = _BETWEEN.join(f for f in fields if f)
+    return f"{statement}{_MARK}{shown}" if shown else statement
+
+
+def _field(text: str) -> str:
+    return _TIGHT.sub(lambda found: f"\\x{ord(found[0]):02x}", escaped(text))
+
+
+def with_origin(statement: str, kind: str, module: str, line: str) -> str:
+    """Return a statement and what it makes: `t = aten.t.default(w)  # f32[8, 8]  fc  model.py:12`.
+
+    kind: dtype and shape. module: within its unit. line: the user's.
+    """
+    within = _field(module)
+    if _LINE.match(within):  # not to be taken for a line
+        name, _, digits = within.rpartition(":")
+        within = f"{name}\\x3a{digits}"
+    return _beside(statement, [_field(kind), within, _field(line)])
+
+
+def read_comment(row: str) -> list[str]:
+    """Return the fields of the comment beside a statement, as they were given."""
+    return [unescaped(f) for f in _fields(row)]
+
+
+def read_origin(row: str) -> tuple[str, str]:
+    """Return the module (within its unit) and the user's line from the comment of `with_origin`."""
+    fields = _fields(row)
+    line = fields.pop() if fields and _LINE.match(fields[-1]) else ""
+    return unescaped(fields[1]) if len(fields) > 1 else "", unescaped(line)
+
+
+def _fields(row: str) -> list[str]:
+    before, _, said = row.rstrip().rpartition(_MARK)
+    return [f.strip() for f in said.split(_BETWEEN) if f.strip()] if before else []
+
+
+# -- expressions --------------------------------------------------------------------------------
 
 
 def literal(value: Any, names: dict[fx.Node, str]) -> str:
@@ -25,12 +114,17 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
         return "{" + ", ".join(f"{k!r}: {literal(v, names)}" for k, v in value.items()) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, complex) and not math.isfinite(abs(value)):
+        return f"complex({literal(value.real, names)}, {literal(value.imag, names)})"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return repr(value)
+    for kind in (bool, int, float, complex, str):
+        if isinstance(value, kind):
+            return kind.__repr__(value)  # a subclass may write itself otherwise
+    if value is None:
+        return "None"
     raise CaptureError(
         f"a graph argument of type {type(value).__name__} ({value!r}) cannot be written as source; "
         "pass it as a tensor or a Python number instead"
@@ -40,9 +134,28 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
 def callee(target: Any) -> str:
     """Write an op as source: `aten.mm.default`, `operator.getitem`, `math.sqrt`."""
     if isinstance(target, OpOverload):
-        return ".".join(op_name(target))
+        space, *rest = op_name(target)
+        return attributes(namespace(space), *rest)
     module = {"_operator": "operator"}.get(target.__module__, target.__module__)
     return f"{module}.{target.__name__}"
+
+
+# what a region's function reads beside its values; `args` is what it is given
+RESERVED = frozenset({"args", "aten", "complex", "float", "getattr", "operator", "torch"})
+
+
+def namespace(space: str) -> str:
+    """Return the name that emitted source gives to `torch.ops.<space>`."""
+    is_taken = space in RESERVED - {"aten"} or keyword.iskeyword(space)
+    return f"{space}_ops" if is_taken else space
+
+
+def attributes(source: str, *names: str) -> str:
+    """Write the attribute of an attribute: `aten.mm.default`, or `getattr(aten.random, "from")`."""
+    for name in names:
+        is_plain = name.isidentifier() and not keyword.iskeyword(name)
+        source = f"{source}.{name}" if is_plain else f"getattr({source}, {name!r})"
+    return source
 
 
 def wrap_tuple(names: list[str], column: int = 4, width: int = 96) -> str:

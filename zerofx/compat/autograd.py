@@ -33,6 +33,11 @@ def global_module_hooks() -> list[dict[int, Any]]:
     return [getattr(torch.nn.modules.module, f"_global_{kind}") for kind in kinds]
 
 
+def dual_level() -> int:
+    """Return how many levels of forward-mode differentiation are entered, less one."""
+    return int(torch.autograd.forward_ad._current_level)
+
+
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -59,3 +64,17 @@ def keeps_graph() -> bool:
 def will_run(node: Any) -> bool:
     """Return whether the backward now running will reach this node of autograd's graph."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def asks_for(leaf: Any) -> str:
+    """Return what the backward now running wants of a leaf, given as its AccumulateGrad node.
+
+    "accumulate": it is among the `inputs` of backward(). "return": autograd.grad was called for it.
+    "": neither. To be asked only while a backward runs that is not for all leaves.
+    """
+    try:
+        return "accumulate" if will_run(leaf) else ""
+    except RuntimeError as error:  # torch tells of autograd.grad by refusing the question
+        if "autograd.grad" not in str(error):
+            raise
+        return "return"

@@ -68,11 +68,11 @@ def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
     kernels: dict[str, tuple[str, str]] = {}
     for k, (name, library) in enumerate(libraries.items()):
         kernels[name] = (f"{target.stem}.{k}.so", _digest(library))
-        _replace(target.with_name(kernels[name][0]), library)
+        replace_file(target.with_name(kernels[name][0]), library)
     form = {"call": ast.unparse(call), "kernels": kernels, "extern": extern, "aliases": aliases}
     text = json.dumps(form)
     whole = {"format": FORMAT, "digest": _digest(text.encode()), "form": text}
-    _replace(target, json.dumps(whole, indent=1).encode())
+    replace_file(target, json.dumps(whole, indent=1).encode())
     return True
 
 
@@ -207,7 +207,7 @@ def _digest(of: bytes) -> str:
     return hashlib.blake2b(of, digest_size=16).hexdigest()
 
 
-def _replace(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
     """Write a file that appears whole or not at all, also where hosts share a home."""
     staging = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     staging.write_bytes(content)

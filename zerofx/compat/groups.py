@@ -6,6 +6,8 @@ torch.distributed's wrappers end in: point-to-point calls on it cost half as muc
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,8 +34,41 @@ def group_backend(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that a submesh was sliced from, the mesh itself if it is no slice."""
+    return mesh._get_root_mesh()
+
+
 def default_store() -> Any:
     """Return the key-value store that the default process group was made with."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def store_of_job(limit_s: float) -> Any:
+    """Return the store of the job that torchrun's variables name, as `env://` would.
+
+    Unlike `env://`, rank 0 does not wait here for the others to connect, so that whoever waits can
+    tell who is missing.
+
+    Raises:
+        RuntimeError: the store cannot be reached within `limit_s`.
+    """
+    from torch.distributed import TCPStore
+
+    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=not uses_agent and int(os.environ["RANK"]) == 0,
+        timeout=timedelta(seconds=limit_s),
+        wait_for_workers=False,
+        multi_tenant=not uses_agent,
+    )
+
+
+def set_timeout(group: Any, device: torch.device, seconds: float) -> None:
+    """Set the timeout of the collectives of `group` on `device` that are launched from here on."""
+    group_backend(group, device)._set_default_timeout(timedelta(seconds=seconds))

@@ -5,18 +5,30 @@ standalone_compile is the only way to that; it is private until torch makes it p
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import inspect
+import logging
+import math
+import os
+import random
+import secrets
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zerofx.compat.aliases import is_view, results_in_inputs
-from zerofx.compat.direct import load_direct, save_direct
-from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.direct import load_direct, replace_file, save_direct
+from zerofx.compat.strides import TrueStrides, keep_strides
+
+T = TypeVar("T")
+log = logging.getLogger("zerofx")
 
 
 def inductor_problem() -> str:
@@ -33,11 +45,15 @@ def inductor_problem() -> str:
     return ""
 
 
-def probe_compiler() -> None:
-    """Find out which vector instructions the C++ compiler has; Inductor remembers the answer."""
+def probe_compiler(lock_limit_s: float) -> None:
+    """Find out which vector instructions the C++ compiler has; Inductor remembers the answer.
+
+    A compile asks again if another process holds Inductor's lock of such a question too long.
+    """
     from torch._inductor import cpu_vec_isa
 
-    cpu_vec_isa.pick_vec_isa()
+    with contextlib.suppress(TimeoutError), _impatient(lock_limit_s):
+        cpu_vec_isa.pick_vec_isa()
 
 
 def import_inductor() -> None:
@@ -48,35 +64,169 @@ def import_inductor() -> None:
 
 
 def compile_region(
-    gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
+    gm: torch.fx.GraphModule,
+    specs: tuple[tuple[Any, ...], ...],
+    path: str,
+    lock_limit_s: float = 600.0,
 ) -> Callable[[list[torch.Tensor]], Any] | None:
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
 
-    The artifact is saved at `path`, beside it the source that Inductor wrote (`wrapper_of`); the
-    result takes one list of tensors, which it empties. None where there is nothing to compile.
+    The artifact is saved at `path`, after the source that Inductor wrote (`wrapper_of`); each file
+    appears whole or not at all. The result takes one list of tensors, which it empties. None where
+    there is nothing to compile.
+
+    lock_limit_s: how long other processes may hold one of Inductor's locks that this needs. Then
+        it is compiled in a cache of its own.
     """
-    from torch._inductor import standalone_compile
+    return _despite_locks(lambda: _compile_region(gm, specs, path), lock_limit_s)
+
+
+def _compile_region(
+    gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
+) -> Callable[[list[torch.Tensor]], Any] | None:
+    from torch._inductor import config, standalone_compile
 
     if all(is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
         return None  # Inductor makes no code of views, and warns that it has nothing to save
     fakes: list[Any] = []
-    with FakeTensorMode():
+    options: dict[str, Any] = {"config_patches": _config()}
+    aliases = results_in_inputs(gm.graph)
+    with TrueStrides(), torch.no_grad(), config.patch(options["config_patches"]):
         for dtype, shape, stride, device in specs:
             made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
             fakes.append(made)
-    options = {"config_patches": _config()}
-    aliases = results_in_inputs(gm.graph)
+        keep_strides(gm, fakes)
     with torch.no_grad(), _generated_source() as sources:
         artifact = standalone_compile(
             gm, fakes, dynamic_shapes="from_example_inputs", options=options
         )
     if not sources:  # all was simplified away
         return None
-    Path(wrapper_of(path)).write_text("".join(sources), encoding="utf-8")
+    replace_file(Path(wrapper_of(path)), "".join(sources).encode())
     if len(sources) == 1 and all(device == "cpu" for *_, device in specs):
         save_direct(sources[0], aliases, path)
-    artifact.save(path=path, format="binary")
+    staging = f"{path}.{secrets.token_hex(8)}"
+    artifact.save(path=staging, format="binary")
+    os.replace(staging, path)
     return _boxed(artifact)
+
+
+# -- Inductor's locks -----------------------------------------------------------------------------
+def _despite_locks(step: Callable[[], T], limit_s: float) -> T:
+    """Take a step that needs Inductor's locks, away from its shared cache if one is not to be had.
+
+    Inductor would wait 600 s for a process that was stopped while it held a lock, and then fail.
+    """
+    try:
+        with _impatient(limit_s):
+            return step()
+    except Exception as error:
+        lock = _timed_out_lock(error)
+        if lock is None:
+            raise
+        log.warning(
+            "%s was locked for %g s by another process, which may have been stopped. This process "
+            "compiles in a cache of its own.", lock, limit_s,
+        )  # fmt: skip
+    with _own_cache():
+        return step()
+
+
+@contextlib.contextmanager
+def _impatient(limit_s: float) -> Iterator[None]:
+    """Bound the wait for each of Inductor's locks within the block."""
+    from torch._inductor import codecache
+
+    before = codecache.LOCK_TIMEOUT
+    codecache.LOCK_TIMEOUT = min(before, math.ceil(limit_s))
+    try:
+        yield
+    finally:
+        codecache.LOCK_TIMEOUT = before
+
+
+def _timed_out_lock(error: BaseException | None) -> str | None:
+    """Return the file whose lock was not to be had, if that is what an error stems from."""
+    while error is not None:
+        if isinstance(error, TimeoutError) and hasattr(error, "lock_file"):  # filelock.Timeout
+            return str(error.lock_file)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """Have Inductor use a new cache within the block, and no precompiled headers of the old one."""
+    from torch._inductor import config
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory(prefix="zerofx-inductor-", ignore_cleanup_errors=True) as own:
+        os.environ[name] = own
+        try:
+            with config.patch(cpp_cache_precompile_headers=False):
+                yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+def is_fault_of_machine(error: BaseException, lock_limit_s: float = 600.0) -> bool:
+    """Tell whether a compilation failed because of the machine, and not of what was compiled.
+
+    No space, no memory and no working compiler are the machine's. Where the error itself does not
+    say, a graph that is known to compile is compiled: what keeps that from being built is, too.
+    """
+    from torch._inductor import exc
+
+    of_machine = (
+        OSError, MemoryError, ImportError, torch.OutOfMemoryError, subprocess.SubprocessError,
+        concurrent.futures.BrokenExecutor, exc.InvalidCxxCompiler, exc.TritonMissing,
+        exc.GPUTooOldForTriton,
+    )  # fmt: skip
+    told: BaseException | None = error
+    while told is not None:
+        was_killed = isinstance(told, exc.CppCompileError) and any(
+            sign in told.output for sign in _NO_MEMORY
+        )
+        if was_killed or isinstance(told, of_machine):
+            return True
+        told = getattr(told, "inner_exception", None) or told.__cause__
+    try:
+        _compile_probe(lock_limit_s)
+    except Exception:  # noqa: BLE001 - whatever it is, it is not about the region
+        return True
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in one line; of a C++ compiler's output, the first error."""
+    from torch._inductor import exc
+
+    inner = getattr(error, "inner_exception", error)
+    if isinstance(inner, exc.CppCompileError):
+        found = next((line for line in inner.output.splitlines() if "error:" in line), "")
+        return f"{type(inner).__name__}: {found.strip()}"
+    return f"{type(inner).__name__}: {inner}".splitlines()[0]
+
+
+_NO_MEMORY = ("Killed", "memory exhausted", "annot allocate memory", "No space left")
+
+
+def _compile_probe(lock_limit_s: float) -> None:
+    """Compile a small graph that no cache has: its constant is drawn."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    drawn = random.SystemRandom().random()
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, drawn)),))
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        compile_region(
+            gm, (("float32", (8,), (1,), device),), str(Path(folder) / "probe.bin"), lock_limit_s
+        )
 
 
 def _config() -> dict[str, Any]:
@@ -109,15 +259,18 @@ def _generated_source() -> Iterator[list[str]]:
         GraphLowering.save_output_code = before
 
 
-def load_artifact(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
+def load_artifact(
+    path: str, lock_limit_s: float = 600.0
+) -> Callable[[list[torch.Tensor]], Any] | None:
     """Load what `compile_region` saved; None where this torch cannot read it."""
     direct = load_direct(path)
     if direct is not None:
         return direct
     from torch._inductor import CompiledArtifact
 
+    load = functools.partial(CompiledArtifact.load, path=path, format="binary")
     try:
-        return _boxed(CompiledArtifact.load(path=path, format="binary"))
+        return _boxed(_despite_locks(load, lock_limit_s))
     except (AssertionError, RuntimeError, EOFError):  # another torch's key or serialisation
         return None
 

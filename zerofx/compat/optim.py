@@ -1,4 +1,4 @@
-"""Optimizer steps over lists of tensors: torch has them fused, without public names.
+"""Optimizer steps over lists of tensors, which torch has fused, without public names; clipping.
 
 The fused kernels read a `grad_scale` to divide gradients by, and write the quotient back into the
 gradients; on CPU that costs a store of the gradient's size, so None is passed where there is none.
@@ -6,7 +6,9 @@ gradients; on CPU that costs a store of the gradient's size, so None is passed w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 
 import torch
 
@@ -23,3 +25,14 @@ fused_sgd_: Callable[..., None] = torch._fused_sgd_
 foreach_add_: Callable[..., None] = torch._foreach_add_
 
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+# torch wraps it, and marks the wrapper as functools does
+_CLIPPING: CodeType = torch.nn.utils.clip_grad_norm_.__wrapped__.__code__  # type: ignore[attr-defined]
+
+
+def is_clipping() -> bool:
+    """Tell whether torch.nn.utils.clip_grad_norm_ runs on this thread: it divides by the norm."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CLIPPING:
+        frame = frame.f_back
+    return frame is not None

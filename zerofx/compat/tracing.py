@@ -20,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
 
 from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.strides import TrueStrides
 
 __all__ = [
     "DataDependentError",
@@ -32,6 +33,8 @@ __all__ = [
     "rerun_on_fakes",
     "trace_joint",
 ]
+
+FAKE_CALLS = 16384  # about 1 KiB each; a model with ever new shapes would fill the memory
 
 
 def is_outside_trace(tensor: object) -> bool:
@@ -50,7 +53,9 @@ def is_outside_trace(tensor: object) -> bool:
 
 def new_fake_mode() -> FakeTensorMode:
     """Make a fake mode with static shapes that lets the model's own constants in."""
-    return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+    if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own, of a process, which never shrinks
+        FakeTensorMode.cache_clear()
+    return TrueStrides(shape_env=None, allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from zerofx.capture import trees
-from zerofx.ir.program import Program
+from zerofx.ir.program import Pool, Program
 from zerofx.runtime.step import Executable
 
 
 class Bound:
-    """Calls an executable with the user's arguments and rebuilds the user's result."""
+    """Calls an executable with the user's arguments and rebuilds the user's result.
 
-    def __init__(self, program: Program, executable: Executable) -> None:
-        self.program, self.executable = program, executable
+    slots: what its program needs.
+    last_use: the number of its latest call, among those of all programs of the model.
+    """
+
+    def __init__(self, program: Program, executable: Executable, slots: Pool) -> None:
+        self.program, self.executable, self.slots = program, executable, slots
+        self.last_use = -1
         calling = program.calling
         self._leaves = executable.contract.outputs
         self._num_outputs = calling.out_spec.num_leaves

@@ -43,15 +43,19 @@ def fits(program: Program, loop: Loop) -> bool:
     return budget is None or program.memory(**asdict(loop)).peak_bytes <= budget
 
 
-def pool_of(programs: Iterable[Program]) -> Pool:
-    """Return the slots that programs of one model need."""
+def slots_of(program: Program) -> Pool:
+    """Return the slots that one program needs."""
+    return Pool(tuple(program.slots.get("bytes", [])), frozenset(forward_slots(program)))
+
+
+def joined(pools: Iterable[Pool]) -> Pool:
+    """Return the slots that serve all of these, one program at a time."""
     sizes: list[int] = []
-    stay: set[int] = set()
-    for program in programs:
-        needed = program.slots.get("bytes", [])
-        sizes = list(map(max, zip_longest(sizes, needed, fillvalue=0)))
-        stay |= forward_slots(program)
-    return Pool(tuple(sizes), frozenset(stay))
+    stay: frozenset[int] = frozenset()
+    for pool in pools:
+        sizes = list(map(max, zip_longest(sizes, pool.sizes, fillvalue=0)))
+        stay |= pool.stay
+    return Pool(tuple(sizes), stay)
 
 
 def excess_bytes(program: Program) -> int:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 from torch import fx
 
-from zerofx.compiled.digest import collective_digest
+from zerofx.compiled.digest import collective_digest, graph_hashes
 from zerofx.ir import ops
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.runtime.step import Contract
+from zerofx.runtime.step import Contract, Reach
 
 
-def contract(program: Program) -> Contract:
-    """Return what the program's functions take and give."""
+def contract(program: Program, sizes: str = "") -> Contract:
+    """Return what the program's functions take and give; `sizes` are those of its inputs."""
     specs = program.outputs[FORWARD]
     outputs = [s for s in specs if s.role is Role.OUTPUT]
     calling = program.calling
@@ -41,6 +43,8 @@ def contract(program: Program) -> Contract:
         shared=_shared(program),
         returned=_returned(program),
         detached=_detached(program, input_grads),
+        constant=frozenset(i for i, s in enumerate(outputs) if s.index in calling.detached),
+        reach=_reach(program, tuple(tangents)) if program.is_training else {},
         is_training=program.is_training,
         draws=frozenset(
             name
@@ -49,7 +53,40 @@ def contract(program: Program) -> Contract:
         ),
         label=program.model_name,
         digest=collective_digest(program),
+        graph=graph_hashes(sizes, program.captured),
     )
+
+
+def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
+    """Return which gradients come from each of these outputs, found by walking from its tangent.
+
+    A gradient that no tangent leads to is zero whatever a loss uses, and counts for all outputs.
+    """
+    assert program.layout is not None
+    bits = {leaf: 1 << i for i, leaf in enumerate(outputs)}
+    everything = (1 << len(outputs)) - 1
+    masks: dict[fx.Node, int] = {}  # of each node: the tangents that lead to it
+    params: dict[str, int] = {}
+    for node in program.graph(BACKWARD).nodes:
+        if info(node).role is Role.TANGENT:
+            masks[node] = bits[info(node).index]
+            continue
+        masks[node] = functools.reduce(operator.or_, (masks[a] for a in node.all_input_nodes), 0)
+        if node.target is ops.pack:
+            _, grads, offsets = node.args
+            owners = {p.offset: p.owner for p in program.layout.buckets[info(node).index].params}
+            for grad, offset in zip(grads, offsets, strict=True):
+                name = owners[offset]
+                params[name] = params.get(name, 0) | (masks[grad] or everything)
+    pairs = zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True)
+    inputs = {s.index: masks[n] or everything for s, n in pairs if s.role is Role.INPUT_GRAD}
+    return {
+        leaf: Reach(
+            frozenset(name for name, mask in params.items() if mask & bit),
+            frozenset(index for index, mask in inputs.items() if mask & bit),
+        )
+        for leaf, bit in bits.items()
+    }
 
 
 def forward_slots(program: Program) -> set[int]:

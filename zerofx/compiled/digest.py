@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from typing import Any
 
 import torch
+from torch import fx
 
+from zerofx.compat.graphs import OpOverload
 from zerofx.ir import ops
+from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
@@ -39,3 +44,60 @@ def describe_layout(layout: Layout, plan: Plan) -> str:
         f"buckets={len(layout.buckets)};layout={digest};{fields};torch={torch.__version__};"
         f"deterministic={torch.are_deterministic_algorithms_enabled()}"
     )
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def describe_graph(program: Program) -> str:
+    """Return what a program computes, one operator per line, with the user's line after a tab.
+
+    Tensors appear as the number of the line that makes them, devices without their number. Names of
+    process groups are left out, which differ between the replicas of a tensor-parallel model, and
+    so are values of tensors that the model holds itself: a rank may hold its own.
+    """
+    lines: list[str] = []
+    for gm in program.graphs.values():
+        number: dict[fx.Node, int] = {}
+
+        def text(value: Any, number: dict[fx.Node, int] = number) -> str:
+            if isinstance(value, fx.Node):
+                return f"%{number[value]}"
+            if isinstance(value, (tuple, list)):
+                return f"[{', '.join(text(v) for v in value)}]"
+            if isinstance(value, torch.device):
+                return value.type
+            return str(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+        for node in gm.graph.nodes:
+            where = info(node)
+            if node.op == "placeholder":
+                name, called = f"{where.role} {where.name}", _form(node.meta.get("val"))
+            elif node.op == "call_function":
+                is_op = isinstance(node.target, OpOverload)
+                name = str(node.target) if is_op else getattr(node.target, "__name__", "call")
+                names = [a.name for a in node.target._schema.arguments] if is_op else []
+                shown = [v for i, v in enumerate(node.args) if names[i : i + 1] != ["group_name"]]
+                named = [f"{k}={text(v)}" for k, v in node.kwargs.items() if k != "group_name"]
+                called = ", ".join([*map(text, shown), *named])
+            else:
+                name, called = node.op, text(node.args) if node.op == "output" else ""
+            module = f" in {where.module}" if where.module else ""
+            lines.append(f"{name}({called}){module}" + (f"\t{where.line}" if where.line else ""))
+            number[node] = len(number)
+    return "\n".join(lines)
+
+
+def graph_hashes(sizes: str, captured: str) -> bytes:
+    """Return 8 bytes that stand for the sizes of a call's inputs, and 8 for its graph.
+
+    The user's lines are left out: a rank's source may have another comment.
+    """
+    texts = sizes.encode(), re.sub(r"\t.*", "", captured).encode()
+    return b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}"

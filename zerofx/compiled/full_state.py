@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerofx.compiled.lazy_state import LazyState
 from zerofx.errors import ShardError
-from zerofx.runtime.shard_state import FullReader, full_state
+from zerofx.runtime.shard_state import FullReader, flat_state, full_state, sharded_state
 from zerofx.runtime.shards import ShardStore
 
 if TYPE_CHECKING:
@@ -39,6 +39,23 @@ def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[st
     return state
 
 
+def sharded_state_of(model: CompiledModule, flat: bool = False) -> dict[str, Any]:
+    """Return the state in this rank's shards; buffers where they are, so that a load fills them."""
+    store = model._engine.store
+    store.check_bindings()
+    shards: dict[str, Any] = dict(flat_state(store) if flat else sharded_state(store))
+    state = model._model.state_dict(keep_vars=True)
+    names = _names(store, state)
+    return {
+        key: shards[names[key]] if key in names else _detached(value)
+        for key, value in state.items()
+    }
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def _names(store: ShardStore, state: Any) -> dict[str, str]:
     """Return the keys that stand for parameters, each with the parameter's canonical name."""
     known = {id(p): name for name, p in store.params.items()}
@@ -46,10 +63,10 @@ def _names(store: ShardStore, state: Any) -> dict[str, str]:
 
 
 def _on_host(state: Any, names: dict[str, str]) -> Any:
-    """Put plain tensors on the host in place of all others."""
+    """Put plain tensors on the host in place of all others: copies, as parameters are."""
     for key, value in state.items():
         if key not in names and isinstance(value, Tensor):
-            state[key] = value.detach().cpu()
+            state[key] = value.detach().to("cpu", copy=True)
     return state
 
 

@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
+from zerofx.compat.callers import is_called_by_checkpoint
+from zerofx.compat.wrappers import applied, is_called_by, reducer_of
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
-from zerofx.compiled.full_state import filled, state_of
+from zerofx.compiled.full_state import sharded_state_of, state_of
 from zerofx.compiled.hooks import HookWatch
 from zerofx.compiled.programs import Programs, ProgramTable, load_directory
 from zerofx.compiled.scaling import make_scaler
@@ -22,7 +25,6 @@ from zerofx.ir.program import Program
 from zerofx.passes.order import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.shard_state import flat_state
 from zerofx.runtime.shards import ShardStore
 
 
@@ -50,9 +52,16 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; the first call of each signature compiles it."""
         self._engine.store.check_bindings()
+        if wrapper := reducer_of(self._engine.store.params.values()):
+            raise self._is_parallel(wrapper)
         self._model.training = self.training
         key = signature_key(self._programs.state, args, kwargs), self._hooks.handles()
-        return self._programs.find(key, args, kwargs)(args, kwargs)
+        try:
+            program = self._programs.find(key, args, kwargs)
+        except Exception as error:
+            shorten(error)
+            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        return program(args, kwargs)
 
     def adopt(
         self, program: Program | str | os.PathLike[str], *, allow_changed_math: bool = False
@@ -77,7 +86,11 @@ class CompiledModule(nn.Module):
     # -- what users ask of it -----------------------------------------------------------------
     @property
     def programs(self) -> list[Program]:
-        """One Program a signature, in the order of first calls; none before the first."""
+        """The programs that are ready to run, one per signature, in the order of first calls.
+
+        None before the first call, and at most Plan.max_programs. One that was given up for others
+        is the last once its call has come back.
+        """
         return Programs(b.program for b in self._programs.bound.values())
 
     @property
@@ -118,7 +131,9 @@ class CompiledModule(nn.Module):
         self._engine.forget_resident()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, after taking in what was put in a parameter's place."""
+        """Return names and parameters, after taking in what was put in a parameter's place."""
+        if names := applied(self):
+            raise self._is_parallel(names[0])
         self._engine.store.settle()
         self._engine.store.check_bindings()
         return super().named_parameters(*args, **kwargs)
@@ -131,17 +146,36 @@ class CompiledModule(nn.Module):
             self._engine.store.ledger.half_made = None
         return found
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load what the model itself holds as it does: with its hooks and its own extra state."""
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *args)
+        self._model._load_from_state_dict(state_dict, prefix, *args)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.
 
         A collective call: every rank must make it. One bucket is gathered at a time. Where
         something lives on NVMe, each value is gathered when it is read (see `LazyState`).
+
+        To torch.distributed.checkpoint (`get_model_state_dict`, or the model given to its `save`
+        and `load`) it is `sharded_state_dict()`, so that no rank holds the whole model.
         """
+        if is_called_by_checkpoint() and not (args or kwargs):
+            return self.sharded_state_dict()
         return state_of(self, *args, **kwargs)
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return what torch.distributed.checkpoint saves: this rank's pieces, and the buffers."""
-        return dict(filled(self._engine.store, self._model.state_dict(keep_vars=True), flat_state))
+    def sharded_state_dict(self, *, flat: bool = False) -> dict[str, Any]:
+        """Return what torch.distributed.checkpoint saves: this rank's shards, and the buffers.
+
+        Tensors share memory with the model, so that `dcp.load` fills it in place. In a folder they
+        have the model's own names and shapes: any world size and stage, FSDP2 and plain modules
+        load them, and this loads theirs. On one rank or at stage 0 parameters are plain tensors.
+
+        flat: give every parameter as a flat tensor instead, as zerofx 0.1.0 saved it; to load what
+            `dcp.save(model.sharded_state_dict())` of that version wrote.
+        """
+        return sharded_state_of(self, flat)
 
     # -- what it refuses, by name ---------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
@@ -155,6 +189,43 @@ class CompiledModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What DistributedDataParallel looks for first in a module that it is to wrap."""
+        if is_called_by("torch.nn.parallel"):
+            raise self._is_parallel("DistributedDataParallel")
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """A mark that FullyShardedDataParallel and fully_shard put on what they are to shard."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        raise self._is_parallel("FullyShardedDataParallel (or fully_shard)")
+
+    @property
+    def _distribute_module_applied(self) -> bool:
+        """A mark by which distribute_module tells what it has distributed already."""
+        if is_called_by("torch.distributed.tensor"):
+            raise self._is_parallel("distribute_module")
+        return False
+
+    def _is_parallel(self, wrapper: str) -> ShardError:
+        plan, size = self._setting.plan, self._engine.world.size
+        return ShardError(
+            f"{wrapper} is applied to a {type(self._model).__name__} that zerofx.compile made "
+            f"data-parallel already (stage {plan.stage}, {size} ranks); drop {wrapper}, and train "
+            "the compiled model as it is"
+        )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters, but not to DataParallel, which would copy them to other GPUs."""
+        if is_called_by("torch.nn.parallel.replicate"):
+            raise self._is_parallel("DataParallel")
+        return super().parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(

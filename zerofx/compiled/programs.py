@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from zerofx.capture import capture
 from zerofx.capture.model_state import ModelState
-from zerofx.capture.signature import Signature, describe_difference
+from zerofx.capture.signature import Signature, describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
@@ -22,14 +23,16 @@ from zerofx.compiled.budget import (
     can_accumulate,
     excess_bytes,
     fits,
+    joined,
     loop_so_far,
     margin_for,
-    pool_of,
+    slots_of,
     warn_of_regions,
     warn_of_slots,
 )
-from zerofx.compiled.contract import contract, forward_slots, written_out
-from zerofx.errors import BudgetError, CaptureError
+from zerofx.compiled.contract import contract, written_out
+from zerofx.compiled.digest import describe_graph
+from zerofx.errors import ArgumentError, BudgetError
 from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
 from zerofx.ir.verify import verify
@@ -47,8 +50,8 @@ from zerofx.runtime.shard_tree import check_summable
 from zerofx.runtime.step import Executable
 
 log = logging.getLogger("zerofx")
-PROGRAM_LIMIT = 16
 CORRECTIONS = 3  # of a budget, once the regions are compiled
+KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or not
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 
 
@@ -64,9 +67,14 @@ class Programs(list[Program]):
 class ProgramTable:
     """Finds the program of a call; compiles it where there is none.
 
-    A table of a model's deep copy begins with what the original has compiled: `known` is shared
-    work, `bound` (tied to shards and buffers) is each model's own. `recorder` records every call
-    for replay; Plan(cuda_graph=True) makes one of CUDA graphs.
+    `bound` has what is ready to run, tied to shards and buffers, in the order in which it was
+    bound: at most Plan.max_programs. A further one takes the place of the least recently used.
+    `known` has what was compiled, without slots, recordings or loaded regions: binding it again
+    costs no capture and no passes. It is bounded too. Each rank decides for itself what to give up,
+    since neither compiling nor binding is a collective call.
+
+    A table of a model's deep copy begins with what the original knows; `bound` is each model's own.
+    `recorder` records every call for replay; Plan(cuda_graph=True) makes one of CUDA graphs.
     """
 
     def __init__(
@@ -88,6 +96,8 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
+        self._uses = count()
+        self._has_warned = False
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -96,14 +106,21 @@ class ProgramTable:
         if it would take too much beside them.
         """
         bound = self.bound.get(key)
-        if bound is not None and not (self._watches and bound.program.is_training):
-            return bound
+        if bound is not None:
+            bound.last_use = next(self._uses)
+            if not (self._watches and bound.program.is_training):
+                return bound
         setting = self._setting
         if self._watches:
             setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
         if bound is None or not self._holds(bound.program, setting.loop):
             with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
-                bound = self.compile(key, args, kwargs, setting)
+                try:
+                    bound = self.compile(key, args, kwargs, setting)
+                except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
+                    self._engine.world.report_failure(repr(error))
+                    raise
+            bound.last_use = next(self._uses)
         self._setting = setting
         return bound
 
@@ -130,15 +147,14 @@ class ProgramTable:
         Raises:
             BudgetError: nothing meets the budget; what the call had before stays.
         """
-        is_new = key not in self.bound
-        if is_new and key in self.known:
-            return self._bind(key)
-        if is_new:
-            self._check_limit(key)
-        others = [b.program for k, b in self.bound.items() if k != key]
-        setting = replace(setting or self._setting, pool=pool_of(others))
+        if key not in self.bound:
+            self._make_room(key)
+            if key in self.known and (self.known[key][1] / "schedule.py").is_file():
+                return self._bind(key)
+        others = [b.slots for k, b in self.bound.items() if k != key]
+        setting = replace(setting or self._setting, pool=joined(others))
         captured = self._capture(args, kwargs, setting)
-        bound = self._install(key, self._planned(captured, setting), others)
+        bound = self._install(key, self._planned(captured, setting))
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
             if not excess or bound.program.signature in self._adopted:
@@ -148,21 +164,59 @@ class ProgramTable:
                 made = self._planned(captured, setting)
             except BudgetError:  # there is no smaller one: the warning says by how much
                 break
-            bound = self._install(key, made, others)
+            bound = self._install(key, made)
         warn_of_regions(bound.program)
         return bound
 
-    def _install(self, key: Key, made: Program, others: Sequence[Program]) -> Bound:
+    def _install(self, key: Key, made: Program) -> Bound:
         """Write a program's directory and bind it, in place of what its call had before."""
         if key in self.bound:
-            del self.bound[key]
-            self._engine.forget_slots()
-            for program in others:
-                self._reserve(program)
+            self._give_up(key)
         directory = made.directory or _write(made)
         log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
         self.known[key] = made, directory
         return self._bind(key)
+
+    def _make_room(self, key: Key) -> None:
+        """Give up the least recently used programs, so that one more stays within the plan's bound.
+
+        Says once what varies from call to call.
+        """
+        limit = self._setting.plan.max_programs
+        if len(self.bound) < limit:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            before = reversed(self.bound)  # of those alike, the latest
+            said = [describe_difference(key[0], other[0], self.state) for other in before]
+            varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
+            log.warning(
+                "%s needs more programs than Plan.max_programs = %d allows. The latest call "
+                "differs from the one most like it in %s. From here on a further program takes the "
+                "place of the least recently used one, which is made ready again when its call "
+                "comes back. Let what varies take few values (pad inputs to a few shapes), or "
+                "raise max_programs.",
+                type(self._model).__name__, limit, varies,
+            )  # fmt: skip
+        used = sorted(self.bound, key=lambda k: self.bound[k].last_use)
+        self._give_up(*used[: len(used) - limit + 1])
+
+    def _give_up(self, *keys: Key) -> None:
+        """Unbind programs: their slots, files, recordings and loaded regions go.
+
+        A call whose forward has run keeps its program, which takes its slots again for backward.
+        """
+        engine = self._engine
+        for key in keys:
+            bound = self.bound.pop(key)
+            bound.executable.slots = bound.slots.sizes
+            engine.values.forget(written_out(bound.program))
+        pool = joined(b.slots for b in self.bound.values())
+        if pool != Pool(engine.slots.sizes, engine.forward_slots):
+            engine.forget_slots()
+            engine.reserve(pool.sizes, pool.stay)
+            for each in self.bound.values():
+                each.program.pool = pool
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
         """Capture a call."""
@@ -170,7 +224,7 @@ class ProgramTable:
             check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
-        return capture(
+        captured = capture(
             self._model,
             args,
             kwargs,
@@ -180,6 +234,9 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
         )
+        if self._engine.world.size > 1:
+            captured.captured = describe_graph(captured)
+        return captured
 
     def _planned(self, captured: Program, setting: Setting) -> Program:
         """Run the passes on a captured call, unless a program was adopted for it."""
@@ -197,50 +254,48 @@ class ProgramTable:
             if compiled.signature == program.signature:
                 mine = self._instead_of(compiled)
                 self.known[key] = mine, mine.directory or _write(mine)
-                self.bound.pop(key, None)  # bound anew by its next call
+                if key in self.bound:  # bound again by its next call
+                    self._give_up(key)
         return program
 
     def drop(self) -> None:
         """Forget every program: the model is another one now."""
-        self.bound.clear()
+        self._give_up(*self.bound)
         self.known.clear()
 
     def _instead_of(self, compiled: Program) -> Program:
         """Return the adopted program, called as the compiled one is."""
-        return replace(self._adopted[compiled.signature], calling=compiled.calling)
-
-    def _check_limit(self, key: Key) -> None:
-        if len(self.bound) < PROGRAM_LIMIT:
-            return
-        last = next(reversed(self.bound))
-        raise CaptureError(
-            f"{type(self._model).__name__} would need more than {PROGRAM_LIMIT} programs; what "
-            f"varies: {describe_difference(key[0], last[0], self.state)}; pad it to a few values"
-        )
+        adopted = self._adopted[compiled.signature]
+        return replace(adopted, calling=compiled.calling, captured=describe_graph(adopted))
 
     def _bind(self, key: Key) -> Bound:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
-        program, directory = self.known[key]
-        self._reserve(program)
+        program, directory = self.known[key] = self.known.pop(key)  # the latest
+        spare = [k for k in self.known if k not in self.bound and k != key]
+        for old in spare[: max(0, len(self.known) - KEPT * self._setting.plan.max_programs)]:
+            del self.known[old]
+        slots = slots_of(program)
+        self._reserve(program, slots)
         self._engine.reserve_values(written_out(program), program.model_name)
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
-        made, forward = contract(program), module.forward
+        made, forward = contract(program, describe_sizes(key[0])), module.forward
+        self._engine.world.publish(made.graph[8:], program.captured)
         if self._room is not None:
             stored = _buckets(program, BACKWARD, ops.store_grad) if program.is_training else []
             refreshed = _buckets(program, FORWARD, ops.refresh)
             recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
             forward, backward = recorded.forward, recorded.backward
         executable = Executable(forward, backward, made, self._engine, self._buffers_of(program))
-        self.bound[key] = bound = Bound(program, executable)
+        self.bound[key] = bound = Bound(program, executable, slots)
         if self.on_bound is not None:
             self.on_bound(bound)
         return bound
 
-    def _reserve(self, program: Program) -> None:
+    def _reserve(self, program: Program, slots: Pool) -> None:
         """Make room for a program's slots, which the others' memory then counts too."""
         engine = self._engine
-        engine.reserve(program.slots.get("bytes", []), forward_slots(program))
+        engine.reserve(slots.sizes, slots.stay)
         program.pool = pool = Pool(engine.slots.sizes, engine.forward_slots)
         others = [b.program for b in self.bound.values() if b.program.pool != pool]
         for other in others:
@@ -267,5 +322,10 @@ def _write(program: Program) -> Path:
 
 def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Program:
     """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentError(
+            f"a program was expected, and this is a {type(directory).__name__}. Give the directory "
+            "that program.emit(directory) wrote"
+        )
     path = Path(directory) / "plan.yaml"
     return load(directory, as_plan(path) if path.is_file() else None, allow_changed_math)

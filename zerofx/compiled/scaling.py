@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerofx.errors import PlanError
 from zerofx.plan import Plan
 from zerofx.plan_parts import LossScale
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
@@ -14,6 +15,12 @@ def make_scaler(plan: Plan, world: World) -> LossScaler | None:
     if asked is None or asked == "external":
         return None
     assert isinstance(asked, LossScale)
+    if world.other_axes:
+        raise PlanError(
+            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
+            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
+            "a slice of that mesh. Compute in bf16."
+        )
     return LossScaler(rule_of(asked), world.device)
 
 

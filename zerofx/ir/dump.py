@@ -19,6 +19,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import dump_nodes, dump_regions
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import collapse
+from zerofx.ir.text import as_text, printable
 from zerofx.sizes import format_bytes
 
 LEVELS = ("summary", "units", "regions", "nodes", "full")
@@ -33,7 +34,7 @@ def dump_program(program: Program, title: str = "", level: str = "nodes") -> str
         PlanError: no such level.
     """
     last = program.history[-1].header if program.history else ""
-    title = title or last or program.model_name
+    title = printable(title or last or program.model_name)
     body = dump_body(program, level)
     return f"# {title}\n\n{body}" if body else f"# {title}"
 
@@ -42,7 +43,7 @@ def dump_body(program: Program, level: str = "nodes") -> str:
     """Return the program's text without the header."""
     if check_level(level) == "summary":
         return ""
-    return "\n\n".join("\n".join(dump_graph(program, name, level)) for name in program.graphs)
+    return "\n\n".join(as_text(dump_graph(program, name, level)) for name in program.graphs)
 
 
 def check_level(level: str) -> str:
@@ -69,7 +70,7 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
     shown = [writer.line(n) for n in writer.nodes[first:last]]
     marks = ["> " if i == at else "  " for i in range(first, last)]
     lines = [mark + line[2:] for mark, line in zip(marks, shown, strict=True)]
-    return "\n".join([f"in {graph}:", *lines])
+    return as_text([f"in {graph}:", *lines])
 
 
 def header(program: Program, entry: Entry, comm_bytes: int, peak_bytes: int) -> str:

@@ -100,3 +100,12 @@ def nbytes(val: Any) -> int:
     if isinstance(val, (tuple, list)):
         return sum(nbytes(v) for v in val)
     return 0
+
+
+UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
+
+
+def place_of(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
+    """Identify a buffer by its name or an input by its leaf, from its placeholder or its update."""
+    role = UPDATES.get(what.role, what.role) if what.role else None
+    return role, what.name if role is Role.BUFFER else what.index

@@ -54,6 +54,7 @@ class Calling:
     out_spec: tree of the result; `outputs` below give where each leaf comes from.
     constants: output leaf -> the Python value it always has (None, a number, a string).
     loss: output leaf that is differentiated, None where all float outputs are.
+    detached: output leaves that require no grad in eager PyTorch, and so none here.
     dropped: names of outputs of unknown types left out (a KV cache).
     """
 
@@ -64,6 +65,7 @@ class Calling:
     output_names: tuple[str, ...] = ()
     loss: int | None = None
     differentiable: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
@@ -169,6 +171,7 @@ class Program:
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     loop: what memory is counted for, and the budget was solved for.
     pool: the slots that other programs of the model need too.
+    captured: the captured graph as ranks compare it, one operator per line; empty if it is not.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -192,6 +195,7 @@ class Program:
     compute_dtype: torch.dtype | None = None
     loop: Loop = field(default_factory=Loop)
     pool: Pool = field(default_factory=Pool)
+    captured: str = field(default="", repr=False)
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import keyword
 import re
+import unicodedata
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -35,13 +38,73 @@ def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{short_dtype(dtype)}[{', '.join(map(str, shape))}]"
 
 
+_NAME_BYTES = 120  # of an identifier; region names are file names as well, which end at 255
+
+
 @lru_cache(maxsize=16384)
 def identifier(text: str) -> str:
-    """Turn a qualified name into a Python identifier."""
-    name = re.sub(r"\W+", "_", text).strip("_")
-    if not name or name[0].isdigit():
+    """Turn a qualified name into a Python identifier.
+
+    It is in the form to which Python normalises identifiers (NFKC), so that two of them are the
+    same variable only if they are equal. A very long name is cut, and ends in a digest of itself.
+    """
+    name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", text)).strip("_")
+    if not name.isascii():  # \w has characters that no identifier has, such as U+2460
+        name = "".join(c if f"v{c}".isidentifier() else "_" for c in name).strip("_")
+    if len(name) > _NAME_BYTES // 4 and len(name.encode()) > _NAME_BYTES:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        kept = name.encode()[: _NAME_BYTES - 9].decode(errors="ignore")
+        name = f"{kept}_{digest}"
+    if not name.isidentifier():  # it is empty, or begins with a digit
         name = f"v_{name}" if name else "v"
     return f"{name}_" if keyword.iskeyword(name) else name
+
+
+_SPECIAL = re.compile(r'[\\"]')
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(00[01][0-9a-f]{5})|(.))")
+
+
+@lru_cache(maxsize=16384)
+def escaped(text: str) -> str:
+    """Return `text` as it may stand on one line, in a comment or in a docstring.
+
+    Backslashes and double quotes are preceded by a backslash. Every character that is not printable
+    (line and page breaks of any kind, NUL, lone surrogates, bidirectional controls) is written as
+    `\\x0c`, `\\u2028` or `\\U000e0001`. `unescaped` gives the text back.
+    """
+    return printable(_SPECIAL.sub(r"\\\g<0>", text))
+
+
+def unescaped(text: str) -> str:
+    """Return what `escaped` was given."""
+    return _ESCAPE.sub(_unescape, text) if "\\" in text else text
+
+
+def _unescape(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return found[4] if code is None else chr(int(code, 16))
+
+
+def printable(text: str) -> str:
+    """Return one line of text for a person to read: only characters that print, the rest escaped.
+
+    Unlike `escaped` it leaves backslashes as they are, so that it cannot be undone.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def as_text(lines: Iterable[str]) -> str:
+    """Join the lines of a view: whatever characters names have, each stays one line."""
+    return "\n".join(map(printable, lines))
+
+
+def _shown(char: str) -> str:
+    if char.isprintable():
+        return char
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 @lru_cache(maxsize=16384)

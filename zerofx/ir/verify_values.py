@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload
 from zerofx.ir import ops
-from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, value
+from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.ir.verify_buffers import args, unread
 
@@ -54,7 +54,7 @@ class Output:
 
 
 def digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 def label_of(role: Role, name: str, index: int = -1) -> str:
@@ -91,11 +91,11 @@ class Numbering:
                 self.of[node] = erase(self, node) if erase else self._expression(node)
                 if node.target is ops.store_grad:
                     self._gradients(name, node)
-        for spec, result in zip(
-            self.program.outputs[name], self.program.results(name), strict=True
-        ):
+        specs = self.program.outputs[name]
+        updated = {place_of(spec) for spec in specs if spec.role in UPDATES}
+        for spec, result in zip(specs, self.program.results(name), strict=True):
             if isinstance(result, fx.Node):
-                self._result(name, spec, result)
+                self._result(name, spec, result, updated)
 
     def _leaf(self, where: Info) -> Any:
         if where.role is Role.SAVED:
@@ -152,14 +152,18 @@ class Numbering:
             return f"[{','.join(self._text(a) for a in argument)}]"
         return _plain(argument)
 
-    def _result(self, graph: str, spec: OutputInfo, result: fx.Node) -> None:
+    def _result(
+        self, graph: str, spec: OutputInfo, result: fx.Node, updated: Container[tuple[Any, Any]]
+    ) -> None:
         made = self.of[result]
         if spec.role is Role.SAVED:
             source = result
-            if result.target is _aten.clone.default:
+            if result.target is _aten.clone.default and not result.kwargs:
                 source = args(result)[0]
-            # a copy of what forward was given is that: it only keeps it from being overwritten
-            self._saved.append(self.of[source] if source.op == "placeholder" else made)
+            # a copy of what forward was given and writes to only keeps it from being overwritten;
+            # a copy of anything else is the model's own
+            is_kept = source.op == "placeholder" and place_of(info(source)) in updated
+            self._saved.append(self.of[source] if is_kept else made)
         elif spec.role is not Role.SHARD_GRAD:
             label = label_of(spec.role, spec.name, spec.index)
             self.outputs[label] = Output(str(made), graph, result)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import foreach_norm
+from zerofx.optim.places import name_of
 from zerofx.optim.runs import Run
 from zerofx.runtime.param_norms import gather_partials
+from zerofx.runtime.param_refuse import refuse_partial_norm
 from zerofx.runtime.param_tensor import ShardedTensor
 
 # One row's norm is accumulated in float32, the rows' in float64: the result is exact to 1e-8, where
@@ -44,6 +46,9 @@ def global_norm(work: Iterable[tuple[Run, Tensor]]) -> Tensor:
     sharded: dict[int, list[tuple[ShardedTensor, Tensor]]] = {}
     whole: list[Tensor] = []
     for run, grad in work:
+        axes = "" if run.ledger is None else run.ledger.world.other_axes
+        if axes:
+            refuse_partial_norm(name_of(run.params[0]), "max_grad_norm", axes)
         param, part = min(run.params, key=_order), square_sum(grad)
         if isinstance(param, ShardedTensor):
             sharded.setdefault(id(param._piece.ledger), []).append((param, part))

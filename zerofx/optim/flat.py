@@ -141,11 +141,18 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
         update_staged(far, update, self.communicates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states and groups as the torch optimizer of this name would."""
+        """Return states and groups as the torch optimizer of this name would.
+
+        States come in the order of the parameters, which all ranks have in common: states are made
+        in the order in which the pieces lie on a rank, and gathering them takes all ranks together.
+        """
         self._settle()
         found = super().state_dict()
+        states = found["state"]
+        numbers = [n for group in found["param_groups"] for n in group["params"] if n in states]
+        order = [*numbers, *(states.keys() - set(numbers))]
         found["state"] = {
-            k: dict(v) if isinstance(v, Mapping) else v for k, v in found["state"].items()
+            k: dict(states[k]) if isinstance(states[k], Mapping) else states[k] for k in order
         }
         return found
 

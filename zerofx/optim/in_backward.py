@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
-from zerofx.optim.places import name_of, place_of
+from zerofx.optim.places import local_of, name_of, place_of
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor
@@ -34,6 +34,8 @@ class StepsInBackward:
     _layout: Callable[[int], Any]
     _works: Callable[[Any, Callable[[Owner], bool]], Any]
     _update_all: Callable[..., None]
+    state: Any
+    make_states: Callable[[Sequence[Tensor]], None]
 
     def update_in_backward(self) -> None:
         """Take over the updates of all parameters whose model has them inside backward.
@@ -110,12 +112,30 @@ class StepsInBackward:
         self._options = None
         for updates in self._updates:
             updates.note_step(self)
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if _updates_of(param) is not None and param.grad is not None:
-                raise OptimizerError(
-                    f"{name_of(param)}.grad was set by hand, but {_PLAN} makes all updates inside "
-                    "backward; set it to None, or use Plan(update='step')"
-                )
+        given = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if _updates_of(param) is not None and param.grad is not None
+        ]
+        if given and self._only_makes_states(given):
+            self.make_states(given)
+        elif given:
+            raise OptimizerError(
+                f"{name_of(given[0])}.grad was set by hand, but {_PLAN} makes all updates inside "
+                "backward; set it to None, or use Plan(update='step')"
+            )
+
+    def _only_makes_states(self, given: Sequence[Tensor]) -> bool:
+        """Whether a step with gradients set by hand is the one by which torch makes states.
+
+        `get_optimizer_state_dict` and `set_optimizer_state_dict` of torch take a step with
+        gradients of zeros and rates of 0 with an optimizer that has no states yet.
+        """
+        if self.state or any(float(group.get("lr", 1.0)) for group in self.param_groups):
+            return False
+        grads = [param.grad for param in given]
+        return not any(grad is not None and bool(local_of(grad).any()) for grad in grads)
 
     def _settle(self) -> None:
         """Wait for updates that run beside the schedule: states are about to be looked at."""

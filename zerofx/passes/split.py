@@ -24,12 +24,11 @@ from zerofx.analysis.tradeoffs import solve_fraction
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
-from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
+from zerofx.ir.meta import UPDATES, OutputInfo, Phase, Role, info, place_of, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.passes.base import Fact, Pass, Report
 
 log = logging.getLogger("zerofx")
-UPDATES = {Role.BUFFER_UPDATE: Role.BUFFER, Role.INPUT_UPDATE: Role.INPUT}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Split(Pass):
         kept = kept_values(halves.parts, policy)
         builder = _Backward(joint, halves.parts, kept)
         backward = builder.build([r for _, r in halves.backward])
-        updated = {_place(s) for s, _ in halves.forward if s.role in UPDATES}
+        updated = {place_of(s) for s, _ in halves.forward if s.role in UPDATES}
         results = [r for _, r in halves.forward]
         forward = _forward(joint, halves.parts, results, builder.saved, updated)
         program.outputs[FORWARD] = tuple(s for s, _ in halves.forward) + tuple(
@@ -99,7 +98,7 @@ def _forward(
             env[node] = _copy(graph, node, env)
     outs: list[fx.Node | None] = [env[r] if isinstance(r, fx.Node) else r for r in results]
     for node in saved:
-        if node.op == "placeholder" and _place(info(node)) in updated:
+        if node.op == "placeholder" and place_of(info(node)) in updated:
             # the live tensor is written after forward; backward must see what forward read
             outs.append(call(graph, torch.ops.aten.clone.default, (env[node],), like=env[node]))
         else:
@@ -109,12 +108,6 @@ def _forward(
         if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
             graph.erase_node(node)
     return LazyGraphModule(joint, graph)
-
-
-def _place(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
-    """Identify a buffer by its name or an input by its leaf, from its placeholder or its update."""
-    role = UPDATES.get(what.role, what.role) if what.role else None
-    return role, what.name if role is Role.BUFFER else what.index
 
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -7,14 +7,25 @@ compare through the store (see runtime/hosts.py).
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zerofx.errors import DesyncError
-from zerofx.runtime.board import ABSENT, FAILED, LEFT, Entry, MemoryBoard, digest_hash
-from zerofx.runtime.differences import describe_difference
+from zerofx.runtime.board import (
+    ABSENT,
+    FAILED,
+    LEFT,
+    NO_GRAPH,
+    Entry,
+    MemoryBoard,
+    entry_key,
+)
+from zerofx.runtime.differences import describe_difference, describe_graphs
 from zerofx.runtime.heartbeat import Heartbeat
 from zerofx.runtime.hosts import Break, HostLink
 
@@ -30,10 +41,18 @@ _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
 class Agreement:
-    """One rank's side of the agreement; row i of the board belongs to world rank `ranks[i]`."""
+    """One rank's side of the agreement; row i of the board belongs to world rank `ranks[i]`.
+
+    store: through which ranks whose graphs differ look at each other's, where there is one.
+    """
 
     def __init__(
-        self, board: MemoryBoard, ranks: list[int], timeout_s: float, link: HostLink | None = None
+        self,
+        board: MemoryBoard,
+        ranks: list[int],
+        timeout_s: float,
+        link: HostLink | None = None,
+        store: Any = None,
     ) -> None:
         self.board = board
         self.ranks = ranks
@@ -44,17 +63,20 @@ class Agreement:
         self.call = 0
         self.what = "its first call"
         self._failure: str | None = None
-        self._hash = b""
+        self._store = store
+        self._key = b""
         self._agreed = 0  # the last call that every rank began
         self._differing: dict[Entry, list[int]] = {}  # who announced what, where ranks differed
         self._broken = 0  # the last call that this rank broke off
         self._others = [row for row in range(board.size) if row != board.rank]
 
-    def agree(self, what: str, digest: str) -> None:
-        """Return once every rank has announced `what` with an equal `digest`.
+    def agree(self, what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = "") -> None:
+        """Return once every rank has announced `what` with an equal `digest` and equal `steps`.
 
-        `digest` may carry readable "name=value" items, separated by ";" or new lines: where ranks
-        differ, the items that differ are in the message.
+        Both may carry readable "name=value" items, separated by ";" or new lines: where ranks
+        differ, the items that differ are in the message. `graph` is a hash of the sizes of the
+        call's inputs (8 bytes) and one of its graph (8): ranks with equal sizes must have equal
+        graphs. Ranks with other sizes may run another graph, since sizes are part of it.
 
         Raises:
             DesyncError: a rank announced something else, left, died, or did not come in time.
@@ -65,8 +87,8 @@ class Agreement:
             digest = _AFTER_A_BREAK + digest
         self.call += 1
         self.what = what
-        self._hash = digest_hash(what, digest)
-        self.board.post(self.call, what, digest)
+        self._key = entry_key(what, digest, graph, steps)
+        self.board.post(self.call, what, digest, graph, steps)
         equal = True
         for row in self._others:
             late = partial(self._place, row)
@@ -75,11 +97,20 @@ class Agreement:
             self._give_up_if_hopeless(lambda: "", 0.0)  # it had come, and has given up since
         if self.link is not None:
             self._check_hosts(self.link, equal)
-        elif not equal:
+        elif not equal and not self._fit_here():
             self._refuse(self._groups())
         self._agreed = self.call
 
-    def all_well(self, what: str, is_well: bool) -> bool:
+    def publish(self, graph: bytes, text: str) -> None:
+        """Let ranks whose graph differs from this one's look at it, line by line."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a store that is gone only costs the message
+            if not self._store.check([_graph_key(graph)]):
+                packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+                self._store.set(_graph_key(graph), packed)
+
+    def all_well(self, what: str, is_well: bool, steps: str = "") -> bool:
         """Return, once every rank has come to `what`, whether all is well on each of them.
 
         Raises:
@@ -87,14 +118,45 @@ class Agreement:
         """
         self._differing = {}
         try:
-            self.agree(what, _WELL if is_well else _UNWELL)
+            self.agree(what, _WELL if is_well else _UNWELL, steps=steps)
         except DesyncError:
             found = {(entry.what, entry.digest) for entry in self._differing}
-            for before in ("", _AFTER_A_BREAK):
+            same_steps = len({entry.steps for entry in self._differing}) == 1
+            for before in ("", _AFTER_A_BREAK) if same_steps else ():
                 if found == {(what, before + _WELL), (what, before + _UNWELL)}:
                     return False
             raise
         return is_well
+
+    def agree_but_for(
+        self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH, steps: str = ""
+    ) -> set[str]:
+        """Return, once every rank has announced `what` with an equal `digest`, all their choices.
+
+        choice: a "name=value" item, in which ranks may differ.
+
+        Raises:
+            DesyncError: as `agree`.
+        """
+        self._differing = {}
+        before = _AFTER_A_BREAK if self.has_broken_off else ""
+        try:
+            self.agree(what, f"{choice};{digest}", graph, steps)
+        except DesyncError:
+            found = set()
+            for entry in self._differing:
+                other = entry.digest.removeprefix(before).partition(";")[0]
+                # the hash is of all of the digest, of which the text may be a part
+                texts = entry_key(what, f"{before}{other};{digest}", NO_GRAPH, steps)[:16]
+                has_same_sizes = entry.sizes_hash == graph[:8]
+                if entry.texts_hash != texts or (has_same_sizes and entry.graph_hash != graph[8:]):
+                    raise
+                found.add(other)
+            if not found:
+                raise
+            self._agreed = self.call
+            return found
+        return {choice}
 
     @property
     def has_failed(self) -> bool:
@@ -121,8 +183,16 @@ class Agreement:
             self.link.post_break(Break(self.rank, self.call, launched, self.what, reason))
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank will make no further call."""
+        """Tell the others of this host that this rank will make no further call."""
         self.board.leave(reason)
+
+    def quit(self, reason: str) -> None:
+        """Leave, and tell the other hosts too: the store still answers."""
+        self.leave(reason)
+        if self.link is not None and self._failure is None:
+            launched = self.board.launched(self.board.rank)
+            last = Break(self.rank, self.call, launched, self.what, reason, is_last=True)
+            self.link.post_break(last)
 
     def fail(self, message: str) -> DesyncError:
         """Post `message`, so that every rank raises it too, and return it as an error.
@@ -169,8 +239,12 @@ class Agreement:
             return failure
         for broken in self.link.breaks():
             is_behind = broken.call < self.call or broken.launched < number
-            if broken.rank != self.rank and is_behind and self._is_missed(broken.call):
-                place = f"rank {broken.rank}, last at {broken.what} (call {broken.call})"
+            if broken.rank == self.rank or not is_behind:
+                continue
+            place = f"rank {broken.rank}, last at {broken.what} (call {broken.call})"
+            if broken.is_last:
+                return f"{place}, has left ({broken.reason})"
+            if self._is_missed(broken.call):
                 return f"{place}, broken off by {broken.reason}, does not go on"
         return None
 
@@ -187,9 +261,13 @@ class Agreement:
 
     def _same(self, row: int) -> bool | None:
         """Return whether the rank of `row` announced the same; None while it has not."""
-        same = self.board.has(row, self.call, self._hash)
-        # Read a difference twice: on some processors the number may land before the hash does.
-        return same if same is not False else self.board.has(row, self.call, self._hash)
+        same = self.board.has(row, self.call, self._key)
+        # Read a difference twice: on some processors the number may land before the key does.
+        return same if same is not False else self.board.has(row, self.call, self._key)
+
+    def _fit_here(self) -> bool:
+        """Tell whether the ranks of this host, all of which have announced this call, fit."""
+        return _fit(self.board.key(row, self.call) for row in range(self.board.size))
 
     def _await(self, look: Callable[[], T | None], late: Callable[[], str], spins: int) -> T:
         """Look until there is something; `late` says who is missing if that takes too long.
@@ -245,10 +323,10 @@ class Agreement:
             late = partial(link.absent, self.call)
             self._await(lambda: link.have_all(self.call) or None, late, spins=0)
             merged = link.read(self.call)
-            link.tell(self.call, _SAME if len(merged) == 1 else _DIFFERENT)
+            link.tell(self.call, _SAME if _fit(e.key for e in merged) else _DIFFERENT)
         elif self._await(partial(link.told, self.call), lambda: "another host", _SPINS) != _SAME:
             merged = link.read(self.call)
-        if len(merged) > 1:
+        if not _fit(entry.key for entry in merged):
             self._refuse(merged)
 
     def _mine(self) -> Entry:
@@ -258,10 +336,38 @@ class Agreement:
 
     def _refuse(self, groups: dict[Entry, list[int]]) -> None:
         """Raise for ranks that differ; every rank finds the same difference by itself."""
-        message = describe_difference(groups, self.call)
+        if len({entry.texts_hash for entry in groups}) == 1:
+            message = describe_graphs(groups, self.call, self._published)
+        else:
+            message = describe_difference(groups, self.call)
         for row, rank in enumerate(self.ranks):
             reason = self.board.broke_off(row, self.call - 1)
             if reason is not None:
                 message += f"; rank {rank} broke off call {self.call - 1}: {reason}"
         self._differing = groups
         raise DesyncError(message)
+
+    def _published(self, graph: bytes) -> list[str]:
+        """Return the lines of a graph that a rank has published, none where that cannot be."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([_graph_key(graph)]):
+                    packed = self._store.get(_graph_key(graph))
+                    return zlib.decompress(base64.b64decode(packed)).decode().split("\n")
+        return []
+
+
+def _graph_key(graph: bytes) -> str:
+    return f"graph/{graph.hex()}"
+
+
+def _fit(keys: Iterable[bytes]) -> bool:
+    """Tell whether ranks with these keys may run together (see `Agreement.agree`)."""
+    graphs: dict[bytes, bytes] = {}
+    texts: bytes | None = None
+    for key in keys:
+        if texts is None:
+            texts = key[:16]
+        if key[:16] != texts or graphs.setdefault(key[16:24], key[24:]) != key[24:]:
+            return False
+    return True

@@ -6,8 +6,9 @@ one of these off, and what it is busy with. Two calls suffice: a rank posts call
 has read everybody's n + 1, which each posts after reading all n.
 
 Row of ROW_BYTES: eight words of 8 bytes; three texts (length 2 bytes) of REASON_BYTES, BREAK_BYTES
-and BUSY_BYTES; two entries of ENTRY_BYTES: call number (8), hash of the digest (16), lengths
-(2 + 2), the two texts.
+and BUSY_BYTES; two entries of ENTRY_BYTES: call number (8), key (32), lengths (2 + 2 + 2), the
+three texts: what, steps, digest. A key is the hash of these texts (16), of the call's input sizes
+(8) and of the captured graph (8).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-REASON_BYTES, BREAK_BYTES, BUSY_BYTES, ENTRY_BYTES = 1984, 512, 512, 3072
+REASON_BYTES, BREAK_BYTES, BUSY_BYTES, ENTRY_BYTES = 1984, 512, 512, 4096
 _PID, _STARTED, _STATE, _LAUNCHED, _CALL, _BEATS, _BROKEN = range(7)  # the words of a row
 _WORDS_BYTES = 8 * (_BROKEN + 2)  # of broken calls there are two, as of entries
 _REASON = _WORDS_BYTES, REASON_BYTES
@@ -27,33 +28,60 @@ _BREAK = _WORDS_BYTES + REASON_BYTES, BREAK_BYTES
 _BUSY = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES, BUSY_BYTES
 _ENTRIES = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES + BUSY_BYTES
 ROW_BYTES = _ENTRIES + 2 * ENTRY_BYTES
-_HASH, _LENGTHS, _TEXT = 8, 24, 28  # offsets inside an entry
+_KEY, _LENGTHS, _TEXT = 8, 40, 46  # offsets inside an entry
+_STEPS_BYTES = 1024  # of an entry at most
+NO_GRAPH = bytes(16)  # the hashes of a call that runs no graph
 ABSENT, PRESENT, LEFT, FAILED = range(4)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank is about to do: its how-manieth call, in words, and what must be equal."""
+    """What a rank is about to do: the number of the call, in words, and what must be equal.
+
+    steps: the optimizer steps that it has taken since its last call.
+    """
 
     call: int
     what: str
     digest: str
-    digest_hash: bytes = b""
+    key: bytes = b""
+    steps: str = ""
+
+    @property
+    def texts_hash(self) -> bytes:
+        """What must be equal on all ranks."""
+        return self.key[:16]
+
+    @property
+    def sizes_hash(self) -> bytes:
+        """The sizes of the call's inputs; ranks may differ in them."""
+        return self.key[16:24]
+
+    @property
+    def graph_hash(self) -> bytes:
+        """What must be equal on all ranks whose inputs have equal sizes."""
+        return self.key[24:32]
 
 
-@lru_cache(maxsize=1024)
-def digest_hash(what: str, digest: str) -> bytes:
-    """Return 16 bytes that stand for `what` and all of `digest`."""
-    return hashlib.blake2b(f"{what}\0{digest}".encode(), digest_size=16).digest()
+@lru_cache(maxsize=256)
+def entry_key(what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = "") -> bytes:
+    """Return 32 bytes that stand for a call: its texts (16), its input sizes (8), its graph (8)."""
+    texts = f"{what}\0{digest}\0{steps}".encode(errors="surrogatepass")
+    return hashlib.blake2b(texts, digest_size=16).digest() + graph
 
 
-@lru_cache(maxsize=1024)
-def _packed(what: str, digest: str) -> bytes:
+@lru_cache(maxsize=256)
+def _packed(what: str, digest: str, graph: bytes, steps: str) -> bytes:
     """Return an entry after its call number, its texts cut to fit."""
-    first = what.encode()[:512]
-    second = digest.encode()[: ENTRY_BYTES - _TEXT - len(first)]
-    lengths = struct.pack("<HH", len(first), len(second))
-    return digest_hash(what, digest) + lengths + first + second
+    first, second = (
+        what.encode(errors="backslashreplace")[:512],
+        steps.encode(errors="backslashreplace")[:_STEPS_BYTES],
+    )
+    third = digest.encode(errors="backslashreplace")[
+        : ENTRY_BYTES - _TEXT - len(first) - len(second)
+    ]
+    lengths = struct.pack("<HHH", len(first), len(second), len(third))
+    return entry_key(what, digest, graph, steps) + lengths + first + second + third
 
 
 def process_started(pid: int) -> int:
@@ -76,7 +104,7 @@ class MemoryBoard:
         self._words = self._bytes.cast("Q")
         self._word = rank * ROW_BYTES // 8
         self._launched = self._word + _LAUNCHED
-        self._written: list[tuple[str, str] | None] = [None, None]
+        self._written: list[tuple[str, str, bytes, str] | None] = [None, None]
 
     def extra_row(self) -> MemoryBoard:
         """Return a writer for the row behind the ranks' own, which the buffer must have."""
@@ -88,23 +116,31 @@ class MemoryBoard:
         self._words[self._word + _STARTED] = process_started(os.getpid())
         self._words[self._word + _STATE] = PRESENT
 
-    def post(self, call: int, what: str, digest: str) -> None:
+    def post(
+        self, call: int, what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = ""
+    ) -> None:
         """Announce this rank's next call; the call number is written last."""
         base = self.rank * ROW_BYTES + self._entry(call)
-        if self._written[call & 1] != (what, digest):
-            packed = _packed(what, digest)
+        entry = what, digest, graph, steps
+        if self._written[call & 1] != entry:
+            packed = _packed(*entry)
             self._words[base // 8] = 0
-            self._bytes[base + _HASH : base + _HASH + len(packed)] = packed
-            self._written[call & 1] = (what, digest)
+            self._bytes[base + _KEY : base + _KEY + len(packed)] = packed
+            self._written[call & 1] = entry
         self._words[base // 8] = call
         self._words[self._word + _CALL] = call
 
-    def has(self, rank: int, call: int, digest_hash: bytes) -> bool | None:
-        """Return whether `rank` posted `digest_hash` at `call`; None while it posted nothing."""
+    def has(self, rank: int, call: int, key: bytes) -> bool | None:
+        """Return whether `rank` posted `key` at `call`; None while it posted nothing."""
         base = rank * ROW_BYTES + self._entry(call)
         if self._words[base // 8] != call:
             return None
-        return self._bytes[base + _HASH : base + _LENGTHS] == digest_hash
+        return self._bytes[base + _KEY : base + _LENGTHS] == key
+
+    def key(self, rank: int, call: int) -> bytes:
+        """Return the key that `rank`, which has, posted at `call`."""
+        base = rank * ROW_BYTES + self._entry(call)
+        return bytes(self._bytes[base + _KEY : base + _LENGTHS])
 
     def entry(self, rank: int, call: int) -> Entry | None:
         """Return what `rank` posted at `call`, None if it is not there (yet, or any more)."""
@@ -112,10 +148,12 @@ class MemoryBoard:
         if call == 0 or self._words[base // 8] != call:
             return None
         raw = bytes(self._bytes[base : base + ENTRY_BYTES])
-        first, second = struct.unpack_from("<HH", raw, _LENGTHS)
-        what = raw[_TEXT : _TEXT + first].decode(errors="replace")
-        text = raw[_TEXT + first : _TEXT + first + second].decode(errors="replace")
-        return Entry(call, what, text, raw[_HASH:_LENGTHS])
+        texts, at = [], _TEXT
+        for length in struct.unpack_from("<HHH", raw, _LENGTHS):
+            texts.append(raw[at : at + length].decode(errors="replace"))
+            at += length
+        what, steps, digest = texts
+        return Entry(call, what, digest, raw[_KEY:_LENGTHS], steps)
 
     def launch(self) -> int:
         """Count a collective that this rank has launched; return how many it now is."""
@@ -188,7 +226,7 @@ class MemoryBoard:
             return True
 
     def _write(self, place: tuple[int, int], text: str) -> None:
-        raw = text.encode()[: place[1] - 2]
+        raw = text.encode(errors="backslashreplace")[: place[1] - 2]
         base = self.rank * ROW_BYTES + place[0]
         self._bytes[base : base + 2 + len(raw)] = struct.pack("<H", len(raw)) + raw
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zerofx.compat.tensors import foreach_copy_, foreach_zero_
+from zerofx.compat.tensors import foreach_copy_, foreach_zero_, local_tensor
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.collectives import Scratch
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
@@ -23,11 +26,84 @@ if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The parameters, by name, that one backward has gradients for; None for all it computes.
+
+    given: those that this rank has one for; it adds zeros for the others. received: those that
+    get one, on every rank: given by some rank, and asked for.
+    """
+
+    given: frozenset[str] | None = None
+    received: frozenset[str] | None = None
+
+
+EVERYTHING = Asked()
+
+
+class Anchor:
+    """What represents a model's parameters in autograd's graph, which then shows what needs them.
+
+    Gradients go past autograd into p.grad, unless autograd.grad asks for them: then it returns the
+    sum over all calls that one loss uses. Programs of one model share it, so that a forward does
+    not pay for the number of parameters, and gradients of several are summed here. In a backward,
+    autograd visits each parameter, as it does for an eager model.
+
+    output: the input of every call that depends on parameters.
+    through, always: nodes that run if parameters may be asked for, and in every plain backward.
+    nodes: parameter name -> the node of its gradient.
+    returned: the gradients that the running autograd.grad asks for, in the order of `nodes`.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.returned: list[Tensor | None] = []
+        with torch.inference_mode(False), torch.enable_grad():  # whichever the first call is in
+            leaf = torch.zeros((), requires_grad=True)
+            self.output: Tensor = _Parameters.apply(self.returned, leaf, *params.values())
+        self.through: Any = self.output.grad_fn
+        (self.always, _), *edges = self.through.next_functions
+        self.nodes: dict[str, Any] = dict(zip(params, (node for node, _ in edges), strict=True))
+
+    @torch.no_grad()
+    def add(self, found: Sequence[Tensor | None]) -> None:
+        """Add what one backward has found to what autograd.grad is to return."""
+        if not self.returned:
+            self.returned[:] = found
+            return
+        for old, new in zip(self.returned, found, strict=True):
+            if old is not None and new is not None:
+                _local(old).add_(_local(new))
+        pairs = zip(self.returned, found, strict=True)
+        self.returned[:] = [new if old is None else old for old, new in pairs]
+
+
+def _local(grad: Tensor) -> Tensor:
+    # inside autograd.grad, methods of sharded tensors do not reach their own handlers
+    return local_tensor(grad) if isinstance(grad, ShardedTensor) else grad
+
+
+class _Parameters(torch.autograd.Function):
+    """Depends on the parameters, and has the gradients that were put into a list for them."""
+
+    @staticmethod
+    def forward(ctx: Any, returned: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.returned, ctx.num_params = returned, len(leaves) - 1  # the first is none
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        grads = ctx.returned[:] or [None] * ctx.num_params
+        ctx.returned.clear()
+        return None, None, *grads
+
+
 class Gradients:
     """Takes each bucket's gradients from packing to `p.grad`.
 
     no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
-    parameter gets a gradient. lends: memory is used again by later reductions.
+    parameter gets a gradient. asked: which get one otherwise; the p.grad of others stays as it is.
+    lends: memory is used again by later reductions.
     """
 
     def __init__(
@@ -41,6 +117,8 @@ class Gradients:
     ) -> None:
         self.no_sync = False
         self.discards = False
+        self.asked = EVERYTHING
+        self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
         self.scaler, self.away, self.updates = scaler, away, updates
         self.publish = store.grads.publish  # of a bucket, for these names
@@ -92,10 +170,20 @@ class Gradients:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
         if bucket in self._targets:  # p.grad's own memory: what it shows are the views
             shown = self._store.grads.views(bucket)
-            foreach_copy_([shown[i] for i in params], grads)
+            places: Sequence[Tensor] = [shown[i] for i in params]
         else:
-            foreach_copy_(self._views.params(buffer, bucket, params), grads)
+            places = self._views.params(buffer, bucket, params)
         self._packed[bucket] += (params,)
+        given = self.asked.given
+        if given is None:
+            foreach_copy_(places, grads)
+            return
+        members = self._layout.buckets[bucket].params
+        for i, place, grad in zip(params, places, grads, strict=True):
+            if members[i].owner in given:
+                place.copy_(grad)
+            else:
+                place.zero_()  # a gradient of zero tangents may be NaN
 
     def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
@@ -164,14 +252,42 @@ class Gradients:
         self.updates.note(bucket, names)
 
     def _packed_names(self, bucket: int) -> frozenset[str]:
-        """Return the parameters whose gradients this backward has packed into the bucket."""
+        """Return the parameters of the bucket that get a gradient from this backward."""
         key = (bucket, self._packed[bucket])
         names = self._names.get(key)
         if names is None:
             members = self._layout.buckets[bucket].params
             names = frozenset(members[i].owner for some in key[1] for i in some)
             self._names[key] = names
-        return names
+        received = self.asked.received
+        return names if received is None else names & received
+
+    def anchor(self) -> Anchor:
+        """Return what represents the parameters that are trained now in autograd's graph."""
+        trained = {name: p for name, p in self._store.params.items() if p.requires_grad}
+        names = tuple(trained)
+        if names not in self._anchors:
+            self._anchors[names] = Anchor(trained)
+        return self._anchors[names]
+
+    @contextlib.contextmanager
+    def apart(self, names: Collection[str]) -> Iterator[list[Tensor | None]]:
+        """Fill the list, when the block ends, with gradients of `names`; every p.grad stays.
+
+        Backward runs in the block: what it stores is in memory of its own, since it finds no
+        gradient to add to, and that of earlier ones is held here.
+        """
+        params = self._store.params
+        before = {name: p.grad for name, p in params.items() if p.grad is not None}
+        for name in before:
+            params[name].grad = None
+        found: list[Tensor | None] = []
+        try:
+            yield found
+            found += [params[name].grad for name in names]
+        finally:
+            for name, param in params.items():
+                param.grad = before.get(name)
 
     # -- the end of a backward ------------------------------------------------------------------
     def finish(self) -> None:
@@ -211,7 +327,7 @@ class Gradients:
     @property
     def holds_sums(self) -> bool:
         """Whether something that was summed under no_sync waits for its reduction."""
-        return self._sums.is_waiting
+        return bool(self._sums.left())
 
     def drop_unsynced(self) -> None:
         """Forget gradients that were summed under no_sync and not yet reduced."""

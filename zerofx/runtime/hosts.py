@@ -21,11 +21,12 @@ from typing import Any
 
 from zerofx.errors import DesyncError
 from zerofx.runtime.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
+from zerofx.runtime.meeting import Meeting, store_gone
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"
-_STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
 _LOOK_S = 1.0  # how often the store is asked whether the world is broken
+_CHECK_S = 0.1  # how often a rank that waits for the others' boards looks whether they still come
 
 
 def host_key() -> str:
@@ -41,13 +42,17 @@ def host_key() -> str:
 
 @dataclass(frozen=True)
 class Break:
-    """A call that a rank broke off after it had launched so many collectives, and why."""
+    """A call that a rank broke off after it had launched so many collectives, and why.
+
+    is_last: the rank makes no further call.
+    """
 
     rank: int
     call: int
     launched: int
     what: str
     reason: str
+    is_last: bool = False
 
 
 class HostLink:
@@ -68,7 +73,11 @@ class HostLink:
 
     def post(self, call: int, groups: dict[Entry, list[int]]) -> None:
         """Post what the ranks of this host announced at `call`; drop what all have read."""
-        rows = [[e.what, e.digest, e.digest_hash.hex(), ranks] for e, ranks in groups.items()]
+        rows, said = [], set()
+        for entry, ranks in groups.items():  # other graphs do not make other texts
+            texts = None if entry.texts_hash in said else (entry.what, entry.digest, entry.steps)
+            said.add(entry.texts_hash)
+            rows.append([entry.key.hex(), ranks, texts])
         with _store_errors():
             self._store.set(self._key(call, self._host), json.dumps(rows))
             if call > 2:
@@ -102,8 +111,11 @@ class HostLink:
         if failure:
             raise DesyncError(failure.decode())
         for text in texts:
-            for what, digest, digest_hash, ranks in json.loads(text):
-                entry = Entry(call, what, digest, bytes.fromhex(digest_hash))
+            said: dict[bytes, list[str]] = {}
+            for packed, ranks, texts in json.loads(text):
+                key = bytes.fromhex(packed)
+                what, digest, steps = said.setdefault(key[:16], texts)
+                entry = Entry(call, what, digest, key, steps)
                 groups.setdefault(entry, []).extend(ranks)
         return groups
 
@@ -161,7 +173,7 @@ class HostLink:
                 broken = Break(*json.loads(self._store.get(f"break/{self._read_breaks}")))
                 self._breaks[broken.rank] = broken
         except RuntimeError as error:
-            self._failure = f"{_STORE_GONE}: {error}"
+            self._failure = f"{store_gone()}: {error}"
 
     def post_progress(self, launched: dict[int, int]) -> None:
         """Post how many collectives each rank of this host has launched."""
@@ -186,7 +198,7 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise DesyncError(f"{_STORE_GONE}: {error}") from error
+        raise DesyncError(f"{store_gone()}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -198,37 +210,51 @@ class Neighbours:
     link: HostLink | None
 
 
-def meet(store: Any, rank: int, size: int, limit_s: float, host: str | None = None) -> Neighbours:
-    """Bring the `size` ranks that share `store` (and no others) to their boards.
+def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
+    """Bring the ranks of a meeting to their boards.
 
     Raises:
-        DesyncError: a rank of this host did not come within `limit_s`.
+        DesyncError: a rank did not come within the meeting's limit, or has raised; names it.
     """
-    store.set(f"host/{rank}", host or host_key())
+    store, rank, size = meeting.store, meeting.rank, meeting.size
     if rank == 0:
-        store.set("failure", "")
-    keys = store.multi_get([f"host/{other}" for other in range(size)])
+        store.set("failure", "")  # it is there once all ranks have shared their hosts
+    keys = meeting.share("host", host or host_key())
+    meeting.hosts.update({other: keys[other].partition("/")[0] for other in range(size)})
     ranks = [other for other in range(size) if keys[other] == keys[rank]]
     hosts = list(dict.fromkeys(keys))
     num_bytes = (len(ranks) + 1) * ROW_BYTES  # one more row, for the leader's verdicts
     path = _make_file(store, ranks[0], num_bytes) if rank == ranks[0] else None
-    name = path or store.get(f"board/{ranks[0]}").decode()
-    with open(name, "r+b") as file:
-        board = MemoryBoard(mmap.mmap(file.fileno(), num_bytes), ranks.index(rank), len(ranks))
-    board.attach()
-    deadline = time.monotonic() + limit_s
-    for row, other in enumerate(ranks):
-        while board.state(row) == ABSENT:
-            if time.monotonic() > deadline:
-                raise DesyncError(f"rank {other} did not reach rank {rank}'s board in {limit_s} s")
-            time.sleep(1e-3)
-    if path is not None:
-        os.unlink(path)  # all have it open; nothing is left behind, however they end
+    try:
+        board = _sign_in(meeting, ranks, path or meeting.get(f"board/{ranks[0]}", ranks[0]))
+    finally:
+        if path is not None:
+            os.unlink(path)  # all have it open; nothing is left behind, however they end
     if len(hosts) == 1:
         return Neighbours(board, ranks, None)
-    store.get("failure")  # it is there from here on
     members = [[other for other in range(size) if keys[other] == key] for key in hosts]
     return Neighbours(board, ranks, HostLink(store, board, members, hosts.index(keys[rank])))
+
+
+def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
+    """Open the board of this host, and return it once all its ranks have."""
+    with open(path, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), (len(ranks) + 1) * ROW_BYTES)
+    board = MemoryBoard(shared, ranks.index(meeting.rank), len(ranks))
+    board.attach()
+    looked = started = time.monotonic()
+    while absent := [other for row, other in enumerate(ranks) if board.state(row) == ABSENT]:
+        now = time.monotonic()
+        if now - looked > _CHECK_S:
+            looked = now
+            meeting.check()
+        if now - started > meeting.limit_s:
+            raise meeting.fail(
+                f"{meeting.name(absent)} did not reach rank {meeting.rank}'s board within "
+                f"{meeting.limit_s:g} s (ZEROFX_TIMEOUT_S)"
+            )
+        time.sleep(1e-3)
+    return board
 
 
 def _make_file(store: Any, leader: int, num_bytes: int) -> str:

@@ -133,6 +133,32 @@ class NvmeValues:
             self._sets.append(sizes)
             self._make(self._missing(sizes), whose)
 
+    def forget(self, sizes: Mapping[str, int]) -> None:
+        """Give up what was reserved for one call of a program, with files that no other needs.
+
+        A file stays as long as a value waits in it, or a call of another program may need a place.
+        """
+        if not sizes:
+            return
+        self._sets.remove(sizes)
+        needed: Counter[int] = Counter()
+        for each in self._sets:
+            needed |= Counter(each.values())
+        for store in list(self._files):
+            places = Counter(store.extents.values())
+            free = {
+                nbytes: [p for p in self._free.get(nbytes, []) if p.store is store]
+                for nbytes in places
+            }
+            is_free = all(len(free[nbytes]) == num for nbytes, num in places.items())
+            if is_free and needed <= self._num_made - places:
+                for nbytes, found in free.items():
+                    for place in found:
+                        self._free[nbytes].remove(place)
+                self._num_made -= places
+                self._files.remove(store)
+                store.close()
+
     def _missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return what finds no place, if all places there are were free."""
         left, missing = self._num_made.copy(), {}

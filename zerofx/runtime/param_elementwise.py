@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from zerofx.compat.tensors import local_tensor
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import (
     HANDLERS,
     ShardedTensor,
     find_sharded,
+    handles,
     local_value,
     refuse,
     wrap,
@@ -96,6 +97,16 @@ def with_refusing_backward(func: Any, like: ShardedTensor, out: Any) -> Any:
     if not (out.is_floating_point() or out.is_complex()):
         return out
     return _NoGradientHere.apply(like, op_name(func), out)
+
+
+@handles(torch.autograd.grad, torch.autograd.backward)
+def gradients_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward for some parameters; all ranks name the same ones together.
+
+    What autograd.grad returns is cut like the parameters.
+    """
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from zerofx.compat.callers import is_called_by_stager
 from zerofx.compat.tensors import (
     DisableTorchFunctionSubclass,
     local_dtype,
     local_tensor,
     raw_version,
 )
-from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse
+from zerofx.runtime.param_elementwise import with_refusing_backward
+from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse, wrap
 
 METHODS = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point
@@ -64,7 +66,28 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
     return args[0]
 
 
-@handles(torch.Tensor.new_zeros, torch.Tensor.new_empty, torch.Tensor.new_ones)
+@handles(torch.Tensor.new_empty)
+def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Make a plain tensor of the asked size; for `async_save` one that is cut like the first.
+
+    It fills the attributes of what it gets, the local tensor among them, with copies of the first's
+    (as it does with every DTensor, whose `data_ptr()` is 0).
+    """
+    source = args[0]
+    if is_called_by_stager():
+        return wrap(local_tensor(source).new_empty(0, **kwargs), source._piece)
+    return func(local_tensor(source), *args[1:], **kwargs)
+
+
+@handles(torch.Tensor.data_ptr)
+def data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Refuse, since the address of a piece is not that of the tensor; see `new_empty`."""
+    if is_called_by_stager():
+        return 0
+    refuse(func, args, kwargs)
+
+
+@handles(torch.Tensor.new_zeros, torch.Tensor.new_ones)
 @handles(torch.Tensor.new_full, torch.Tensor.new_tensor)
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Make a plain tensor of the asked size, with this dtype and device."""
@@ -73,8 +96,14 @@ def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 @handles(torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as)
 def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Give a plain tensor the global shape of a sharded one."""
+    """Give a plain tensor the global shape of a sharded one.
+
+    A tensor viewed as itself is another wrapper, in whose history it is found: the schedules of
+    torch.distributed.pipelining that split backward look for parameters in that way.
+    """
     plain, other = args
+    if plain is other:
+        return with_refusing_backward(func, plain, plain.detach())
     if isinstance(plain, ShardedTensor):
         refuse(func, args, kwargs)
     return getattr(plain, func.__name__[: -len("_as")])(other.shape)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from zerofx.compat.optim import is_clipping
 from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unscale_and_check
+from zerofx.errors import ShardError
 from zerofx.runtime.param_elementwise import with_refusing_backward
 from zerofx.runtime.param_foreach import ledger_of
-from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.param_refuse import op_name, refuse_partial_norm
 from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
 
 _SHARDED = {ShardedTensor}
@@ -69,6 +71,10 @@ def global_norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None, what: str
 ) -> list[torch.Tensor]:
     """Return the norm of each (whole) tensor, with one exchange for the list."""
+    piece = tensors[0]._piece
+    axes = piece.ledger.world.other_axes
+    if axes and is_clipping():
+        refuse_partial_norm(piece.name, "clip_grad_norm_", axes)
     with torch.no_grad():
         local = _local_norms([local_tensor(t) for t in tensors], order, dtype)
         whole = _combine(gather_partials(tensors[0], local, what), order)
@@ -180,6 +186,14 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the pieces of gradients; `found_inf` is set on all ranks where one finds any."""
     grads, found_inf, inv_scale = args
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    piece = sharded[0]._piece
+    axes = piece.ledger.world.other_axes
+    if axes:
+        raise ShardError(
+            f"{piece.name}: GradScaler.unscale_ tells no rank along the mesh axes {axes} of an "
+            "overflow, so that these would step and this one not. The model is compiled over a "
+            "slice of that mesh. Compute in bf16 without a GradScaler."
+        )
     func([local_tensor(g) if isinstance(g, ShardedTensor) else g for g in grads],
          found_inf, inv_scale)  # fmt: skip
     found = gather_partials(sharded[0], found_inf.reshape(1), "GradScaler.unscale_")

@@ -17,6 +17,7 @@ from zerofx.errors import NvmeError
 from zerofx.runtime.homes import Homes
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.param_boxes import Box, boxes_of
 from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
 
@@ -171,9 +172,18 @@ class Piece:
     def name(self) -> str:
         return self.param.owner
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        """Return the piece itself: copies of a tensor belong to the same parameter."""
+        return self
+
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
         return cut(full, self.ranges)
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The same elements as boxes of the parameter's own shape, in memory order."""
+        return boxes_of(self.shape, self.ranges)
 
     def says(self) -> str:
         """Name the elements that this rank owns, for errors."""

@@ -42,6 +42,16 @@ def refusal(op: str, piece: Piece, why: str = "") -> ShardError:
     )
 
 
+def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
+    """Raise for what needs the norm of a whole model of which a world holds a part."""
+    raise ShardError(
+        f"{name}: {doing} would take another norm on each rank along the mesh axes {other_axes}. "
+        "The model is compiled over a slice of that mesh, and which of its parameters these ranks "
+        "share is not known here. Add the squares of torch.nn.utils.get_total_norm over those "
+        "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
+    )
+
+
 def _calling_optimizer() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
@@ -56,6 +66,5 @@ def refuse_hook(name: str, method: str) -> NoReturn:
     """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
     raise ShardError(
         f"{name}: {method} on a compiled model's parameter would never run, since the program "
-        "assigns p.grad itself; register it on the module's parameters before zerofx.compile, or "
-        "work on p.grad after backward()"
+        "assigns p.grad itself. Hook the tensor inside forward, or change p.grad after backward()."
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from zerofx.compat.callers import is_called_by_distribution
 from zerofx.compat.tensors import (
     DisableTorchFunctionSubclass,
     allow_foreach,
@@ -23,7 +24,8 @@ from zerofx.compat.tensors import (
     new_dtensor,
 )
 from zerofx.errors import ShardError
-from zerofx.runtime.param_gather import gather_full
+from zerofx.runtime.param_boxes import box_at, chunks, write_items
+from zerofx.runtime.param_gather import Landing, gather_full
 from zerofx.runtime.param_piece import Piece
 from zerofx.runtime.param_refuse import op_name, refusal, refuse_hook
 
@@ -134,7 +136,12 @@ class ShardedTensor(DTensor):
         Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
         first `to_local()` on, resident parameters are gathered anew after every backward. After
         any other write, call `model.refresh()`.
+
+        torch's `set_model_state_dict` and `set_optimizer_state_dict` with `broadcast_from_rank0`
+        get a stand-in for it, since they write rows of the whole tensor into it.
         """
+        if is_called_by_distribution():
+            return cast(torch.Tensor, Landing(local_tensor(self), self._piece))
         if self._aliases:
             self._piece.ledger.handouts += 1
         return local_tensor(self)
@@ -145,8 +152,34 @@ class ShardedTensor(DTensor):
 
     # None of these goes through __torch_function__.
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise refusal("redistribute", self._piece)
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> DTensor:
+        """Return the tensor whole on every rank, for placements that are `Replicate()`.
+
+        All ranks must call it together; other placements and meshes are refused.
+        """
+        is_whole = bool(placements) and all(isinstance(p, Replicate) for p in placements)
+        if not is_whole or device_mesh not in (None, self.device_mesh):
+            raise refusal("redistribute", self._piece)
+        whole = self.full_tensor()
+        return DTensor.from_local(whole, self.device_mesh, placements, run_check=False)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        self._settle()
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        self._settle()
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return box_at(self, index.offset)
+
+    def _settle(self) -> None:
+        """Wait for updates of parameters that are under way on the host."""
+        if self._aliases:
+            self._piece.ledger.pending.settle()  # not join(): async_save asks from its own thread
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal("set_", self._piece)
@@ -199,10 +232,13 @@ def wrap(
 
 
 def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch.Tensor:
-    """Return what of `value` belongs to the piece of `target`: same cut, or a full plain tensor.
+    """Return what of `value` belongs to the piece of `target`.
+
+    `value` is cut alike, a full plain tensor, or a DTensor (of which all ranks then make the whole
+    together).
 
     Raises:
-        ShardError: `value` is neither; the message names the parameter and both shapes.
+        ShardError: `value` is none of these; the message names the parameter and both shapes.
     """
     piece = target._piece
     if isinstance(value, ShardedTensor):
@@ -215,7 +251,7 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             "take full_tensor() of both"
         )
     if isinstance(value, DTensor):
-        raise ShardError(f"{piece.name}: {doing} of a {type(value).__name__} is not supported")
+        value = whole_of(value, piece, doing)
     if value.ndim == 0:
         return value
     if value.numel() == 1 and value.ndim <= len(piece.shape):
@@ -228,6 +264,19 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             f"has global shape {list(piece.shape)}; give the full tensor"
         ) from None
     return piece.cut(full.reshape(-1))
+
+
+@torch.no_grad()
+def whole_of(value: DTensor, piece: Piece, doing: str) -> torch.Tensor:
+    """Return a DTensor of any other cut (FSDP2's, say) whole; a collective call on its mesh."""
+    if value.shape != piece.shape:
+        raise ShardError(
+            f"{piece.name}: {doing} of a DTensor of shape {list(value.shape)}, but the parameter "
+            f"has global shape {list(piece.shape)}; give one of the same shape"
+        )
+    piece.ledger.world.agree(f"{doing} of a DTensor", piece.name)
+    there = cast(DTensor, value.detach().to(value.device_mesh.device_type))
+    return there.full_tensor()
 
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:

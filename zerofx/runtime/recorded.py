@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from zerofx.collector import paused_collector
-from zerofx.errors import CaptureError
+from zerofx.compat.tensors import local_tensor
+from zerofx.errors import CaptureError, ZerofxError
 from zerofx.runtime.cuda_graph import Recorder
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.recordings import Backward, Forward, Recordings, Saved
 from zerofx.runtime.static_tensors import blank_like, fill
 from zerofx.runtime.step import Contract
@@ -136,6 +138,8 @@ class Recorded:
         try:
             with paused_collector():  # freeing another graph meanwhile would spoil this one
                 return self._room.recorder.capture(function)
+        except ZerofxError:
+            raise
         except RuntimeError as e:
             raise CaptureError(
                 f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}; "
@@ -195,16 +199,23 @@ class Recorded:
         engine = self._room.engine
         if engine.gradients.discards:
             return None, []
-        state: list[Hashable] = []
+        state: list[Hashable] = [engine.gradients.asked]
         targets = []
         for bucket in self._stored:
             target, accumulate = engine.store.grads.target(bucket)
             params = [engine.store.params[p.owner] for p in engine.layout.buckets[bucket].params]
-            # The ranges of those that have none yet are zeroed, in backward, before it adds.
-            unset = tuple(i for i, p in enumerate(params) if p.grad is None) if accumulate else ()
-            state.append((target.data_ptr(), accumulate, unset))
+            # The ranges of those that have none yet are zeroed, in backward, before it adds, and
+            # what lies elsewhere is copied there.
+            places = tuple(_place(p.grad) for p in params) if accumulate else ()
+            state.append((target.data_ptr(), accumulate, places))
             targets.append(target)
         return tuple(state), targets
+
+
+def _place(grad: Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return (local_tensor(grad) if isinstance(grad, ShardedTensor) else grad).data_ptr()
 
 
 def _call(function: Callable[[], T]) -> T:

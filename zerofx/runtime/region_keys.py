@@ -54,6 +54,14 @@ def artifact_key(source: str, device: str) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
+@functools.cache
+def compiled_by() -> str:
+    """Return a digest of how regions are compiled: what one version cannot, the next may."""
+    folder = Path(__file__).parents[1] / "compat"
+    said = [(folder / f"{name}.py").read_text() for name in ("inductor", "strides")]
+    return hashlib.sha256("".join(said).encode()).hexdigest()[:16]
+
+
 def mark_of_use() -> Path:
     """Return the file that says that regions were compiled here, by such a process as this."""
     return cache_dir() / "regions" / f"{artifact_key('', 'cpu')}.used"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from zerofx.compat.inductor import inductor_problem
+from zerofx.compat.strides import has_strides, laid_out
 from zerofx.errors import ProgramError
 from zerofx.runtime.debug import checked
-from zerofx.runtime.region_cache import compile_all
+from zerofx.runtime.region_cache import Region, compile_all
 
 log = logging.getLogger("zerofx")
 
@@ -29,7 +33,9 @@ def import_file(path: Path, name: str) -> ModuleType:
     try:
         code = compile(path.read_bytes(), str(path), "exec")
     except SyntaxError as e:
-        raise ProgramError(f"{path}:{e.lineno}: {e.msg}; mend the edit or emit again") from e
+        raise ProgramError(
+            f"{path}:{e.lineno}: {e.msg}; correct the edit, or emit the program again"
+        ) from e
     exec(code, module.__dict__)
     return module
 
@@ -89,13 +95,43 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     modules = {p.stem: import_file(p, f"zerofx_region_{p.stem}") for p in paths}
     if kernels == "inductor" and not _has_compiler():
         kernels = "aten"
-    compiled = compile_all(modules) if kernels == "inductor" else {}
+    units = facts.get("regions", {})
+    compiled = compile_all(modules, units) if kernels == "inductor" else {}
     for name, module in modules.items():
         plain = checked(module, name) if facts["debug"] else getattr(module, name)
-        setattr(found, name, compiled.get(name) or plain)
+        strides = getattr(module, "OUTPUTS", None)  # programs emitted earlier do not say
+        setattr(found, name, following(compiled.get(name) or plain, strides))
     return found
 
 
+def following(function: Region, strides: Sequence[tuple[int, ...]] | None) -> Region:
+    """Return a region whose results have these strides, on which the rest of the program relies.
+
+    An operator may return others than its fake kernel says, and so may a compiled region. The first
+    call shows which results are to be copied into place; without any, later calls look at nothing.
+    """
+    if not strides:  # programs emitted by earlier versions do not say
+        return function
+    differing: list[int] | None = None
+
+    def run(args: list[Tensor]) -> Any:
+        nonlocal differing
+        made = function(args)
+        if differing is None:  # an edited region may have other results than it was emitted with
+            pairs = enumerate(zip(made, strides, strict=False))
+            alike = [(i, m, s) for i, (m, s) in pairs if m.dim() == len(s)]
+            differing = [i for i, m, s in alike if not has_strides(m, s)]
+        if not differing:
+            return made
+        made = list(made)
+        for i in differing:
+            made[i] = laid_out(made[i], strides[i])
+        return made
+
+    return run
+
+
+@functools.cache  # said once per process
 def _has_compiler() -> bool:
     problem = inductor_problem()
     if problem:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofx.compat.tensors import local_tensor, raw_data
+from zerofx.compat.wrappers import DTensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor
@@ -115,6 +116,12 @@ class Bindings:
             raise ShardError(
                 f"{name}: the module now holds {found!r} instead of its {ours.dtype} "
                 f"parameter{_REBUILD}"
+            )
+        if isinstance(found, DTensor) and not isinstance(found, ShardedTensor):
+            raise ShardError(
+                f"{name}: a DTensor was put in the parameter's place, as parallelize_module, "
+                "distribute_module and fully_shard do, but the model is sharded by zerofx.compile "
+                "already; drop that call, and train the compiled model as it is"
             )
         if not is_assigned:
             raise ShardError(

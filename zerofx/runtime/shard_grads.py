@@ -122,8 +122,8 @@ class GradShard:
         """Decide where all of it is reduced into, and whether to add.
 
         Where some p.grad are set and others are not, the others' ranges are zeroed and the
-        user's own tensors copied in, so that adding is right for all. What the user still holds
-        of an earlier step is left to them.
+        user's own tensors copied in, so that adding is right for all; `publish` copies the sums
+        back into these. What the user still holds of an earlier step is left to them.
         """
         self._wake()
         grads = [p.grad for p in self.params]
@@ -142,16 +142,21 @@ class GradShard:
                     _local(view).zero_()
                 elif grad is not view:
                     _local(view).copy_(_local(grad))
-        for param, view, grad in zip(self.params, self.views, grads, strict=True):
-            if grad is not None:
-                param.grad = view
         return self.flat, True
 
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
-        """Set p.grad of every parameter among `names` that requires one, once all tiles are in."""
+        """Set p.grad of every parameter among `names` that requires one, once all tiles are in.
+
+        A tensor of the user's own stays p.grad, with the new values.
+        """
         self._expected.discard(bucket)
         if self._expected:
             return
         for param, view, name in zip(self.params, self.views, all_names, strict=True):
             if (names is None or name in names) and param.requires_grad:
-                param.grad = view
+                before = param.grad
+                if before is None:
+                    param.grad = view
+                elif before is not view:
+                    with torch.no_grad():
+                        _local(before).copy_(_local(view))

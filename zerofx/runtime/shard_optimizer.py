@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -20,9 +21,12 @@ from zerofx.errors import ShardError
 from zerofx.runtime import updates
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
-from zerofx.runtime.param_tensor import ShardedTensor, wrap
+from zerofx.runtime.param_tensor import ShardedTensor, whole_of, wrap
 from zerofx.runtime.sharded_parameter import ReplicatedParameter
 from zerofx.runtime.tiers import Tier
+
+# 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
+STEP_STATES = ("step", "mu_product", "eta", "mu")
 
 REFUSED = {
     "LBFGS": "it keeps flat vectors of all parameters and needs a closure",
@@ -127,7 +131,7 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
         optimizer.update_in_backward()
 
 
-def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
+def _cut_state(param: Tensor, key: str, value: Any) -> Any:
     """Return what of one state value belongs to the parameter's piece."""
     if not isinstance(value, Tensor) or not isinstance(param, ShardedTensor):
         return value
@@ -138,11 +142,56 @@ def _cut_state(param: nn.Parameter, key: str, value: Any) -> Any:
             f"{param._piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, "
             f"the parameter {list(param.shape)}; give zerofx.compile an optimizer without state"
         )
-    if key == "step":
+    is_count = key == "step" or (value.ndim == 0 and key in STEP_STATES)
+    if is_count or isinstance(value, ShardedTensor):
         return value
     piece = param._piece
-    local = piece.cut(value.detach().reshape(-1))
+    full = value.detach()
+    if isinstance(full, DTensor):
+        full = whole_of(full, piece, f"loading the optimizer's state {key!r}")
+    local = piece.cut(full.reshape(-1))
     return wrap(local.to(local_tensor(param).device, copy=True), piece)
+
+
+# -- loads ----------------------------------------------------------------------------------------
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _watch_loads(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Have what an optimizer loads cut like its parameters, and what it has loaded before.
+
+    A step would otherwise update this rank's part of whole states, which all ranks keep whole.
+    """
+    if optimizer in _watched or not any(isinstance(p, ShardedTensor) for p in params):
+        return
+    _watched.add(optimizer)
+    for param in params:
+        if isinstance(param, ShardedTensor) and param in optimizer.state:
+            states = optimizer.state[param]
+            for key in [k for k, v in states.items() if _is_uncut(param, v)]:
+                states[key] = _cut_state(param, key, states[key])
+    optimizer.register_load_state_dict_pre_hook(_cut_loaded)
+
+
+def _is_uncut(param: Tensor, value: Any) -> bool:
+    is_whole = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+    return is_whole and value.shape == param.shape
+
+
+def _cut_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a state dict that is about to be loaded with its whole states cut to pieces."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    if len(numbers) != len(params):
+        return None  # torch refuses it
+    found = dict(state_dict["state"])
+    for number, param in zip(numbers, params, strict=True):
+        if isinstance(param, ShardedTensor) and isinstance(found.get(number), Mapping):
+            found[number] = {
+                key: _cut_state(param, key, value) if _is_uncut(param, value) else value
+                for key, value in found[number].items()
+            }
+    return {**state_dict, "state": found}
 
 
 @cache
@@ -169,6 +218,7 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_near(optimizer, params)
     if _checked.get(optimizer) == len(params):
         return
+    _watch_loads(optimizer, params)
     kind = type(optimizer).__name__
     has_moments = any(base in _SECOND_MOMENTS for base in _torch_bases(optimizer))
     for param in params if has_moments else ():
@@ -209,9 +259,9 @@ def leave_behind(original: nn.Parameter) -> None:
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(hasattr(p, _LEFT_BEHIND) for group in optimizer.param_groups for p in group["params"]):
         raise ShardError(
-            f"this {type(optimizer).__name__} was built before zerofx.compile, over parameters "
-            "that are the model's no more, and trains nothing; build it over the compiled model's "
-            "parameters(), or hand it over: zerofx.compile(model, plan, optimizer=optimizer)"
+            f"this {type(optimizer).__name__} was built before zerofx.compile and still refers to "
+            "the old parameters, so step() would have no effect. Build it over the compiled "
+            "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)"
         )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     replicated = {id(p._ledger): p._ledger for p in params if isinstance(p, ReplicatedParameter)}
@@ -219,6 +269,10 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "counts_writes", False):
         for ledger in replicated.values():
             ledger.note_write()
-    for ledger in (*replicated.values(), *sharded.values()):
+    ledgers = (*replicated.values(), *sharded.values())
+    for world in {id(ledger.world): ledger.world for ledger in ledgers}.values():
+        if world.size > 1:  # nothing compares the steps of one rank, or would forget them
+            world.steps.note(optimizer)
+    for ledger in ledgers:
         if ledger.on_step is not None:
             ledger.on_step()

@@ -125,7 +125,8 @@ class FlatPiece(torch.Tensor):
     """One flat 1-D tensor of `total` elements of which this rank has `local`, which are `ranges`.
 
     torch.distributed.checkpoint saves it as exactly these chunks and loads it from any other cut,
-    since it reads the overlaps: any world size, stage and tiling. Equal chunks on several ranks
+    since it reads the overlaps. The random states of all ranks are saved so, and snapshots of
+    zerofx 0.1.0 hold parameters and optimizer states in this form. Equal chunks on several ranks
     (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
     one; nothing can be computed with it.
     """
@@ -189,9 +190,10 @@ class FlatPiece(torch.Tensor):
 
 
 def flat_piece(tensor: Tensor) -> FlatPiece:
-    """Return what to save or load of a parameter, or of an optimizer state of its shape.
+    """Return a parameter, or an optimizer state of its shape, as one flat tensor of its elements.
 
-    It shares memory with `tensor`, so that loading fills it in place.
+    That is how snapshots of zerofx 0.1.0 hold it. It shares memory with `tensor`, so that loading
+    fills it in place.
     """
     if isinstance(tensor, ShardedTensor):
         piece = tensor._piece
@@ -199,7 +201,16 @@ def flat_piece(tensor: Tensor) -> FlatPiece:
     return FlatPiece.of(tensor.detach().view(-1), ((0, tensor.numel()),), tensor.numel())
 
 
-def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
-    """Return every parameter's piece under its name, in registration order."""
+def sharded_state(store: ShardStore) -> dict[str, Tensor]:
+    """Return what torch.distributed.checkpoint saves and loads of every parameter, by name.
+
+    Values share memory with the parameters, so that loading fills them in place: sharded tensors,
+    or plain ones where the shard axis has one rank. The order is that of registration.
+    """
     store.settle()
-    return {name: flat_piece(param) for name, param in store.params.items()}
+    return {name: param.detach() for name, param in store.params.items()}
+
+
+def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
+    """Return every parameter as one flat tensor of its elements: the form of zerofx 0.1.0."""
+    return {name: flat_piece(param) for name, param in sharded_state(store).items()}

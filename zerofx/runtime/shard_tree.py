@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.tensors import storage_identity
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
@@ -58,6 +59,11 @@ class ParameterTree:
                     "out in flat shards; compile before quantising or distributing it"
                 )
             check_summable(name, param)
+            if has_gradient_hooks(param):
+                raise ShardError(
+                    f"{name} has a gradient hook, which would never run: a program assigns p.grad "
+                    "itself. Hook the tensor inside forward, or change p.grad after backward()."
+                )
             if param.grad is not None:
                 raise ShardError(
                     f"{name} has a gradient already, which sharding would drop; call "

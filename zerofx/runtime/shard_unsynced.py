@@ -173,11 +173,6 @@ class LocalSums:
         held.part(bucket).add_(buffer, alpha=1.0 / loss_scale)
         held.mark(names)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there may be a sum that waits for its reduction."""
-        return bool(self._scales)
-
     def holds(self, bucket: int) -> bool:
         """Tell whether a sum of this bucket waits for its reduction."""
         return bucket in self._scales
@@ -204,10 +199,13 @@ class LocalSums:
                 del self._sums[block]
             return *self._store.grads.target(bucket), names
         target, is_set = self._store.grads.target(bucket)
-        if is_set:
-            # with what was reduced before: equal on all ranks, so is its mean
-            buffer.add_(target, alpha=loss_scale)
-        return target, False, frozenset()
+        if not is_set:
+            return target, False, frozenset()
+        # with what was reduced before: equal on all ranks, so is its mean
+        buffer.add_(target, alpha=loss_scale)
+        params = self._store.params
+        shown = (n for n in layout.buckets[bucket].names if params[n].grad is not None)
+        return target, False, frozenset(shown)
 
     def left(self) -> dict[int, float]:
         """Return the buckets whose sums still wait for a reduction, with its scale, in order."""

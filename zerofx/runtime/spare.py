@@ -17,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.runtime.meeting import Meeting
+
 Kind = tuple[str, str]
 """The backend and the grid of ranks."""
 
@@ -43,17 +45,19 @@ def keep(kind: Kind, groups: Groups) -> None:
     _KEPT.setdefault(kind, []).append(groups)
 
 
-def take(kind: Kind, store: dist.Store, rank: int, size: int) -> Groups | None:
+def take(kind: Kind, meeting: Meeting) -> Groups | None:
     """Return groups that all ranks have kept, the same on each; None if there are none.
 
-    A collective call among the `size` ranks that share `store`.
+    A collective call among the ranks of the meeting.
+
+    Raises:
+        DesyncError: a rank did not come; names it.
     """
     job = dist.group.WORLD
     for kept in _KEPT.values():  # torch destroys all groups with the default one
         kept[:] = [groups for groups in kept if groups.job is job]
     mine = {groups.name: groups for groups in _KEPT.get(kind, [])}
-    store.set(f"spare/{rank}", json.dumps({name: g.launched for name, g in mine.items()}))
-    texts = store.multi_get([f"spare/{other}" for other in range(size)])
+    texts = meeting.share("spare", json.dumps({name: g.launched for name, g in mine.items()}))
     offers = [json.loads(text) for text in texts]
     common = [n for n in offers[0] if all(offer.get(n) == offers[0][n] for offer in offers)]
     if not common:

@@ -9,10 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from zerofx.compat.autograd import keeps_graph, will_run
+from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
 from zerofx.errors import GradientError
+from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.gradients import EVERYTHING, Asked
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What has a gradient from one output: parameters by name, inputs by leaf."""
+
+    params: frozenset[str]
+    inputs: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,11 @@ class Contract:
     shared: positions in `saved` of values that are outputs as they stand.
     returned: positions of outputs that are inputs as they stand -> the input's leaf.
     detached: positions of outputs that lie in inputs which no gradient is asked for.
+    constant: positions of outputs that require no grad.
+    reach: output leaf -> what has a gradient from it. A loss leaves the rest as it is: None, or
+        what an earlier backward has left there.
     digest: readable "name=value" items that must be equal on all ranks before a call.
+    graph: hashes of the sizes of the inputs and of the captured graph (see `Agreement.agree`).
     """
 
     outputs: tuple[int, ...]
@@ -43,10 +58,13 @@ class Contract:
     shared: tuple[int, ...]
     returned: dict[int, int]
     detached: frozenset[int]
+    constant: frozenset[int]
+    reach: dict[int, Reach]
     is_training: bool
     draws: frozenset[str]  # of "forward" and "backward": those that draw random numbers
     label: str
     digest: str
+    graph: bytes = NO_GRAPH
 
 
 @dataclass
@@ -72,22 +90,33 @@ class Executable:
     ) -> None:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
-        with torch.inference_mode(False):  # which may be the mode of the first call
-            self._anchor = torch.zeros((), requires_grad=True)
-            self._accumulate = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        # What a program that was given up needs again for the backward of an earlier forward.
+        self.slots: Sequence[int] = ()
+        self._anchor = engine.gradients.anchor()
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
         """Run forward; return its output leaves in order."""
         call = Call(leaves)
+        if dual_level() >= 0:
+            self._check_primal(leaves)
         if not self.contract.is_training:
             with torch.no_grad():
                 return self.run_forward(call)
         inputs = [leaves[i] for i in self.contract.input_grads]
-        outs = list(_Step.apply(self, call, self._anchor, *inputs))
+        outs = list(_Step.apply(self, call, self._anchor.output, *inputs))
         for position, leaf in self.contract.returned.items():
             if position in self.contract.detached:
                 outs[position] = leaves[leaf]
         return outs
+
+    def _check_primal(self, leaves: list[Any]) -> None:
+        """Raise for inputs with a tangent of forward-mode differentiation."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise GradientError(
+                f"{self.contract.label}: a dual tensor asks for forward-mode differentiation, "
+                "which a program does not have. Use backward(), or the uncompiled model."
+            )
 
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
@@ -123,8 +152,11 @@ class Executable:
                 found.append((f"{kind} {where}", held.detach(), held._version))
         return found
 
-    def run_backward(self, call: Call, incoming: Sequence[Tensor | None]) -> list[Tensor]:
+    def run_backward(self, call: Call, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
         engine = self.engine
+        named, returns = self._named()
+        if returns:
+            self._check_returns(returns[0])
         saved = self._take_saved(call)
         tangents = self._tangents(incoming)
         if engine.store.poll_writes() != call.writes:
@@ -134,31 +166,107 @@ class Executable:
                 "forward and its backward, so its gradients would be wrong; run backward before "
                 "the change"
             )
-        # autograd.grad(loss, inputs) asks for no gradient of a parameter
         gradients = engine.gradients
-        gradients.discards = not will_run(self._accumulate)
+        gradients.discards = named is not None and not named
         if not gradients.discards:
             gradients.updates.begin()
-        state = f"no_sync={gradients.no_sync};inputs_only={gradients.discards}"
+        if self.slots:
+            engine.reserve(self.slots)
+        state = (
+            f"no_sync={gradients.no_sync};inputs_only={gradients.discards};"
+            f"adds to gradients={engine.store.grads.are_shown}"
+        )
+        if named:
+            state += f";{'returned' if returns else 'accumulated'}={', '.join(named)}"
         if gradients.scaler is not None:
             tangents = gradients.scaler.begin(tangents)
+        pairs = zip(self.contract.outputs, incoming, strict=True)
+        used = [leaf for leaf, grad in pairs if grad is not None]
+        apart: contextlib.AbstractContextManager[list[Tensor | None]]
+        apart = gradients.apart(self._anchor.nodes) if returns else contextlib.nullcontext([])
         try:
-            self._agree(f"backward of {self.contract.label}", state)
-            with self._guard(), torch.no_grad(), self._own_random("backward"):
-                assert self.backward is not None
-                grads = self.backward(engine, engine.store.shards, saved, tangents)
-            engine.rest()
+            gradients.asked = self._agree_on_asked(used, named, state)
+            with apart as found:
+                with self._guard(), torch.no_grad(), self._own_random("backward"):
+                    assert self.backward is not None
+                    grads = self.backward(engine, engine.store.shards, saved, tangents)
+                engine.rest()
+            self._anchor.add(found)
+        except BaseException:
+            self._anchor.returned.clear()
+            raise
         finally:
-            gradients.discards = False
+            gradients.discards, gradients.asked = False, EVERYTHING
         if gradients.scaler is not None:
-            return gradients.scaler.unscaled(grads)
-        return grads
+            grads = gradients.scaler.unscaled(grads)
+        return self._of_used(grads, used)
+
+    def _named(self) -> tuple[list[str] | None, list[str]]:
+        """Return the parameters that the backward now running was called for, None for all.
+
+        Of autograd.grad(loss, x) or backward(inputs=[x]) they are those among x. The second list
+        has those whose gradients autograd.grad is to return.
+        """
+        if will_run(self._anchor.always):  # users cannot name it, so no parameter was named
+            return None, []
+        if not will_run(self._anchor.through):
+            return [], []
+        asked = {name: asks_for(node) for name, node in self._anchor.nodes.items()}
+        named = [name for name, how in asked.items() if how]
+        return named, [name for name in named if asked[name] == "return"]
+
+    def _check_returns(self, name: str) -> None:
+        """Raise unless gradients can be returned and p.grad left alone."""
+        gradients = self.engine.gradients
+        if self.engine.store.updates is not None:
+            why = "Plan(update='in-backward') uses and frees it inside backward"
+        elif gradients.no_sync or gradients.holds_sums:
+            why = "no_sync() sums gradients in p.grad until a backward outside reduces them"
+        elif gradients.scaler is not None:
+            why = "a step whose loss scale overflows leaves none"
+        else:
+            return
+        raise GradientError(
+            f"{name}: torch.autograd.grad, or a pipeline schedule that splits backward, asks for "
+            f"its gradient as a result, but {why}. Call loss.backward() and read p.grad."
+        )
+
+    def _agree_on_asked(self, used: list[int], named: list[str] | None, state: str) -> Asked:
+        """Make sure that ranks run the same backward; return which parameters get a gradient.
+
+        used: the outputs that this rank's loss uses. Where ranks use different ones, a parameter
+        that one rank's loss reaches gets the mean with zeros from the others.
+        """
+        reach, choice = self.contract.reach, " ".join(map(str, used))
+        found = self.engine.world.agree_but_for(
+            f"backward of {self.contract.label}",
+            f"{self.contract.digest};{state}",
+            f"outputs={choice}",
+            self.contract.graph,
+        )
+        if named is None and len(used) == len(reach):
+            return EVERYTHING
+        anywhere = {int(leaf) for each in found for leaf in each.partition("=")[2].split()}
+        given = frozenset(name for leaf in used for name in reach[leaf].params)
+        received = frozenset(name for leaf in anywhere for name in reach[leaf].params)
+        if named is None:
+            return Asked(given, received)
+        return Asked(given.intersection(named), received.intersection(named))
+
+    def _of_used(self, grads: list[Tensor], used: list[int]) -> list[Tensor | None]:
+        """Return the gradients of inputs, None for those that the used outputs do not reach."""
+        reach = self.contract.reach
+        if len(used) == len(reach):
+            return list(grads)
+        reached = {leaf for output in used for leaf in reach[output].inputs}
+        leaves = self.contract.input_grads
+        return [g if leaf in reached else None for leaf, g in zip(leaves, grads, strict=True)]
 
     def _agree(self, what: str, state: str) -> None:
         """Make sure that every rank is about to launch the same collectives."""
         world = self.engine.world
         if world.size > 1:
-            world.agree(what, f"{self.contract.digest};{state}")
+            world.agree(what, f"{self.contract.digest};{state}", self.contract.graph)
 
     def _take_saved(self, call: Call) -> list[Tensor]:
         if torch.is_grad_enabled():
@@ -255,7 +363,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class _Step(torch.autograd.Function):
-    """Ties a program into autograd; parameters are no inputs of it, the anchor stands for them."""
+    """Ties a program into autograd; one input, the anchor, stands for all parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: Executable, call: Call, anchor: Tensor, *inputs: Tensor) -> Any:
@@ -264,11 +372,12 @@ class _Step(torch.autograd.Function):
             outs[position] = outs[position].detach()
         ctx.run, ctx.call = run, call
         ctx.set_materialize_grads(False)
+        constant = run.contract.detached | run.contract.constant
         ctx.mark_non_differentiable(
             *[
                 o
                 for i, o in enumerate(outs)
-                if i in run.contract.detached or not (o.is_floating_point() or o.is_complex())
+                if i in constant or not (o.is_floating_point() or o.is_complex())
             ]
         )
         call.leaves = []

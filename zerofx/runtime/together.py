@@ -50,10 +50,13 @@ def together(world: World, what: str, step: Callable[[], T], raises: type[Zerofx
         raise
     except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
         problem = error
+    except BaseException as error:  # Ctrl-C, sys.exit: this rank comes no further
+        world.report_failure(repr(error))
+        raise
     world.agree(what, "")
     mine = None if problem is None else _describe(problem)
     answers = exchange(world, (mine, value), what)
-    if isinstance(problem, OSError):
+    if isinstance(problem, OSError) and not isinstance(problem, ZerofxError):
         raise raises(f"{what}: {mine}") from problem
     if problem is not None:
         raise problem

@@ -9,15 +9,15 @@ breaks this rank's connections, upon which the wait ends, here and in turn on ev
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
-from zerofx.errors import DesyncError, PlanError
+from zerofx.errors import DesyncError
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.differences import name_ranks
 
@@ -30,16 +30,9 @@ _PROGRESS_S = 10.0  # how often it posts this host's progress for the others
 _FAREWELL_S = 2.0  # how long after a lost connection its cause may take to show on the board
 
 
-def timeout_s() -> float:
-    """Return how long a rank waits for the others: ZEROFX_TIMEOUT_S seconds, 300 if unset."""
-    text = os.environ.get("ZEROFX_TIMEOUT_S", "300")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise PlanError(f"ZEROFX_TIMEOUT_S is {text!r}; set it to a number of seconds above 0")
-    return seconds
+def last_resort_s(timeout_s: float) -> float:
+    """Return the limit of a transfer by itself, which the watchdog comes before."""
+    return 2 * timeout_s + 60
 
 
 class Watchdog:
@@ -48,6 +41,7 @@ class Watchdog:
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self._board = agreement.board
+        self._last_resort = timedelta(seconds=last_resort_s(agreement.timeout_s))
         self._waiting: Waiting | None = None
         self._diagnosis: DesyncError | None = None
         self._interrupt: Callable[[], None] | None = None
@@ -82,11 +76,17 @@ class Watchdog:
         self._waiting = (number, label)
         try:
             for handle in handles:
-                handle.wait()
+                self.wait_for(handle)
+        except DesyncError:
+            raise
         except RuntimeError as error:
             raise self.explain(number, label, error) from error
         finally:
             self._waiting = None
+
+    def wait_for(self, handle: Any) -> None:
+        """Wait for one transfer: longer than gloo would, which the limit of connecting ends."""
+        handle.wait(self._last_resort)
 
     @property
     def waiting(self) -> Waiting | None:
@@ -188,6 +188,9 @@ class StreamWatchdog(Watchdog):
         super().wait(handles, number, label)
         if self._diagnosis is not None:
             raise self._diagnosis
+
+    def wait_for(self, handle: Any) -> None:
+        handle.wait()  # with a limit it would hold the host
 
     @property
     def waiting(self) -> Waiting | None:

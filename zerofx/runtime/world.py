@@ -19,8 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx.errors import DesyncError, PlanError
 from zerofx.runtime import groups
 from zerofx.runtime.agreement import Agreement
+from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
 from zerofx.runtime.gloo import Algorithm, always_direct
+from zerofx.runtime.grid import rank_grid
+from zerofx.runtime.meeting import timeout_s
+from zerofx.runtime.steps import StepLog
 
 
 class Then(Work):
@@ -44,8 +48,9 @@ class World:
     """This rank's place among the ranks, its collectives and what it sent in them.
 
     `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
-    DeviceMesh, None where that axis has one rank. `label`s name a collective in errors. `give_back`
-    is called once the world is dropped.
+    DeviceMesh, None where that axis has one rank. `other_axes` names the axes of a larger mesh that
+    this world is a slice of. `label`s name a collective in errors. `give_back` is called once the
+    world is dropped.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class World:
         agreement: Agreement | None = None,
         shard_mesh: DeviceMesh | None = None,
         give_back: Callable[[], None] | None = None,
+        other_axes: str = "",
     ) -> None:
         self.device = device
         self.backend = backend
@@ -67,17 +73,18 @@ class World:
         self.replicate_rank, self.replicate_size = replicate.rank, replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.size = shard.size * replicate.size
-        self.shard_mesh = shard_mesh
+        self.shard_mesh, self.other_axes = shard_mesh, other_axes
         self.counters = lane.counters if lane else {kind: Traffic() for kind in KINDS}
         self._shard, self._replicate, self._whole = shard, replicate, whole
         self._lane, self._agreement = lane, agreement
+        self.steps = StepLog()
         if agreement is not None:
             weakref.finalize(self, _say_goodbye, agreement)
         if give_back is not None:
             weakref.finalize(self, give_back)
 
     @classmethod
-    def single(cls, device: torch.device | str | None = None) -> World:
+    def single(cls, device: torch.device | str | None = None, other_axes: str = "") -> World:
         """Return the world of one process, without a process group."""
         return cls(
             device=groups.place(device),
@@ -85,6 +92,7 @@ class World:
             shard=Axis(),
             replicate=Axis(),
             whole=Axis(),
+            other_axes=other_axes,
         )
 
     @classmethod
@@ -94,31 +102,45 @@ class World:
         mesh: DeviceMesh | None = None,
         shard_size: int | None = None,
         algorithm: Algorithm = always_direct,
+        start: groups.StartUp | None = None,
+        replicates: bool = False,
     ) -> World:
         """Return the world this process is in; a collective call where there are several ranks.
 
         Uses the process group that exists; else, under torchrun, initialises one; else this is one
         process. `mesh` is 1-D (shard) or 2-D (replicate, shard); without one all ranks are used, in
-        contiguous groups of `shard_size` that hold the shards, replicated across the groups.
-        `algorithm` chooses how gloo moves the bytes of each collective.
+        contiguous groups of `shard_size` that hold the shards, replicated across the groups. If
+        `replicates`, nothing is sharded, and all ranks of the mesh are replicas.
+        `algorithm` chooses how gloo moves the bytes of each collective. `start`: the start-up that
+        this is a part of, if the other ranks are to be told of what raises after this too.
 
         Raises:
-            PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks.
-            DesyncError: another rank did not come.
+            PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks, or
+                ZEROFX_TIMEOUT_S is not a number of seconds.
+            DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised.
         """
-        groups.initialise_under_torchrun(device)
+        if start is None:
+            with groups.StartUp(mesh) as start:
+                return cls.connect(device, mesh, shard_size, algorithm, start, replicates)
+        timeout_s()  # raises where it is no number, before anything waits
+        start.initialise(device)
         if not dist.is_initialized():
-            if mesh is not None or shard_size not in (None, 1):
+            if mesh is not None:
+                raise PlanError(
+                    "mesh was given, but this process has no process group. Launch it with "
+                    "torchrun, or leave mesh out"
+                )
+            if shard_size not in (None, 1):
                 raise PlanError(
                     f"shard_axis_size is {shard_size} but this is a single process; launch it with "
-                    "torchrun, or leave shard_axis_size and mesh out"
+                    "torchrun, or leave shard_axis_size out"
                 )
             return cls.single(device)
-        grid = groups.rank_grid(mesh, shard_size)
+        grid, others = rank_grid(mesh, shard_size, replicates), groups.other_axes(mesh)
         if grid.numel() == 1:
-            return cls.single(device)
+            return cls.single(device, others)
         here = groups.place(device)
-        axes = groups.join(grid, here, algorithm)
+        axes = groups.join(grid, here, algorithm, start)
         return cls(
             device=here,
             backend=axes.backend,
@@ -129,6 +151,7 @@ class World:
             agreement=axes.agreement,
             shard_mesh=axes.shard_mesh,
             give_back=axes.give_back,
+            other_axes=others,
         )
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
@@ -184,14 +207,22 @@ class World:
         finally:
             in_flight.clear()
 
-    def agree(self, what: str, digest: str) -> None:
+    def agree(self, what: str, digest: str, graph: bytes = NO_GRAPH) -> None:
         """Return once every rank is about to do `what` with the same `digest`.
+
+        Ranks with equal input sizes must have equal graphs too (`graph`, see `Agreement.agree`),
+        and every rank must have taken the same optimizer steps since the last agreement.
 
         Raises:
             DesyncError: a rank is about to do something else, has left, died, or did not come.
         """
         if self._agreement is not None:
-            self._agreement.agree(what, digest)
+            self._agreement.agree(what, digest, graph, self.steps.take())
+
+    def publish(self, graph: bytes, text: str) -> None:
+        """Let ranks whose graph has another hash than `graph` look at this one."""
+        if self._agreement is not None:
+            self._agreement.publish(graph, text)
 
     def all_well(self, what: str, is_well: bool) -> bool:
         """Return, once every rank has come to `what`, whether all is well on each of them.
@@ -201,7 +232,24 @@ class World:
         Raises:
             DesyncError: a rank is about to do something else, has left, died, or did not come.
         """
-        return is_well if self._agreement is None else self._agreement.all_well(what, is_well)
+        if self._agreement is None:
+            return is_well
+        return self._agreement.all_well(what, is_well, self.steps.take())
+
+    def agree_but_for(
+        self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH
+    ) -> set[str]:
+        """Return, once every rank is about to do `what` with the same `digest`, all their choices.
+
+        choice: a "name=value" item, in which ranks may differ. Costs what an agreement does, and
+            compares `graph` and optimizer steps as one.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        if self._agreement is None:
+            return {choice}
+        return self._agreement.agree_but_for(what, digest, choice, graph, self.steps.take())
 
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that an exception has ended the call that was last agreed on.

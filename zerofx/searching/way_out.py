@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import yaml
-
 from zerofx.errors import ZerofxError
+from zerofx.fields import write_yaml
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.plan import Plan
@@ -146,4 +145,4 @@ def _options(changed: Mapping[str, Any]) -> list[str]:
 
 def _flow(value: Any) -> str:
     """Write a value as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    return write_yaml(value, is_flow=True)

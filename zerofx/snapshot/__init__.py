@@ -2,7 +2,9 @@
 
 saving.py, loading.py   the two calls, step by step
 job.py                  a rank's part in either
-files.py                what lies on disk, how it is published, what proves it whole
+files.py                what lies on disk, how it is published, opened, and proved whole
+held.py, settling.py    files that stay open while they are read; a read that starts again if they
+                        were replaced
 state.py, values.py, generators.py    what is saved: tensors by name, other values, generators
 dcp.py                  tensors to files and back through torch.distributed.checkpoint
 exporting.py            full weights as safetensors, for others

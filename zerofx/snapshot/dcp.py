@@ -7,24 +7,30 @@ lies on disk is an ordinary distributed checkpoint which `torch.distributed.chec
 
 from __future__ import annotations
 
-import io
+import contextlib
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.compat.checkpoint import file_of, storage_info
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, ZerofxError
+from zerofx.runtime.shard_state import FlatPiece, flat_piece
+from zerofx.snapshot.held import HeldFiles
 
 INDEX = ".metadata"
 
@@ -121,6 +127,8 @@ class SaveSteps:
                 found = [self._put(item, file, name) for item in self._plan.items]
                 file.flush()
                 os.fsync(file.fileno())
+        except ZerofxError:
+            raise
         except RuntimeError as error:  # torch.save, where the file system refused a write
             raise SnapshotError(f"{self._folder / name}: {error}") from error
         return found
@@ -153,12 +161,30 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
+class _HeldFileSystem(FileSystem):
+    """Lets torch's reader read files that are open already, instead of opening them by path."""
+
+    def __init__(self, held: HeldFiles) -> None:
+        self._held = held
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "rb"
+        yield self._held.stream(os.path.basename(path))
+
+
 class _Reader(FileSystemReader):
+    def __init__(self, held: HeldFiles) -> None:
+        assert held.folder is not None
+        super().__init__(held.folder)
+        self.fs = _HeldFileSystem(held)
+        self._held = held
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index without running what a stranger may have put in it."""
-        path = Path(self.path) / INDEX
+        path = self._held.path(INDEX)
         try:
-            found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            found = _Unpickler(self._held.stream(INDEX)).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
             raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
         if not isinstance(found, Metadata):
@@ -169,6 +195,7 @@ class _Reader(FileSystemReader):
 class LoadSteps:
     """The steps of a load: everything is checked when it is made, `read` fills the tensors.
 
+    held: the files of the snapshot, open.
     file_bytes: the size of every file that belongs to the snapshot.
     done: told of each tensor once it is filled.
 
@@ -177,16 +204,16 @@ class LoadSteps:
     """
 
     def __init__(
-        self, folder: Path, file_bytes: Mapping[str, int], done: Callable[[Tensor], None]
+        self, held: HeldFiles, file_bytes: Mapping[str, int], done: Callable[[Tensor], None]
     ) -> None:
-        self._folder, self._done = folder, done
-        self._reader = _Reader(folder)
+        self._where, self._done = held.path(INDEX), done
+        self._reader = _Reader(held)
         self.index = self._reader.read_metadata()
         self._check_pointers(file_bytes)
 
     def _check_pointers(self, file_bytes: Mapping[str, int]) -> None:
         """Raise unless every chunk lies in a file of the save and the chunks fill the tensor."""
-        where = self._folder / INDEX
+        where = self._where
         for index, info in (self.index.storage_data or {}).items():
             end = info.offset + info.length
             if not 0 <= info.offset <= end <= file_bytes.get(info.relative_path, -1):
@@ -210,13 +237,31 @@ class LoadSteps:
         """Find what fills `tensors`, which may be a part of what was saved."""
         self._planner = _LoadPlanner(self._done)
         try:
-            self._planner.set_up_planner(tensors, self.index, is_coordinator=True)
+            self._planner.set_up_planner(self._as_saved(tensors), self.index, is_coordinator=True)
             self._reader.set_up_storage_reader(self.index, is_coordinator=True)
             local = self._reader.prepare_local_plan(self._planner.create_local_plan())
         except (RuntimeError, ValueError) as error:  # a key that is missing, another size
-            raise SnapshotError(f"{self._folder / INDEX}: {error}") from error
+            raise SnapshotError(f"{self._where}: {error}") from error
         plans = self._planner.create_global_plan([local])
         self._plan: LoadPlan = self._planner.finish_plan(plans[0])
+
+    def _as_saved(self, value: Any, key: str = "") -> Any:
+        """Return tensors, in nested dicts, in the form that they were saved in.
+
+        Snapshots of zerofx 0.1.0 have flat tensors instead of ones of the parameters' shapes.
+        """
+        if isinstance(value, dict):
+            return {k: self._as_saved(v, f"{key}.{k}" if key else k) for k, v in value.items()}
+        saved = self.index.state_dict_metadata.get(key)
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, FlatPiece)
+            and isinstance(saved, TensorStorageMetadata)
+            and saved.size != value.size()
+            and saved.size == torch.Size([value.numel()])
+        ):
+            return flat_piece(value)
+        return value
 
     def read(self) -> None:
         """Fill the planned tensors in place."""

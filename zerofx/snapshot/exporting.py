@@ -23,7 +23,7 @@ from zerofx.errors import SnapshotError
 from zerofx.runtime.shard_state import iter_full_state
 from zerofx.runtime.together import together
 from zerofx.runtime.world import World
-from zerofx.snapshot.files import discard, place, sync_file, write_file
+from zerofx.snapshot.files import check_call, discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of
 from zerofx.snapshot.tensor_files import DTYPES
 
@@ -50,6 +50,7 @@ def export(
         SnapshotError: safetensors has no such dtype, or the file system refuses.
         DesyncError: a rank did not make this call; names it.
     """
+    check_call("zerofx.export(target, model)", target)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{target}: export takes what zerofx.compile returned, and this is a plain "

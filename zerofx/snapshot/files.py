@@ -9,25 +9,31 @@
     .run.old/                   the one before, until the new one is published
 
 Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under
-its own name is always whole; where an interrupted save left none, `locate` reads .new, else .old,
-and the next save puts it back first.
+its own name is always whole; where an interrupted save left none, `open_snapshot` reads .new, else
+.old, and the next save puts it back first.
+
+A snapshot that is being read stays open (`OpenSnapshot`): its manifest and its files are of one
+save, even if the next one is published and this one is deleted meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
-from zerofx.errors import SnapshotError
+from zerofx.errors import ArgumentError, NoSnapshotError, SnapshotError
+from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
 
 log = logging.getLogger("zerofx")
 
@@ -35,6 +41,20 @@ MANIFEST = "zerofx.json"
 VALUES = "values.pt"
 FORMAT, VERSION = "zerofx snapshot", 1
 _PIECE_BYTES = 1 << 20
+_LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between looks for a name that is missing
+
+
+def check_call(call: str, path: object) -> None:
+    """Raise unless a function was given a path where it takes one; `call` is the right call.
+
+    Raises:
+        ArgumentError: it is something else, such as the model.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(
+            f"{call.partition('(')[0]} was given a {type(path).__name__} where it takes a path. "
+            f"Call {call}"
+        )
 
 
 def place(folder: str | os.PathLike[str]) -> Path:
@@ -44,22 +64,6 @@ def place(folder: str | os.PathLike[str]) -> Path:
 
 def _beside(folder: Path, role: str) -> Path:
     return folder.parent / f".{folder.name}.{role}"
-
-
-def locate(folder: Path) -> Path:
-    """Return where the snapshot of this name is to be read, after an interrupted save too.
-
-    Raises:
-        SnapshotError: there is none.
-    """
-    if os.path.lexists(folder):
-        return folder
-    for role in ("new", "old"):
-        left = _beside(folder, role)
-        if (left / MANIFEST).exists():
-            log.warning("%s: a save was interrupted while publishing; reading %s", folder, left)
-            return left
-    raise SnapshotError(f"{folder}: no such directory")
 
 
 # -- writing ----------------------------------------------------------------------------------
@@ -125,6 +129,23 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
+def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
+    """Raise unless all files that the manifest names are there, before another save is given up.
+
+    Another job that begins a save to the same place takes this directory for one left behind.
+
+    Raises:
+        SnapshotError: names the file.
+    """
+    for name, (num_bytes, _) in sums.items():
+        path = written / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise SnapshotError(
+                f"{path} was removed or changed while it was saved. Another job may be saving to "
+                f"{folder}: give each job a directory of its own"
+            )
+
+
 def publish(written: Path, folder: Path) -> None:
     """Put a complete directory in the place of `folder`."""
     sync_file(written)
@@ -146,11 +167,15 @@ def publish(written: Path, folder: Path) -> None:
 # -- what proves a snapshot whole -----------------------------------------------------------------
 def checksum(path: Path) -> list[Any]:
     """Return [size in bytes, sha256] of a file."""
-    digest, num_bytes = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            num_bytes += len(piece)
+        return _checksum_of(file)
+
+
+def _checksum_of(file: BinaryIO) -> list[Any]:
+    digest, num_bytes = hashlib.sha256(), 0
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+        num_bytes += len(piece)
     return [num_bytes, digest.hexdigest()]
 
 
@@ -161,35 +186,147 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     write_file(folder / MANIFEST, text.encode())
 
 
-def identity(manifest: Mapping[str, Any]) -> str:
-    """Return what tells one save from any other."""
-    return _digest(manifest)
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a snapshot.
+# -- reading --------------------------------------------------------------------------------------
+def open_snapshot(name: Path) -> OpenSnapshot:
+    """Open the snapshot of this name, after an interrupted save too.
+
+    While a save publishes, the name is missing for a moment, and a link may be moved to another
+    snapshot: a missing name is looked for several times, over 0.1 s.
 
     Raises:
-        SnapshotError: there is none, it is damaged, or this version does not read it.
+        SnapshotError: there is none, or it is damaged.
+        Replaced: a save replaced it while it was opened.
     """
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise SnapshotError(f"{folder} is a file; a snapshot is a directory")
-    if not path.exists():
-        raise SnapshotError(f"{_what_lies_in(folder)}; a snapshot of zerofx.save has a {MANIFEST}")
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise SnapshotError(f"{path}: truncated or damaged ({error})") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
-    if found.get("version") != VERSION:
-        raise SnapshotError(
-            f"{path}: format {found.get('version')}, and this zerofx reads format {VERSION}"
-        )
-    if found.pop("checksum", None) != _digest(found):
-        raise SnapshotError(f"{path}: its contents do not match its checksum: damaged or edited")
-    return found
+    for nap in _LOOKS_S:
+        try:
+            return OpenSnapshot(place(name))
+        except OSError as error:
+            if not (isinstance(error, FileNotFoundError) or is_stale(error)):
+                raise
+        time.sleep(nap)
+    folder = place(name)
+    for left in (_beside(folder, "new"), _beside(folder, "old")):
+        if not (left / MANIFEST).exists():
+            continue
+        try:
+            found = OpenSnapshot(left)
+        except FileNotFoundError:
+            raise Replaced(f"a save is publishing {folder}") from None
+        log.warning("%s: a save was interrupted while publishing; reading %s", folder, left)
+        return found
+    raise NoSnapshotError(f"{folder}: no such directory")
+
+
+class OpenSnapshot:
+    """A snapshot that is read: its directory, its manifest and its files, all of one save.
+
+    Raises:
+        FileNotFoundError: no directory has this name.
+        SnapshotError: there is no manifest, it is damaged, or this version does not read it.
+        Replaced: a save replaced it while it was opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.files = HeldFiles(folder)
+        except NotADirectoryError as error:
+            raise SnapshotError(f"{folder} is a file; a snapshot is a directory") from error
+        try:
+            with self.watched():
+                self.manifest = self._read_manifest()
+                if len(self.manifest["files"]) < self.files.most_open:
+                    self._hold_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self.files.close()
+
+    @property
+    def identity(self) -> str:
+        """What tells one save from any other."""
+        return _digest(self.manifest)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Read within the block: what fails there because of a later save raises `Replaced`.
+
+        A file is gone, for instance, if the save after this one was published and has deleted it.
+        """
+        try:
+            yield
+            self.files.check_unwritten()
+        except (SnapshotError, OSError, RuntimeError, ValueError, EOFError) as error:
+            if is_stale(error) or not self.files.is_folder(self.folder):
+                raise Replaced(f"a save replaced {self.folder} ({error})") from error
+            raise
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        try:
+            text = self.files.stream(MANIFEST).read()
+        except FileNotFoundError:
+            raise SnapshotError(
+                f"{_what_lies_in(self.folder)}; a snapshot of zerofx.save has a {MANIFEST}"
+            ) from None
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SnapshotError(f"{path}: truncated or damaged ({error})") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
+        if found.get("version") != VERSION:
+            raise SnapshotError(
+                f"{path}: format {found.get('version')}, and this zerofx reads format {VERSION}"
+            )
+        if found.pop("checksum", None) != _digest(found):
+            raise SnapshotError(
+                f"{path}: its contents do not match its checksum: damaged or edited"
+            )
+        if not isinstance(found.get("files"), dict):
+            raise SnapshotError(f"{path}: it lists no files, so it is damaged or edited")
+        for name in found["files"]:
+            if os.path.basename(name) != name or name in ("", ".", ".."):
+                raise SnapshotError(f"{path}: {name} is not in the snapshot's directory")
+        return found
+
+    def _hold_all(self) -> None:
+        """Open all files, so that none is lost to a later save; `check` reports what is missing."""
+        for name in self.manifest["files"]:
+            with contextlib.suppress(FileNotFoundError):
+                self.files.stream(name)
+
+    def check(self, share: int, shares: int) -> None:
+        """Raise unless all files have their sizes and checksums.
+
+        Of the large ones, which ranks divide among them, only the share-th of `shares` are summed.
+
+        Raises:
+            SnapshotError: names the file, with both sizes.
+        """
+        files = self.manifest["files"]
+        for name, (num_bytes, _) in files.items():
+            path = self.folder / name
+            try:
+                found = self.files.num_bytes(name)
+            except FileNotFoundError:
+                raise SnapshotError(f"{path}: missing") from None
+            if found != num_bytes:
+                raise SnapshotError(
+                    f"{path}: {'truncated' if found < num_bytes else 'damaged'}: {found} bytes of "
+                    f"{num_bytes}"
+                )
+        large = sorted(name for name in files if name.endswith(DEFAULT_SUFFIX))
+        for name in [*files.keys() - set(large), *large[share::shares]]:
+            if _checksum_of(self.files.stream(name)) != files[name]:
+                raise SnapshotError(f"{self.folder / name}: damaged: its checksum differs")
 
 
 def _what_lies_in(folder: Path) -> str:
@@ -198,31 +335,3 @@ def _what_lies_in(folder: Path) -> str:
     if any(folder.glob("*.distcp")):
         return f"{folder} is half-written"
     return f"{folder} is not a snapshot"
-
-
-def check_files(folder: Path, files: Mapping[str, Any], share: int, shares: int) -> None:
-    """Raise unless all files have their sizes and checksums.
-
-    Of the large ones, which ranks divide among them, only the share-th of `shares` are summed.
-
-    Raises:
-        SnapshotError: names the file, with both sizes.
-    """
-    for name, (num_bytes, _) in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise SnapshotError(f"{path}: missing")
-        found = path.stat().st_size
-        if found != num_bytes:
-            raise SnapshotError(
-                f"{path}: {'truncated' if found < num_bytes else 'damaged'}: {found} bytes of "
-                f"{num_bytes}"
-            )
-    large = sorted(name for name in files if name.endswith(DEFAULT_SUFFIX))
-    for name in [*files.keys() - set(large), *large[share::shares]]:
-        if checksum(folder / name) != files[name]:
-            raise SnapshotError(f"{folder / name}: damaged: its checksum differs")
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

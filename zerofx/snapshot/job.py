@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from zerofx.compiled.module import CompiledModule
-from zerofx.errors import SnapshotError
+from zerofx.errors import ArgumentError, SnapshotError
 from zerofx.runtime.shard_optimizer import check_optimizer
 from zerofx.snapshot import state
 
@@ -17,10 +17,22 @@ class Job:
     """A model, perhaps its optimizer, and the directory that they go to or come from."""
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizer | None) -> None:
+        if isinstance(optimizer, CompiledModule):
+            raise ArgumentError(
+                f"model and optimizer are swapped: the second argument is a "
+                f"{type(model).__name__}, the third the model. Call "
+                "zerofx.save(folder, model, optimizer) or zerofx.load(folder, model, optimizer)"
+            )
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
                 f"{folder}: a snapshot is of what zerofx.compile returned, and this is a plain "
                 f"{type(model).__name__}; use torch.save(model.state_dict(), ...)"
+            )
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise ArgumentError(
+                f"optimizer is of type {type(optimizer).__name__}, not an optimizer. Call "
+                "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
+                "optimizer); other values go to extra"
             )
         self.folder, self.model, self.optimizer = folder, model, optimizer
         self.store = model._engine.store

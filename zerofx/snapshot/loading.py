@@ -1,21 +1,26 @@
-"""load: check everything on all ranks, and only then fill."""
+"""load: open one save on all ranks, check all of it, and only then fill.
+
+What is checked and filled comes from files that stay open from the first step to the last, so that
+a save that replaces them meanwhile changes nothing.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from zerofx.compiled.module import CompiledModule
-from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import flat_state
-from zerofx.runtime.together import together
+from zerofx.errors import SnapshotError, ZerofxError
+from zerofx.runtime.shard_state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.generators import random_states, set_random_states
 from zerofx.snapshot.job import Job
+from zerofx.snapshot.settling import read_settled
 from zerofx.snapshot.values import unpack
 
 
@@ -24,7 +29,8 @@ def load(
 ) -> dict[str, Any]:
     """Load what `save` saved, at any world size and stage, and return its `extra`.
 
-    A collective call. Everything is checked on all ranks before anything is changed. Without an
+    A collective call. Everything is checked on all ranks before anything is changed. Another job
+    may save to the same directory meanwhile: all that is loaded is of one save. Without an
     optimizer the saved one is left alone. At the world size of the save each rank gets its own
     random generators back, at another one all ranks get rank 0's.
 
@@ -32,40 +38,46 @@ def load(
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
         DesyncError: a rank did not make this call; names it.
     """
-    job = _Load(files.place(folder), model, optimizer)
-    world, what = job.world, f"zerofx.load of {job.folder}"
-    world.agree("zerofx.load", job.digest())
-    found = together(world, what, job.check, SnapshotError)
-    for rank, identity in enumerate(found):
-        if identity != found[0]:
-            raise SnapshotError(
-                f"{what}: rank {rank} sees another save there than rank 0; all ranks need one file "
-                "system"
-            )
-    together(world, what, job.fill, SnapshotError)
+    files.check_call("zerofx.load(folder, model, optimizer)", folder)
+    job = _Load(Path(os.path.abspath(folder)), model, optimizer)
+    job.world.agree("zerofx.load", job.digest())
+    read_settled(job.world, f"zerofx.load of {job.folder}", job)
     return job.extra
 
 
 class _Load(Job):
-    """The steps of a load: check, which changes nothing, and fill."""
+    """The steps of a load: open and check, which change nothing, and fill."""
 
-    def check(self) -> str:
-        """Check everything there is to check; return what tells this save from any other."""
-        found = files.locate(self.folder)
-        manifest = files.read_manifest(found)
+    snapshot: files.OpenSnapshot | None = None
+
+    def open(self) -> str:
+        """Open the snapshot; return what tells this save from any other."""
+        self.snapshot = files.open_snapshot(self.folder)
+        return self.snapshot.identity
+
+    def close(self) -> None:
+        """Let go of the snapshot."""
+        if self.snapshot is not None:
+            self.snapshot.close()
+            self.snapshot = None
+
+    def check(self) -> None:
+        """Check everything there is to check."""
+        assert self.snapshot is not None
+        manifest = self.snapshot.manifest
         self.check_model()
         here = self.describe()
         for kind in ("parameters", "buffers"):
             state.check_same_model(kind, manifest[kind], here[kind])
-        sums = manifest["files"]
-        files.check_files(found, sums, self.world.rank, self.world.size)
-        self.values = unpack(found / files.VALUES)
-        self.extra: dict[str, Any] = self.values["extra"]
-        file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
-        self.steps = LoadSteps(found, file_bytes, self.store.homes.release)
+        sums, held = manifest["files"], self.snapshot.files
+        with self.snapshot.watched():
+            self.snapshot.check(self.world.rank, self.world.size)
+            self.values = unpack(held.stream(files.VALUES), held.path(files.VALUES))
+            self.extra: dict[str, Any] = self.values["extra"]
+            file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
+            self.steps = LoadSteps(held, file_bytes, self.store.homes.release)
         self.saved_ranks = manifest["world_size"]
         self.steps.plan(self._targets(for_plan=True))
-        return files.identity(manifest)
 
     def _targets(self, for_plan: bool = False) -> dict[str, Any]:
         """Return what is to be filled: shards and states in place, the rest in new memory.
@@ -81,12 +93,12 @@ class _Load(Job):
         self.random = {key: torch.empty_like(value) for key, value in states.items()}
         row = self.world.rank if saved_ranks == self.world.size else 0
         targets: dict[str, Any] = {
-            "model": {**flat_state(self.store), **self.buffers},
+            "model": {**sharded_state(self.store), **self.buffers},
             "random": state.one_row(self.random, row, saved_ranks),
         }
         if self.optimizer is not None:
             self.states = self._optimizer_targets(self.optimizer, for_plan)
-            targets["optimizer"] = state.pieces_of(self.states)
+            targets["optimizer"] = state.shards_of(self.states)
         return {key: part for key, part in targets.items() if part}
 
     def _optimizer_targets(self, optimizer: Optimizer, for_plan: bool) -> dict[str, Any]:
@@ -108,11 +120,15 @@ class _Load(Job):
 
         Gradients that no_sync has summed of the weights before are dropped.
         """
+        assert self.snapshot is not None
         try:
             self.steps.plan(self._targets())
-            self.steps.read()
+            with self.snapshot.watched():
+                self.steps.read()
             self._apply()
             self.store.ledger.half_made = None
+        except ZerofxError:
+            raise
         except (OSError, RuntimeError, ValueError) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import flat_state
+from zerofx.runtime.shard_state import sharded_state
 from zerofx.runtime.together import together
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
@@ -39,6 +39,7 @@ def save(
         SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
         DesyncError: a rank did not make this call; names it.
     """
+    files.check_call("zerofx.save(folder, model, optimizer)", folder)
     job = _Save(files.place(folder), model, optimizer, extra)
     world, what = job.world, f"zerofx.save to {job.folder}"
     world.agree("zerofx.save", job.digest())
@@ -100,7 +101,7 @@ class _Save(Job):
                 "share"
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
-        tensors: dict[str, Any] = {"model": dict(flat_state(self.store)), "random": random}
+        tensors: dict[str, Any] = {"model": dict(sharded_state(self.store)), "random": random}
         if self.world.rank == 0:
             buffers = state.buffers_of(self.model)
             tensors["model"].update({n: b.detach() for n, b in buffers.items()})
@@ -130,6 +131,7 @@ class _Save(Job):
         facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
         plan = self.model._setting.plan.to_dict()
         files.write_manifest(self.target, {**facts, **self.describe(), "plan": plan})
+        files.check_written(self.target, sums, self.folder)
         files.publish(self.target, self.folder)
 
     def tidy(self) -> None:

@@ -1,7 +1,8 @@
 """What is saved of a model and its optimizer, by name, and what is filled when loading.
 
-Parameters, and optimizer states of a parameter's shape, are flat tensors of which each rank has one
-piece: how they were cut is not part of what is saved, so any world size and stage loads it.
+Parameters, and optimizer states of a parameter's shape, have that shape in a snapshot, and each
+rank writes boxes of it: how they were cut is not part of what is saved, so any world size and stage
+loads it, and so does FSDP2.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from torch.optim.optimizer import Optimizer
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import SnapshotError
 from zerofx.runtime.param_tensor import ShardedTensor, wrap
-from zerofx.runtime.shard_state import FlatPiece, flat_piece
+from zerofx.runtime.shard_optimizer import STEP_STATES
+from zerofx.runtime.shard_state import FlatPiece
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.updates import BucketOptimizer
 
-# 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
-STEP_STATES = ("step", "mu_product", "eta", "mu")
 _SHOWN = 6  # names in one error
 
 
@@ -105,13 +105,13 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
 
 
 def optimizer_tensors(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
-    """Return {parameter: {state: this rank's piece}} of all states of a parameter's shape."""
+    """Return {parameter: {state: this rank's shard}} of all states of a parameter's shape."""
     return {
-        name: pieces
+        name: shards
         for name, param in _stepped(optimizer, group_names(store, optimizer))
         if (
-            pieces := {
-                key: flat_piece(value)
+            shards := {
+                key: value.detach()
                 for key, value in optimizer.state[param].items()
                 if _is_elementwise(param, key, value)
             }
@@ -211,11 +211,10 @@ def optimizer_targets(
     return found
 
 
-def pieces_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, FlatPiece]]:
-    """Return {parameter: {state: this rank's piece}}, sharing memory with the states."""
+def shards_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return {parameter: {state: this rank's shard}}, sharing memory with the states."""
     return {
-        name: {key: flat_piece(value) for key, value in held.items()}
-        for name, held in states.items()
+        name: {key: value.detach() for key, value in held.items()} for name, held in states.items()
     }
 
 

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -30,14 +30,16 @@ def pack(values: Mapping[str, Any]) -> bytes:
     )
 
 
-def unpack(path: Path) -> dict[str, Any]:
+def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
     """Return what `pack` packed, tensors on the host.
+
+    path: what errors call the file.
 
     Raises:
         SnapshotError: the file is not one of ours.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
         raise SnapshotError(f"{path}: {_first_line(error)}") from error
     if not isinstance(found, dict):

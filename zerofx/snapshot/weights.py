@@ -10,11 +10,12 @@ import torch
 
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.runtime.together import together
 from zerofx.runtime.world import World
-from zerofx.snapshot.files import place
+from zerofx.snapshot.files import check_call, place
+from zerofx.snapshot.held import Replaced, is_stale
+from zerofx.snapshot.settling import read_settled
 from zerofx.snapshot.state import buffers_of, few
-from zerofx.snapshot.tensor_files import Entry, entries_of
+from zerofx.snapshot.tensor_files import Entry, TensorSource
 
 
 class Keys(NamedTuple):
@@ -42,48 +43,89 @@ def load_weights(
         SnapshotError: names or shapes differ, or a file is not whole; names file and tensor.
         DesyncError: a rank did not make this call; names it.
     """
+    check_call("zerofx.load_weights(model, source)", source)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{source}: load_weights takes what zerofx.compile returned, and this is a plain "
             f"{type(model).__name__}; use safetensors.torch.load_model"
         )
-    path = place(source)
+    path = Path(os.path.abspath(source))
     job = _Job(model, path, strict)
     world, what = model._engine.world, f"zerofx.load_weights from {path}"
     world.agree("zerofx.load_weights", f"source={path.name};strict={strict}")
-    found = together(world, what, job.check, SnapshotError)
-    for rank, seen in enumerate(found):
-        if seen != found[0]:
-            raise SnapshotError(
-                f"{what}: rank {rank} sees other files there than rank 0; all ranks need one file "
-                "system"
-            )
-    together(world, what, job.fill, SnapshotError)
+    read_settled(world, what, job)
     return job.keys
 
 
 def names_of(world: World, source: str | os.PathLike[str]) -> list[str]:
-    """Return the names of all tensors at a place, as rank 0 finds them; a collective call.
+    """Return the names of all tensors at a place; a collective call.
 
     Raises:
         SnapshotError: there are none for some rank, or a file is not whole.
     """
-    path = place(source)
-    look = together(world, f"a look at {path}", lambda: list(entries_of(path)), SnapshotError)
-    return look[0]
+    path = Path(os.path.abspath(source))
+    job = _Look(path)
+    read_settled(world, f"a look at {path}", job)
+    return job.names
 
 
-class _Job:
+class _Files:
+    """The safetensors files at a place, open on this rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: TensorSource | None = None
+
+    def open(self) -> list[tuple[str, str]]:
+        """Open the files; return what they have."""
+        self._opened = TensorSource(place(self._path))
+        entries = self._source.entries
+        return [(name, f"{e.path.name}:{e.offset} {e.describe()}") for name, e in entries.items()]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    @property
+    def _source(self) -> TensorSource:
+        assert self._opened is not None
+        return self._opened
+
+
+class _Look(_Files):
+    """A look at the names of the tensors."""
+
+    names: list[str]
+
+    def check(self) -> None:
+        """Take the names of what was there when every rank had opened its files."""
+        self._source.check_current()
+        self.names = list(self._source.entries)
+
+    def fill(self) -> None:
+        """Change nothing: a look reads no values."""
+
+
+class _Job(_Files):
     """One rank's part: check, which changes nothing, and fill."""
 
     def __init__(self, model: CompiledModule, path: Path, strict: bool) -> None:
-        self._model, self._path, self._strict = model, path, strict
+        super().__init__(path)
+        self._model, self._strict = model, strict
         self._store = model._engine.store
         self._found: dict[str, Entry] = {}  # by canonical name
         self.keys = Keys([], [])
 
-    def check(self) -> list[tuple[str, str]]:
-        """Find every parameter and buffer in the files; return what these have."""
+    def check(self) -> None:
+        """Find every parameter and buffer in the files.
+
+        Files that are still there now were there when the last rank had opened its own, so all
+        ranks have the same ones. What `open` returns is alike for all exports of one model.
+        """
+        self._source.check_current()
+        self._found.clear()
         self._store.settle()
         self._store.check_bindings()
         held = {**self._store.params, **buffers_of(self._model)}
@@ -94,12 +136,12 @@ class _Job:
             for alias, tensor in each(remove_duplicate=False)
             if id(tensor) in known
         }
-        entries = entries_of(self._path)
+        entries = self._source.entries
         for alias, name in names.items():
             if alias in entries:
                 self._found.setdefault(name, entries[alias])
-        self.keys.missing_keys.extend(name for name in held if name not in self._found)
-        self.keys.unexpected_keys.extend(name for name in entries if name not in names)
+        missing = [name for name in held if name not in self._found]
+        self.keys = Keys(missing, [name for name in entries if name not in names])
         differ = [
             f"{name} is {entry.describe()} in {entry.path.name} and {list(held[name].shape)} in "
             "the model"
@@ -114,7 +156,6 @@ class _Job:
         if differ:
             what = f"{self._path}: the files are of another model"
             raise SnapshotError(f"{what}: {few(differ)}{way_out}")
-        return [(name, f"{e.path.name}:{e.offset} {e.describe()}") for name, e in entries.items()]
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -129,9 +170,12 @@ class _Job:
                     for first, part in self._found[name].read(0, buffer.numel()):
                         flat[first : first + len(part)] = part.to(buffer.dtype)
                     buffer.copy_(flat.view(buffer.shape))
+            self._source.check_unwritten()
             if not self.keys.missing_keys:
                 self._store.ledger.half_made = None
         except (OSError, SnapshotError) as error:
+            if is_stale(error):
+                raise Replaced(f"{self._path}: {error}") from error
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
                 "part; load weights again before going on"

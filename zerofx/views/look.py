@@ -12,6 +12,7 @@ from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured
 from zerofx.analysis.steps import Lane, Schedule
 from zerofx.ir.program import Program
+from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.beside import pair_lines, pairs
@@ -56,7 +57,7 @@ class Look:
                 lines += ["", *pair_lines(pairs(foreseen, track, about), track.name)]
         if any(track.memory for track in self.tracks):
             lines += ["", *self._memory_lines()]
-        return "\n".join(lines)
+        return as_text(lines)
 
     def _memory_lines(self) -> list[str]:
         """Return the peak as it was predicted, and beside it as each rank measured it."""

@@ -13,7 +13,7 @@ from zerofx.analysis.storage import Category, Compiled
 from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import info
 from zerofx.ir.program import Decision, Program
-from zerofx.ir.text import without_numbers
+from zerofx.ir.text import as_text, without_numbers
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
@@ -50,7 +50,7 @@ class MemoryView:
         return WhyView(name, explained(self.decisions, name))
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return as_text(self.lines())
 
     def lines(self) -> list[str]:
         """Return the table by category, the names at the peak, and what is sent."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from zerofx.analysis.forecast import Forecast, Range
+from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.memory import MemoryView
 from zerofx.views.schedule import title
@@ -73,7 +74,7 @@ class PredictionView:
         return f"{title(self.forecast.program)} on {where}"
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return as_text(self.lines())
 
     def lines(self) -> list[str]:
         """Return the figures with their ranges, the lanes, and the names at the peak."""

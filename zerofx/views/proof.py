@@ -7,6 +7,7 @@ from typing import Any
 
 from zerofx.ir import ops
 from zerofx.ir.program import Program
+from zerofx.ir.text import as_text
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_values import Numbering
 from zerofx.sizes import format_bytes
@@ -70,7 +71,7 @@ class ProofView:
                 f"  memory    {len(self.slots)} slots ({format_bytes(sum(self.slots))}): no two "
                 "buffers in one at a time"
             )
-        return "\n".join(lines)
+        return as_text(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain values."""

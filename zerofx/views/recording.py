@@ -14,6 +14,7 @@ from zerofx.analysis.measured import Measured, check_same, same_step
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Program
+from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import lane_lines, measured_track
 from zerofx.views.timeline import format_us
@@ -28,7 +29,7 @@ class RecordingView:
     programs: list[Measured] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(lines_of(m)) for m in self.programs)
+        return "\n\n".join(as_text(lines_of(m)) for m in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which `load_recording` takes back from a file."""

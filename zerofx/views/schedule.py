@@ -17,7 +17,7 @@ from zerofx.analysis.steps import Lane, Schedule, Step, schedule
 from zerofx.analysis.storage import Compiled
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse
-from zerofx.ir.text import without_numbers
+from zerofx.ir.text import as_text, without_numbers
 from zerofx.sizes import format_bytes
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
@@ -40,7 +40,7 @@ class ScheduleView:
     schedule: Schedule
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return as_text(self.lines())
 
     @property
     def peak_bytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.timeline import Span, Timeline
-from zerofx.ir.text import without_numbers
+from zerofx.ir.text import as_text, without_numbers
 from zerofx.sizes import format_bytes
 
 WIDTH = 72
@@ -30,7 +30,7 @@ class TimelineView:
     timeline: Timeline
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return as_text(self.lines())
 
     def lines(self) -> list[str]:
         """Return the lanes, why compute stands still, and the critical path by kind of task."""

@@ -10,6 +10,7 @@ from typing import Any
 from zerofx.errors import PlanError
 from zerofx.fields import covers, nearest
 from zerofx.ir.program import Decision
+from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 
 BUDGET = "memory_budget"
@@ -23,7 +24,7 @@ class WhyView:
     decisions: tuple[Decision, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return as_text(self.lines())
 
     def lines(self) -> list[str]:
         """Return a line for each decision: size, choice, name, place, reason."""

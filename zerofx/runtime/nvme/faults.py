@@ -48,7 +48,8 @@ def way_out(error: OSError) -> str:
 
 def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> NvmeError:
     """Return the error of an operation on a whole file or folder."""
-    return NvmeError(f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}")
+    text = f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}"
+    return NvmeError(text, error.errno)
 
 
 class Stretch(NamedTuple):
@@ -73,7 +74,7 @@ class Fault:
 
     def error(self) -> NvmeError:
         """Return the exception, with its cause."""
-        error = NvmeError(self.text)
+        error = NvmeError(self.text, getattr(self.cause, "errno", None))
         error.__cause__ = self.cause
         return error
 

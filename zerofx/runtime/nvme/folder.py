@@ -141,7 +141,7 @@ def _remove_if_dead(path: Path) -> bool:
             return False
         size = os.fstat(fd).st_size
         path.unlink(missing_ok=True)
-    except (OSError, NvmeError) as error:  # no locks, or no header by which to tell
+    except OSError as error:  # no locks, or no header by which to tell
         log.warning("%s: left as it is: %s", path, error)
         return False
     finally:

@@ -102,12 +102,12 @@ class NvmeStore:
                     "close(delete=False)"
                 )
             sums = read_sums(handle, layout)
-        except OSError as error:
-            handle.close()
-            raise path_error("cannot read", handle.path, error) from error
         except NvmeError:
             handle.close()
             raise
+        except OSError as error:
+            handle.close()
+            raise path_error("cannot read", handle.path, error) from error
         return cls(handle, layout, sums, engine or default_engine(), can_write=False)
 
     # -- moving -----------------------------------------------------------------------------
