@@ -149,13 +149,14 @@ def test_an_adopted_program_names_the_line(tmp_path: Any) -> None:
         compiled(ZERO, ZERO + 12)
 
 
-def test_an_error_without_a_region_is_left_alone() -> None:
+@pytest.mark.parametrize("verb", ["unpack", "pack"])
+def test_an_error_without_a_region_is_left_alone(verb: str) -> None:
     compiled = zerofx.compile(Net(nothing), {"kernels": "aten"}, device="cpu")
     compiled(ZERO, ZERO)
 
     def fail(*args: Any) -> None:
         raise ValueError("of the runtime")
 
-    compiled._engine.unpack = fail
+    setattr(compiled._engine, verb, fail)
     with pytest.raises(ValueError, match=r"^of the runtime$"):
-        compiled(ZERO, ZERO)
+        compiled(ZERO, ZERO).backward()

@@ -131,7 +131,7 @@ def shown_by(show: Callable[[torch.Tensor], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        FunctionalTensor.__repr__ = before  # type: ignore[method-assign]
+        FunctionalTensor.__repr__ = before  # type: ignore[method-assign,assignment]
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

@@ -104,9 +104,9 @@ class Blame:
                 if found:
                     return name, found
             return "", []
-        if function not in self.program.graphs:
-            return "", []
         rows = linecache.getlines(schedule)[:line]
+        if function not in self.program.graphs or not any(map(_is_call, rows[-1:])):
+            return "", []
         first = max((i for i, r in enumerate(rows) if r.startswith("def ")), default=line)
         before = sum(map(_is_call, rows[first:]))
         every = list(regions(self.program.graph(function)).values())

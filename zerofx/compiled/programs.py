@@ -281,7 +281,7 @@ class ProgramTable:
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program, describe_sizes(key[0])), module.forward
-        self._engine.world.publish(made.graph[8:], program.captured)
+        self._engine.world.publish(made.graph[8:].hex(), program.captured)
         if self._room is not None:
             stored = _buckets(program, BACKWARD, ops.store_grad) if program.is_training else []
             refreshed = _buckets(program, FORWARD, ops.refresh)

@@ -131,7 +131,7 @@ class Executable:
             engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")
-        self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
+        self._agree(f"{kind} of {self.contract.label}", f"buckets to gather again={engine.stale()}")
         with self._guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
