@@ -140,6 +140,18 @@ def test_a_check_that_says_little_is_run_again_on_aten(
     check("aten-like", *case)
 
 
+@pytest.mark.parametrize("target", [10, -1])
+def test_the_fused_loss_head_refuses_the_targets_that_eager_refuses(target: int) -> None:
+    compiled = zerofx.compile(Head(), {"kernels": "aten", "numerics": "fast"}, device="cpu")
+    h, y = torch.randn(2, 4, 8), ZERO.clone()
+    y[0] = -100
+    assert compiled(h, y).isfinite()
+    assert "linear_cross_entropy" in compiled.programs[0].dump()
+    wanted = rf"^Target {target} is out of bounds. \(.*test_blame.py:\d+ in "
+    with pytest.raises(IndexError, match=wanted):
+        compiled(h, ZERO + target)
+
+
 def test_an_adopted_program_names_the_line(tmp_path: Any) -> None:
     compiled = zerofx.compile(Net(nothing), {"kernels": "aten"}, device="cpu")
     compiled(ZERO, ZERO)
