@@ -96,6 +96,15 @@ def other_precision() -> str:
     return compiled(MLP(), precision="bf16" if is_odd() else "fp32")
 
 
+def other_groups() -> str:
+    model = MLP()
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest}] if is_odd() else [first, *rest]
+    with pytest.raises(DesyncError) as caught:
+        zerofx.compile(model, PLAN, optimizer=torch.optim.SGD(groups, lr=0.01))
+    return str(caught.value)
+
+
 def clipped_on_one_rank() -> str:
     model = zerofx.compile(MLP(), PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -197,6 +206,7 @@ DIFFERENCES = [
     (other_width, "up.weight=f32[32, 8] ", "up.weight=f32[16, 8];", "build the same model"),
     (frozen_on_one_rank, "down.bias=f32[8] frozen ", "down.bias=f32[8];", "build the same model"),
     (other_precision, "with plan.precision=bf16 ", "with plan.precision=fp32;", "the same plan"),
+    (other_groups, "with param_groups=2 ", "with param_groups=1;", "the same parameter groups"),
     (clipped_on_one_rank, "clip_grad_norm_", "forward of MLP", "run clip_grad_norm_"),
     (in_eval_mode_on_one_rank, "inference of MLP", "forward of MLP", "torch.no_grad()"),
 ]

@@ -295,12 +295,13 @@ class Agreement:
                 self._give_up_if_hopeless(late, now - started)
 
     def _give_up_if_hopeless(self, late: Callable[[], str], waited_s: float) -> None:
-        lost = self.lost()
+        lost, rule = self.lost(), ""
         if lost is None and waited_s > self.timeout_s:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+            rule = "; every rank must make as many calls, of several models in the same order"
         if lost is not None:
             here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
-            raise self.fail(f"{lost}; {here}")
+            raise self.fail(f"{lost}; {here}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:
         """Return who announced what at this call, after giving the last ones time to arrive."""

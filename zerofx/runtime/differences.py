@@ -87,7 +87,7 @@ def _differing(mine: Entry, theirs: Entry, published: Published) -> tuple[list[s
     a, b = _items(mine, theirs), _items(theirs, mine)
     here, there = [i for i in a if i not in b], [i for i in b if i not in a]
     shared = {_name(i) for i in here} & {_name(i) for i in there}
-    if "optimizer" in shared:  # options of one class alone follow from the class
+    if shared & {"optimizer", "param_groups"}:  # then some options have another name here or there
         here, there = ([i for i in items if _name(i) in shared] for items in (here, there))
     if "layout" in shared:
         one, other = ({_name(i): i.partition("=")[2] for i in items} for items in (here, there))
