@@ -143,7 +143,8 @@ class Blame:
         for node in gm.graph.nodes:
             if node in wanted and (given := _given(gm, node, leaves, buffers)) is not None:
                 known[node] = given
-            if not is_compute(node) or is_random(node) or not (node in wanted or node in inside):
+            reads_index = node in inside and any(map(_is_index, node.all_input_nodes))
+            if not is_compute(node) or is_random(node) or not (node in wanted or reads_index):
                 continue
             unknown = [a for a in node.all_input_nodes if a not in known]
             if any(map(_is_index, unknown)) or (unknown and node not in inside):
