@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from capture_check import check, snapshot
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.capture.explain import explain
+from zerofx.capture.lines import LineMode
 from zerofx.errors import CaptureError
 
 OUTSIDE = nn.Parameter(torch.ones(4))
@@ -144,6 +147,23 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (lambda m, h, x: h.sum() * range(3)[x.argmax()], "used as an index or a size at"),
     (lambda m, h, x: h.sum() if 3 in x.long() else h, "control flow depends on a tensor's values"),
     (lambda m, h, x: ReadsInBackward.apply(h).sum(), "a tensor's value is read at"),
+    (lambda m, h, x: f"{h.mean():.2f}" and h.sum(), "a tensor's value is formatted as text at"),
+    (lambda m, h, x: h.sum() * complex(x.sum()).real, r"complex\(\) reads a tensor's value at"),
+    (lambda m, h, x: np.asarray(h.detach()).sum() + h.sum(), "a tensor is handed to NumPy at"),
+    (
+        lambda m, h, x: h.sum() if torch.equal(h, x) else h,
+        r"torch\.equal\(\) reads the values .* at",
+    ),
+    (
+        lambda m, h, x: h.sum() + torch.zeros(x.long().sum()).sum(),
+        r"a size for torch\.zeros\(\) at",
+    ),
+    (
+        lambda m, h, x: torch.tensor([h.mean(), h.std()]).sum(),
+        r"torch\.tensor\(\) reads .* use torch\.st",
+    ),
+    (lambda m, h, x: copy.deepcopy(h.detach()).sum() + h.sum(), "a tensor is deep-copied at"),
+    (lambda m, h, x: h.sum().backward() or h.sum(), r"forward calls backward\(\) at"),
     (branch, "control flow depends on a tensor's value at"),
     (skip_layer, "control flow depends on a tensor's value at"),
     (lambda m, h, x: h[x > 0].sum(), "indexing by a mask at"),
@@ -207,6 +227,30 @@ def test_an_error_of_the_model_passes_unchanged() -> None:
 
     with pytest.raises(KeyError, match="the model's own"):
         zerofx.capture(Culprit(fault), (torch.randn(3, 4),))
+
+
+def test_what_python_says_of_a_tensor_names_no_class_of_the_tracer() -> None:
+    with pytest.raises(TypeError, match=r"^type Tensor doesn't define __round__ method$"):
+        zerofx.capture(Culprit(lambda m, h, x: h.sum() * round(x.sum())), (torch.randn(3, 4),))
+
+
+def test_linear_algebra_that_looks_at_its_result_names_the_form_that_does_not() -> None:
+    lines = LineMode()
+    lines.last_call = "linalg_cholesky"
+    found = explain(NotImplementedError("no rule for HigherOrderOperator with_effects"), lines)
+    assert "use torch.linalg.cholesky_ex()" in str(found)
+
+
+def test_a_tensor_that_is_printed_has_no_values_and_is_warned_of(capsys: Any) -> None:
+    def fault(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        print(f"h is {h}", x)
+        return h.sum()
+
+    line = fault.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=f"into text .* at test_capture_errors.py:{line}. "):
+        zerofx.capture(Culprit(fault), (torch.randn(3, 4),))
+    shown = "tensor(..., size=(3, 4), dtype=torch.float32)"
+    assert f"h is {shown} {shown}\n" in capsys.readouterr().out
 
 
 def test_wrong_arguments_are_a_type_error() -> None:

@@ -18,7 +18,7 @@ from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
-from zerofx.compiled.digest import describe_layout
+from zerofx.compiled.digest import describe_layout, describe_parameters, layout_digest
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
@@ -89,6 +89,7 @@ def compile(
         scaler = make_scaler(checked, world)
         layout = make_layout(model, checked, world.size, described)
         digest = f"{describe(optimizer)};{describe_layout(layout, checked)}"
+        world.publish(layout_digest(layout), describe_parameters(layout))
         world.agree(f"zerofx.compile of {type(model).__name__}", digest)
         if checked.offload.activations == "nvme":
             assert checked.offload.path is not None

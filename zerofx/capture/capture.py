@@ -75,6 +75,7 @@ def capture(
             shorten(error)
             raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     warn_of_dropped(model, harness.results)
+    warn_of_text(model, harness.lines.text_line)
 
     names = Names(call, harness.results, unit_of_param, buffers)
     gm, infos = label(gm, names)
@@ -125,6 +126,16 @@ def warn_of_dropped(model: nn.Module, results: Results) -> None:
             f"zerofx: {type(model).__name__} also returns {', '.join(results.dropped)}, which a "
             "program cannot hand out; it will be None (do not ask the model for it to silence "
             "this, for example with use_cache=False)",
+            stacklevel=3,
+        )
+
+
+def warn_of_text(model: nn.Module, line: str) -> None:
+    if line:
+        warnings.warn(
+            f"zerofx: {type(model).__name__} turns a tensor into text (print, str or a log) at "
+            f"{line}. Its values are not known during capture, and the program does not run that "
+            "line. Return the tensor and print it outside the model.",
             stacklevel=3,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from zerofx.capture.lines import LineMode, in_forward, is_raised_by_model, locate
 from zerofx.compat.tracing import DataDependentError, DynamicShapeError
@@ -39,11 +40,56 @@ _READS = {
     ),
     "__int__": ("int() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
     "__float__": ("float() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
+    "__complex__": (
+        "complex() reads a tensor's value",
+        "keep it a tensor, or pass it as an argument",
+    ),
+    "equal": (
+        "torch.equal() reads the values of tensors",
+        "use torch.eq(a, b).all(), and torch.where for what depends on it",
+    ),
+    "allclose": (
+        "torch.allclose() reads the values of tensors",
+        "use torch.isclose(a, b).all(), and torch.where for what depends on it",
+    ),
+    "__format__": (
+        "a tensor's value is formatted as text",
+        "format its shape, or return it and print it outside the model",
+    ),
+    "__array__": ("a tensor is handed to NumPy", "use torch functions, or do it outside the model"),
+    "tensor": (
+        "torch.tensor() reads the values of tensors",
+        "use torch.stack or torch.cat, which keep them tensors",
+    ),
+    "__deepcopy__": ("a tensor is deep-copied", "use .clone()"),
+    "save": ("a tensor is saved", "return it and save it outside the model"),
+    "data_ptr": (
+        "data_ptr() asks for a tensor's memory",
+        "wrap the kernel that needs it as a torch.library.custom_op with a fake",
+    ),
+    "backward": (
+        "forward calls backward()",
+        "use torch.autograd.grad, or call backward() on what the model returns",
+    ),
     "__contains__": (
         "Python control flow depends on a tensor's values",
         "use torch.isin, or decide by an argument of the call",
     ),
 }
+_SIZES = ("arange", "empty", "full", "linspace", "ones", "rand", "randn", "zeros")
+_READS |= {
+    name: (f"a tensor's value is a size for torch.{name}()", _READS["__index__"][1])
+    for name in _SIZES
+}
+# What tracers say of functions that ask a tensor for values or memory which it does not have.
+_NO_VALUES = (
+    "unsupported format string passed to",
+    "its data is not allocated yet",
+    "Cannot access data pointer of Tensor",
+    "invalid python storage",
+    ".numpy() is not supported for",
+    "Cannot backprop through mirrored meta",
+)
 _UNKNOWN_READ = ("a tensor's value is read", "keep it a tensor, or do it outside the model")
 
 
@@ -60,11 +106,17 @@ def explained(lines: LineMode) -> Iterator[None]:
     except Exception as error:
         found = explain(error, lines)
         if found is None:
+            error.args = tuple(map(_without_tracers, error.args))
             raise
         found.torch_error = error
         if shows_all():
             raise found from error
         raise found.with_traceback(in_forward(error.__traceback__)) from None
+
+
+def _without_tracers(said: Any) -> Any:
+    """Call tensors what the user does, in what Python says of them by itself."""
+    return said.replace("FunctionalTensor", "Tensor") if isinstance(said, str) else said
 
 
 def shows_all() -> bool:
@@ -89,10 +141,17 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     at = f" at {place.line}" if place.line else ""
     if place.is_own and not isinstance(error, (DataDependentError, DynamicShapeError)):
         return None
-    if isinstance(error, DataDependentError) or last_call == "numpy":
-        reads = [c for c in (*place.calls, last_call) if c in _READS]
+    reads = [c for c in (*place.calls, last_call) if c in _READS]
+    has_no_values = bool(reads) and any(said in str(error) for said in _NO_VALUES)
+    if isinstance(error, DataDependentError) or last_call == "numpy" or has_no_values:
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
+    if "HigherOrderOperator with_effects" in str(error):  # torch.linalg's look at its own result
+        name = last_call.removeprefix("linalg_").replace("inverse", "inv")
+        return CaptureError(
+            f"capture: torch.linalg.{name}(){at} looks at its result to raise if it has failed, "
+            f"which no static graph can do; use torch.linalg.{name}_ex(), which returns that"
+        )
     if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
         return CaptureError(

@@ -20,6 +20,7 @@ from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
 from zerofx.compat.graphs import TreeSpec
+from zerofx.compat.tracing import shown_by
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.
@@ -94,7 +95,7 @@ class Harness(nn.Module):
         modes = Modes()
         with self._links.followed():
             try:
-                with self.lines:
+                with self.lines, shown_by(self.lines.show):
                     out = self.model(*args, **kwargs)
             finally:
                 self.changed_mode = modes.restore() or self.changed_mode

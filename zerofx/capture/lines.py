@@ -138,9 +138,16 @@ class LineMode(TorchFunctionMode):
     """Mark the nodes of every torch call with the user's line that made it.
 
     last_call: the name of the function called last, for errors.
+    text_line: where a tensor was first turned into text, "" if none was.
     """
 
     last_call = ""
+    text_line = ""
+
+    def show(self, tensor: torch.Tensor) -> str:
+        """Return a traced tensor as text, which has no values; take note of the user's line."""
+        self.text_line = self.text_line or user_line(sys._getframe(1))
+        return f"tensor(..., size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

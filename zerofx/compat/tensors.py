@@ -40,6 +40,9 @@ def shard_spec(mesh: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
     return DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
 
 
+# (value, message): raises if the value is false; on a GPU that shows later, as any fault there.
+assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
+
 # DTensor.__init__ costs more than the wrapper itself; this is its __new__.
 new_dtensor = torch.Tensor._dtensor__new__
 

@@ -31,6 +31,7 @@ __all__ = [
     "is_outside_trace",
     "new_fake_mode",
     "rerun_on_fakes",
+    "shown_by",
     "trace_joint",
 ]
 
@@ -120,6 +121,17 @@ def traceable() -> Iterator[None]:
     finally:
         log.setLevel(level)
         torch.distributions.Distribution.set_default_validate_args(validates)
+
+
+@contextlib.contextmanager
+def shown_by(show: Callable[[torch.Tensor], str]) -> Iterator[None]:
+    """Have `show` turn traced tensors into text, in place of "FunctionalTensor(...)"."""
+    before = FunctionalTensor.__repr__
+    FunctionalTensor.__repr__ = lambda self, **_: show(self)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        FunctionalTensor.__repr__ = before  # type: ignore[method-assign,assignment]
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

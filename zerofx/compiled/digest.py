@@ -13,6 +13,7 @@ from zerofx.compat.graphs import OpOverload
 from zerofx.ir import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
+from zerofx.ir.text import describe, escaped, short_dtype
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
 
@@ -38,11 +39,28 @@ def collective_digest(program: Program) -> str:
 
 def describe_layout(layout: Layout, plan: Plan) -> str:
     """Describe what shards depend on, as the items that an agreement's error can show."""
-    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+    digest = layout_digest(layout)
     fields = ";".join(f"plan.{k}={v}" for k, v in sorted(plan.to_dict().items()))
     return (
         f"buckets={len(layout.buckets)};layout={digest};{fields};torch={torch.__version__};"
         f"deterministic={torch.are_deterministic_algorithms_enabled()}"
+    )
+
+
+def layout_digest(layout: Layout) -> str:
+    """Return what stands for a layout among the items of `describe_layout`."""
+    return hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+
+
+def describe_parameters(layout: Layout) -> str:
+    """Return the parameters of a layout, "name<tab>dtype[shape]" per line.
+
+    It is what ranks whose layouts differ look at, to name the first parameter that does.
+    """
+    return "\n".join(
+        f"{escaped(name)}\t{short_dtype(bucket.dtype)}{list(param.whole_shape)}"
+        + ("" if bucket.trainable else " frozen")
+        for name, [(bucket, param), *_] in layout.owned.items()
     )
 
 
@@ -72,7 +90,8 @@ def describe_graph(program: Program) -> str:
         for node in gm.graph.nodes:
             where = info(node)
             if node.op == "placeholder":
-                name, called = f"{where.role} {where.name}", _form(node.meta.get("val"))
+                role = where.role.value if where.role else "input"
+                name, called = f"{role} {where.name}", _form(node.meta.get("val"))
             elif node.op == "call_function":
                 is_op = isinstance(node.target, OpOverload)
                 name = str(node.target) if is_op else getattr(node.target, "__name__", "call")
@@ -100,4 +119,4 @@ def graph_hashes(sizes: str, captured: str) -> bytes:
 def _form(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    return f"{value.dtype} {list(value.shape)}"
+    return describe(value)

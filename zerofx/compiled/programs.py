@@ -18,6 +18,7 @@ from zerofx.capture.signature import Signature, describe_difference, describe_si
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
+from zerofx.compiled.blame import Blame
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.budget import (
     can_accumulate,
@@ -280,13 +281,14 @@ class ProgramTable:
         module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program, describe_sizes(key[0])), module.forward
-        self._engine.world.publish(made.graph[8:], program.captured)
+        self._engine.world.publish(made.graph[8:].hex(), program.captured)
         if self._room is not None:
             stored = _buckets(program, BACKWARD, ops.store_grad) if program.is_training else []
             refreshed = _buckets(program, FORWARD, ops.refresh)
             recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
             forward, backward = recorded.forward, recorded.backward
-        executable = Executable(forward, backward, made, self._engine, self._buffers_of(program))
+        buffers, blame = self._buffers_of(program), Blame(program, directory)
+        executable = Executable(forward, backward, made, self._engine, buffers, blame)
         self.bound[key] = bound = Bound(program, executable, slots)
         if self.on_bound is not None:
             self.on_bound(bound)

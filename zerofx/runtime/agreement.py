@@ -101,14 +101,14 @@ class Agreement:
             self._refuse(self._groups())
         self._agreed = self.call
 
-    def publish(self, graph: bytes, text: str) -> None:
-        """Let ranks whose graph differs from this one's look at it, line by line."""
+    def publish(self, digest: str, text: str) -> None:
+        """Let ranks whose digest of a text differs from this one's look at it, line by line."""
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # a store that is gone only costs the message
-            if not self._store.check([_graph_key(graph)]):
+            if not self._store.check([_text_key(digest)]):
                 packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-                self._store.set(_graph_key(graph), packed)
+                self._store.set(_text_key(digest), packed)
 
     def all_well(self, what: str, is_well: bool, steps: str = "") -> bool:
         """Return, once every rank has come to `what`, whether all is well on each of them.
@@ -295,12 +295,13 @@ class Agreement:
                 self._give_up_if_hopeless(late, now - started)
 
     def _give_up_if_hopeless(self, late: Callable[[], str], waited_s: float) -> None:
-        lost = self.lost()
+        lost, rule = self.lost(), ""
         if lost is None and waited_s > self.timeout_s:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+            rule = "; every rank must make as many calls, of several models in the same order"
         if lost is not None:
             here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
-            raise self.fail(f"{lost}; {here}")
+            raise self.fail(f"{lost}; {here}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:
         """Return who announced what at this call, after giving the last ones time to arrive."""
@@ -339,7 +340,7 @@ class Agreement:
         if len({entry.texts_hash for entry in groups}) == 1:
             message = describe_graphs(groups, self.call, self._published)
         else:
-            message = describe_difference(groups, self.call)
+            message = describe_difference(groups, self.call, self._published)
         for row, rank in enumerate(self.ranks):
             reason = self.board.broke_off(row, self.call - 1)
             if reason is not None:
@@ -347,18 +348,18 @@ class Agreement:
         self._differing = groups
         raise DesyncError(message)
 
-    def _published(self, graph: bytes) -> list[str]:
-        """Return the lines of a graph that a rank has published, none where that cannot be."""
+    def _published(self, digest: str) -> list[str]:
+        """Return the lines that a rank has published under a digest, none where that cannot be."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                if self._store.check([_graph_key(graph)]):
-                    packed = self._store.get(_graph_key(graph))
+                if self._store.check([_text_key(digest)]):
+                    packed = self._store.get(_text_key(digest))
                     return zlib.decompress(base64.b64decode(packed)).decode().split("\n")
         return []
 
 
-def _graph_key(graph: bytes) -> str:
-    return f"graph/{graph.hex()}"
+def _text_key(digest: str) -> str:
+    return f"text/{digest}"
 
 
 def _fit(keys: Iterable[bytes]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -114,8 +113,8 @@ class Engine:
             self.away.tell("backward")
             self.away.settle_all()
             self.store.homes.rest()
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.abandon(error)
             raise
         self.store.ledger.note_backward()
         if not self.keeps_memory:
@@ -123,9 +122,9 @@ class Engine:
             self.world.rest(self.layout.rest_bytes)
             self.gradients.rest(self.layout.rest_bytes)
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""
-        self.world.report_failure(repr(sys.exc_info()[1]))
+        self.world.report_failure(repr(error))
         self.host.drain()
         self.values.drain()
         self.away.settle_all()

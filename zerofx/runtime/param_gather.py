@@ -21,7 +21,7 @@ def gather_full(local: torch.Tensor, piece: Piece, what: str = "full_tensor") ->
     world, size = ledger.world, ledger.layout.shard_size
     if size == 1:
         return local.clone().view(piece.shape)
-    world.agree(what, piece.name)
+    world.agree(f"{what} of {piece.name}", "")
     ranges = [piece.ranges_of(r) for r in range(size)]
     lengths = [sum(stop - start for start, stop in mine) for mine in ranges]
     longest = max(lengths)

@@ -22,6 +22,7 @@ from zerofx.runtime.param_refuse import op_name, refuse_partial_norm
 from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
 
 _SHARDED = {ShardedTensor}
+_OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # what asks for one; for errors
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -103,14 +104,14 @@ def list_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     groups = _groups(tensors)
     if len(groups) == 1:
-        return tuple(global_norms(tensors, order, dtype, op_name(func)))
+        return tuple(global_norms(tensors, order, dtype, _OF_A_LIST))
     out: list[Any] = [None] * len(tensors)
     for key, indices in groups.items():
         members = [tensors[i] for i in indices]
         if key is None:
             norms = func(members, order, dtype=dtype)
         else:
-            norms = global_norms(members, order, dtype, op_name(func))
+            norms = global_norms(members, order, dtype, _OF_A_LIST)
         for i, norm in zip(indices, norms, strict=True):
             out[i] = norm
     return tuple(out)
@@ -129,7 +130,8 @@ def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     tensor = args[0]
     if op_name(func) == "linalg_norm" and "ord" in kwargs and len(tensor.shape) > 1:
         refuse(func, args, kwargs)  # a matrix norm there
-    [norm] = global_norms([tensor], float(order), dtype, op_name(func))
+    what = f"{op_name(func)} of {tensor._piece.name}"
+    [norm] = global_norms([tensor], float(order), dtype, what)
     return with_refusing_backward(func, tensor, norm)
 
 
@@ -163,11 +165,11 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     options = [v for k, v in kwargs.items() if k not in ("dtype", "input")]
     if len(args) > 1 or any(v is not None and v is not False for v in options):
         refuse(func, args, kwargs)
-    local = local_tensor(tensor)
+    local, what = local_tensor(tensor), f"{name} of {tensor._piece.name}"
     with torch.no_grad():
         partial = _partial(local if dtype is None else local.to(dtype), name)
         as_bytes = partial.to(torch.uint8) if partial.dtype == torch.bool else partial
-        whole = COMBINE[name](gather_partials(tensor, as_bytes.reshape(1), name))
+        whole = COMBINE[name](gather_partials(tensor, as_bytes.reshape(1), what))
         if name == "mean":
             whole = whole / tensor.numel()
         if name in ("any", "all"):
@@ -211,4 +213,5 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     local = local_tensor(tensor)
     mine = func(local, local_value(tensor, other, op_name(func)), *rest, **kwargs)
     votes = torch.tensor([mine], dtype=torch.uint8, device=local.device)
-    return bool(gather_partials(tensor, votes, op_name(func)).all())
+    what = f"{op_name(func)} of {tensor._piece.name}"
+    return bool(gather_partials(tensor, votes, what).all())

@@ -77,6 +77,10 @@ class Call:
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
 
 
+Explain = Callable[[BaseException, Sequence[Any], dict[str, Tensor]], BaseException]
+"""Returns the error to raise for one that a call raised, given its input leaves and the buffers."""
+
+
 class Executable:
     """A loaded program bound to a model's engine: call it with input leaves."""
 
@@ -87,9 +91,11 @@ class Executable:
         contract: Contract,
         engine: Engine,
         buffers: Callable[[], dict[str, Tensor]],
+        explain: Explain,
     ) -> None:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
+        self._explain = explain
         # What a program that was given up needs again for the backward of an earlier forward.
         self.slots: Sequence[int] = ()
         self._anchor = engine.gradients.anchor()
@@ -125,8 +131,8 @@ class Executable:
             engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")
-        self._agree(f"{kind} of {self.contract.label}", f"stale={engine.stale()}")
-        with self._guard(), self._own_random("forward"):
+        self._agree(f"{kind} of {self.contract.label}", f"buckets to gather again={engine.stale()}")
+        with self._guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
             )
@@ -326,8 +332,11 @@ class Executable:
                 target.copy_(new)
 
     @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Run with autocast off (the user's casts are in the graph); clean up after a failure."""
+    def _guard(self, leaves: Sequence[Any] = ()) -> Iterator[None]:
+        """Run with autocast off (the user's casts are in the graph); clean up after a failure.
+
+        What the body raises gets the user's line; `leaves` are the inputs that it runs on.
+        """
         device = self.engine.world.device.type
         try:
             if torch.is_autocast_enabled(device):
@@ -335,9 +344,12 @@ class Executable:
                     yield
             else:
                 yield
-        except BaseException:
-            self.engine.abandon()
-            raise
+        except BaseException as error:
+            raised = self._explain(error, leaves, self.buffers())
+            self.engine.abandon(raised)
+            if raised is error:
+                raise
+            raise raised  # noqa: B904  (its cause is set)
 
     @contextlib.contextmanager
     def _own_random(self, graph: str) -> Iterator[None]:

@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 def _text(options: tuple[Any, ...]) -> str:
     kind, names, groups = options
-    items = [f"optimizer={kind}"]
+    items = [f"optimizer={kind}", f"param_groups={len(groups)}"]
     for i, values in enumerate(groups):
         where = f"param_groups[{i}]." if len(groups) > 1 else ""
         pairs = zip(names, values, strict=True)

@@ -219,10 +219,10 @@ class World:
         if self._agreement is not None:
             self._agreement.agree(what, digest, graph, self.steps.take())
 
-    def publish(self, graph: bytes, text: str) -> None:
-        """Let ranks whose graph has another hash than `graph` look at this one."""
+    def publish(self, digest: str, text: str) -> None:
+        """Let ranks that announce another digest look at the text that this one stands for."""
         if self._agreement is not None:
-            self._agreement.publish(graph, text)
+            self._agreement.publish(digest, text)
 
     def all_well(self, what: str, is_well: bool) -> bool:
         """Return, once every rank has come to `what`, whether all is well on each of them.

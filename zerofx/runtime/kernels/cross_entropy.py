@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerofx.compat.tensors import assert_async
+
 TILE_BYTES = 32 << 20  # fp32 logits of one tile
 _ROWS = 8192  # tokens of a tile at most: more would make its columns too few for a fast product
 _COLUMNS = 256  # words of a tile at least
@@ -89,9 +91,13 @@ def linear_cross_entropy(
 
     Shapes: hidden [N, D], weight [V, D], bias [V] or None, target int64 [N]; loss fp32 [], lse
         fp32 [N].
+
+    Raises:
+        IndexError: a target is no class, as in eager PyTorch.
     """
     take = step or step_torch
     tokens, vocabulary = len(hidden), len(weight)
+    _check_targets(target, vocabulary, options.ignore_index)
     lse = hidden.new_full((tokens,), -torch.inf, dtype=torch.float32)
     picked = torch.zeros_like(lse)
     totals = torch.zeros_like(lse) if options.label_smoothing else None
@@ -106,6 +112,15 @@ def linear_cross_entropy(
     is_counted = target != options.ignore_index
     loss = torch.where(is_counted, losses, 0.0).sum()
     return (loss / is_counted.sum() if options.is_mean else loss), lse
+
+
+def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Refuse targets outside the vocabulary, which no tile would find: the loss would lack them."""
+    is_outside = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    if target.device.type != "cpu":  # reading the answer would wait for the device
+        assert_async(~is_outside.any(), "cross-entropy: a target is out of bounds")
+    elif is_outside.any():
+        raise IndexError(f"Target {int(target[is_outside][0])} is out of bounds.")
 
 
 def linear_cross_entropy_backward(
