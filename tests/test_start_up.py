@@ -18,9 +18,10 @@ SLACK_S = 10.0
 
 @pytest.fixture
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A free port; where a fault has a store apart from the ranks, that store listens there."""
-    fault: Fault = request.getfixturevalue("fault")
-    if fault.made_by == "torchrun":
+    """A free port; where the store is served apart from the ranks, that store listens there."""
+    names = request.fixturenames
+    made_by = request.getfixturevalue("fault" if "fault" in names else "made_by")
+    if getattr(made_by, "made_by", made_by) == "torchrun":
         store = dist.TCPStore(
             "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
         )
@@ -60,6 +61,17 @@ def test_a_fault_at_start_up_is_over_soon_and_names_the_rank(
     pool: Pool, fault: Fault, port: int, tmp_path: Path
 ) -> None:
     check(pool, fault, port, tmp_path, 2.0)
+
+
+@pytest.mark.parametrize("made_by", ["zerofx", "torchrun"])
+def test_ranks_start_again_after_a_start_that_failed(pool: Pool, made_by: str, port: int) -> None:
+    """Whichever of them refused its plan, and whichever came first."""
+    for rank, said in enumerate(pool.run(2, start_cases.start_again, made_by, port)):
+        for again, message in zip(start_cases.AGAIN, said, strict=True):
+            others = f"DesyncError: rank {1 - rank}"
+            kind = "PlanError" if rank in again.refusing else others
+            assert message.startswith(kind), (again, message)
+            assert "unknown plan field 'shape'" in message, (again, message)
 
 
 @pytest.mark.slow
