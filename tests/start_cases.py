@@ -158,6 +158,8 @@ def _run(fault: Fault, limit_s: float, folder: str, port: int) -> Seen | str:
         ended, at = time.time(), marks / "fault"
         begun = max(started, float(at.read_text()) if at.exists() else 0.0)
         (marks / f"done-{rank}").touch()
+        if (marks / "stopped").exists():
+            os.kill(int((marks / "stopped").read_text()), signal.SIGCONT)
         return Seen(str(error), ended - begun)
     return "nothing was raised"
 
@@ -186,7 +188,10 @@ def _odd(fault: Fault, marks: Path, limit_s: float) -> str:
 def _happen(fault: Fault, marks: Path, limit_s: float) -> None:
     if fault.kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "absent":
+    if fault.kind == "stopped":
+        (marks / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind in ("absent", "stopped"):
         _wait(fault, marks, limit_s)
         raise RuntimeError("it came too late")
     if fault.kind == "exits":

@@ -25,15 +25,12 @@ from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
 from zerofx.runtime.hosts import meet
-from zerofx.runtime.meeting import Meeting, store_gone, timeout_s
+from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
 from zerofx.runtime.nccl import NcclAxis
 from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, last_resort_s
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TELL_S = 2.0  # how long a rank that has raised tries to reach the store, to say so
-_CONNECT_S = (
-    10.0  # how long torch may take to connect to a server that listens; no Ctrl-C meanwhile
-)
 _NAP_S = 0.05  # between two looks whether somebody serves the store of the job
 
 
@@ -141,7 +138,7 @@ class StartUp:
             with meeting.making("the process group"):
                 dist.init_process_group(
                     backend,
-                    store=dist.PrefixStore("default_pg", meeting.store),
+                    store=dist.PrefixStore("default_pg", meeting.store.raw),
                     rank=meeting.rank,
                     world_size=meeting.size,
                     timeout=timedelta(seconds=limit_s),
@@ -241,12 +238,10 @@ class _Job:
             meeting.tell(f"{meeting.name([self._rank])} {self._untold.pop(0)}")
 
     def _next_meeting(self, limit_s: float) -> Meeting:
-        try:
-            number = self._store.add(self._counter, 1)
-        except RuntimeError as error:
-            raise DesyncError(f"{store_gone()}: {error}") from error
+        with store_errors():
+            number = BoundedStore(self._store, limit_s).add(self._counter, 1)
         store = dist.PrefixStore(f"zerofx/start/{number}", self._store)
-        return Meeting(store, self._rank, self._size, limit_s)
+        return Meeting(BoundedStore(store, limit_s), self._rank, self._size, limit_s)
 
     @property
     def _counter(self) -> str:
@@ -261,8 +256,10 @@ class _Job:
         try:
             if self._store is not None:
                 self._store.set_timeout(timedelta(seconds=limit_s))
-                self._store.add(self._counter, 0)
+                BoundedStore(self._store, limit_s).add(self._counter, 0)
                 return
+        except DesyncError:  # it does not answer
+            raise
         except RuntimeError:  # its server has ended; there may be another in its place
             self._store = None
         serves = self._rank == 0 and not self._uses_agent
@@ -272,7 +269,7 @@ class _Job:
                 if not serves:
                     socket.create_connection(self._address, timeout=_TELL_S).close()
                 left_s = max(deadline - time.monotonic(), _TELL_S)
-                store = store_of_job(min(left_s, _CONNECT_S))
+                store = within(left_s, store_of_job, left_s)
                 store.set_timeout(timedelta(seconds=limit_s))
                 self._store = store
                 return
@@ -332,11 +329,9 @@ def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str
     """Return a meeting through a store that only `everyone` uses, for one world, and its name."""
     name = f"zerofx/{'-'.join(map(str, everyone))}"
     store, rank = default_store(), everyone.index(dist.get_rank())
-    try:
-        number = store.add(f"{name}/worlds/{rank}", 1)  # the same on every rank
-    except RuntimeError as error:
-        raise DesyncError(f"{store_gone()}: {error}") from error
-    store = dist.PrefixStore(f"{name}/{number}", store)
+    with store_errors():  # the number is the same on every rank
+        number = BoundedStore(store, limit_s).add(f"{name}/worlds/{rank}", 1)
+    store = BoundedStore(dist.PrefixStore(f"{name}/{number}", store), limit_s)
     return Meeting(store, rank, len(everyone), limit_s), str(number)
 
 
