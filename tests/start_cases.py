@@ -64,12 +64,8 @@ class Fault:
 
     @property
     def is_told(self) -> bool:
-        """Whether the others learn of it at once.
-
-        Not inside torch's own wait for a new group, nor from rank 0 before it serves the store.
-        """
-        has_no_store = (self.made_by, self.point, self.odd) == ("zerofx", "plan", 0)
-        return self.kind in RAISING and self.point != "groups" and not has_no_store
+        """Whether the others learn of it at once; not inside torch's own wait for a new group."""
+        return self.kind in RAISING and self.point != "groups"
 
 
 @dataclass(frozen=True)
@@ -103,6 +99,40 @@ def all_faults() -> list[Fault]:
     return faults
 
 
+@dataclass(frozen=True)
+class Again:
+    """Ranks that are given a wrong plan first, and the rank that comes later than the other."""
+
+    refusing: tuple[int, ...]
+    late: int
+
+
+AGAIN = [Again((0,), 1), Again((1,), 0), Again((0, 1), 0), Again((0, 1), 1)]
+
+
+def start_again(made_by: str, port: int) -> list[str]:
+    """Compile, and once more where that raised, on two ranks; return what was raised at first."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ZEROFX_TIMEOUT_S="6")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(made_by == "torchrun")
+    said = []
+    for again in AGAIN:
+        dist.destroy_process_group()
+        if rank == again.late:
+            time.sleep(0.3)
+        started = time.monotonic()
+        plan = {"stage": 3, "kernels": "aten"}
+        model = torch.nn.Linear(4, 4)
+        with pytest.raises(ZerofxError) as info:
+            zerofx.compile(model, plan | {"shape": 1} if rank in again.refusing else plan)
+        compiled: Any = zerofx.compile(model, plan)
+        compiled(torch.ones(2, 4)).sum().backward()
+        assert time.monotonic() - started < 5, "a rank was waited for in vain"
+        said.append(f"{info.typename}: {info.value}")
+        del compiled
+    return said
+
+
 def run(fault: Fault, limit_s: float, folder: str, port: int) -> Seen | str:
     """Start up and train for one step, on every rank; return what this rank saw."""
     with pytest.MonkeyPatch.context() as patch:
@@ -128,6 +158,8 @@ def _run(fault: Fault, limit_s: float, folder: str, port: int) -> Seen | str:
         ended, at = time.time(), marks / "fault"
         begun = max(started, float(at.read_text()) if at.exists() else 0.0)
         (marks / f"done-{rank}").touch()
+        if (marks / "stopped").exists():
+            os.kill(int((marks / "stopped").read_text()), signal.SIGCONT)
         return Seen(str(error), ended - begun)
     return "nothing was raised"
 
@@ -156,7 +188,10 @@ def _odd(fault: Fault, marks: Path, limit_s: float) -> str:
 def _happen(fault: Fault, marks: Path, limit_s: float) -> None:
     if fault.kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "absent":
+    if fault.kind == "stopped":
+        (marks / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind in ("absent", "stopped"):
         _wait(fault, marks, limit_s)
         raise RuntimeError("it came too late")
     if fault.kind == "exits":

@@ -214,6 +214,12 @@ def training(folder: Path, stop_in: str, is_cold: bool = True) -> Iterator[subpr
         found.communicate()
 
 
+def proceed(process: subprocess.Popen[str]) -> None:
+    """Continue a process that is about to stop itself: before it has stopped, that does nothing."""
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    os.kill(process.pid, signal.SIGCONT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_in", ["_compile", "check_build", "_worker_compile_cpp"])
 def test_stopped_in(tmp_path: Path, stop_in: str) -> None:
@@ -226,10 +232,11 @@ def test_stopped_in(tmp_path: Path, stop_in: str) -> None:
             out, err = other.communicate(timeout=200)
         assert int(out) > 0, err
         assert "was locked" in err, err
-        os.kill(stopped.pid, signal.SIGCONT)  # it goes on, and finds its work done
+        proceed(stopped)  # and finds its work done
         while (line := stopped.stdout.readline()) == "stopped\n":
-            os.kill(stopped.pid, signal.SIGCONT)
-        assert line.strip().isdigit(), stopped.communicate(timeout=60)[1]
+            proceed(stopped)
+        _, err = stopped.communicate(timeout=60)
+        assert line.strip().isdigit(), f"it ended with {stopped.returncode}: {err}"
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from zerofx.compat.autograd import has_gradient_hooks
+from zerofx.compat.callers import DTensor, distributed_by, unwrapped
 from zerofx.compat.graphs import FakeTensor, pytree
 from zerofx.compat.tracing import OptimizedModule
-from zerofx.compat.wrappers import DTensor, distributed_by, unwrapped
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
 from zerofx.runtime.param_tensor import ShardedTensor

@@ -1,36 +1,111 @@
-"""Which part of torch.distributed is calling: it asks for the same attribute with different needs.
+"""Other code of torch.distributed at a model: which part of it is calling, and what it has touched.
 
-`get_model_state_dict` calls the model's own `state_dict()`, as users do, but wants shards, not
-whole tensors. `set_*_state_dict(full_state_dict=True, broadcast_from_rank0=True)` calls
-`to_local()` of a parameter in order to write rows of it there. `async_save` copies DTensors by
-`new_empty()` and their attributes. None of them passes anything that tells it from a user's call,
-and none has a hook, so the caller's module decides.
+None of it says who it is, and none has a hook, so the module of the caller decides, or the mark
+that a caller leaves.
+
+Checkpoints ask for the same attributes as users, with other needs. `get_model_state_dict` calls the
+model's own `state_dict()`, but wants shards, not whole tensors.
+`set_*_state_dict(full_state_dict=True, broadcast_from_rank0=True)` calls `to_local()` of a
+parameter in order to write rows of it there. `async_save` copies DTensors by `new_empty()` and
+their attributes.
+
+Wrappers do not ask a module whether it may be wrapped. Each does something to it first that the
+module can notice, before anything has changed: DistributedDataParallel looks for a list of
+parameters to ignore, DataParallel lists the parameters to copy, `fully_shard` and `replicate` note
+themselves in the module's `__dict__`, FullyShardedDataParallel and `fully_shard` mark the modules
+that they manage, and `distribute_module` looks for its own mark.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-_CHECKPOINT = "torch.distributed.checkpoint."
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import STATE_KEY as _STATE_KEY
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+__all__ = [
+    "DTensor",
+    "applied",
+    "distributed_by",
+    "is_called_by",
+    "is_called_by_checkpoint",
+    "is_called_by_distribution",
+    "is_called_by_stager",
+    "reducer_of",
+    "unwrapped",
+]
+
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 _DISTRIBUTION = "torch.distributed._state_dict_utils"
+_INSIDE = {DistributedDataParallel: "module", DataParallel: "module"}
 
 
-def _caller(depth: int = 0) -> str:
-    """Return the module that called the function that asks, or which is `depth` frames further."""
-    return str(sys._getframe(3 + depth).f_globals.get("__name__"))
+# -- who is calling -------------------------------------------------------------------------------
+def _is_in(module: str, depth: int) -> bool:
+    """Tell whether the frame `depth` above the caller runs code of `module`, or inside it."""
+    name = str(sys._getframe(depth + 1).f_globals.get("__name__"))
+    return name == module or name.startswith(f"{module}.")
+
+
+def is_called_by(module: str) -> bool:
+    """Tell whether the function that asks was called by torch's `module`, or by one inside it."""
+    return _is_in(module, 2)
 
 
 def is_called_by_checkpoint() -> bool:
-    """Return whether the function that asks was called by torch.distributed.checkpoint itself."""
-    return _caller().startswith(_CHECKPOINT)
+    """Tell whether the function that asks was called by torch.distributed.checkpoint itself."""
+    return _is_in("torch.distributed.checkpoint", 2)
 
 
 def is_called_by_distribution() -> bool:
-    """Return whether it was called by the code that hands a full state dict out to the ranks."""
-    return _caller() == _DISTRIBUTION
+    """Tell whether it was called by the code that hands a full state dict out to the ranks."""
+    return _is_in(_DISTRIBUTION, 2)
 
 
 def is_called_by_stager() -> bool:
-    """Return whether `async_save`'s copy called what a `__torch_function__` handler answers."""
-    return _caller(depth=1) == _STAGER
+    """Tell whether `async_save`'s copy called what a `__torch_function__` handler answers."""
+    return _is_in(_STAGER, 3)
+
+
+# -- what it has touched --------------------------------------------------------------------------
+def unwrapped(module: nn.Module) -> str:
+    """Return the attribute in which a wrapper has the plain module, "" if it is no wrapper."""
+    return next((inside for kind, inside in _INSIDE.items() if isinstance(module, kind)), "")
+
+
+def distributed_by(module: nn.Module) -> str:
+    """Return what has made a module parallel in place, or around flat parameters; "" if none."""
+    if "replicate" in module.__dict__.get(REGISTRY_KEY, ()):
+        return "replicate"
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if it was not imported, it was not used
+    if fsdp is None:
+        return ""
+    if isinstance(module, fsdp.FullyShardedDataParallel):
+        return "FullyShardedDataParallel"
+    return "fully_shard" if isinstance(module, fsdp.FSDPModule) else ""
+
+
+def applied(module: nn.Module) -> list[str]:
+    """Return the names of composable APIs that are being applied to a module; forget them.
+
+    They note themselves (`fully_shard`, `replicate`) before they look at the parameters.
+    """
+    found = list(module.__dict__.get(REGISTRY_KEY, ()))
+    if found:
+        del module.__dict__[REGISTRY_KEY]
+        module.__dict__.pop(_STATE_KEY, None)
+    return found
+
+
+def reducer_of(params: Any) -> str:
+    """Return "DistributedDataParallel" if one that runs now reduces any of these parameters."""
+    running = DistributedDataParallel._active_ddp_module
+    if running is None:
+        return ""
+    mine = {id(p) for p in params}
+    is_reduced = any(id(p) in mine for p in running._module_parameters)
+    return "DistributedDataParallel" if is_reduced else ""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
-from zerofx.compat.callers import is_called_by_checkpoint
-from zerofx.compat.wrappers import applied, is_called_by, reducer_of
+from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
 from zerofx.compiled.full_state import sharded_state_of, state_of
 from zerofx.compiled.hooks import HookWatch

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,12 +25,13 @@ from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
 from zerofx.runtime.hosts import meet
-from zerofx.runtime.meeting import Meeting, store_gone, timeout_s
+from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
 from zerofx.runtime.nccl import NcclAxis
 from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, last_resort_s
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TELL_S = 2.0  # how long a rank that has raised tries to reach the store, to say so
+_NAP_S = 0.05  # between two looks whether somebody serves the store of the job
 
 
 @dataclass(frozen=True)
@@ -129,18 +131,23 @@ class StartUp:
         backend = "nccl" if here.type == "cuda" else "gloo"
         if here.type == "cuda":
             torch.cuda.set_device(here)
-        self._meeting = meeting = _meeting_of_job(limit_s, limit_s)
+        self._meeting = meeting = _job().start(limit_s)
         hosts = meeting.share("process", socket.gethostname())
         meeting.hosts.update(enumerate(hosts))
-        with meeting.making("the process group"):
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("default_pg", meeting.store),
-                rank=meeting.rank,
-                world_size=meeting.size,
-                timeout=timedelta(seconds=limit_s),
-            )
-        meeting.share("process group", "")  # a rank that ends now is missed before, not behind it
+        try:
+            with meeting.making("the process group"):
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("default_pg", meeting.store.raw),
+                    rank=meeting.rank,
+                    world_size=meeting.size,
+                    timeout=timedelta(seconds=limit_s),
+                )
+            meeting.share("process group", "")  # a rank that ends now is missed here, not later
+        except BaseException:  # all ranks have it, or none, so that all can start again
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise
         if dist.get_rank() == 0:
             ranks = dist.get_world_size()
             sys.stderr.write(
@@ -161,28 +168,29 @@ class StartUp:
 
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks know that this one has raised."""
-        reason = f"raised {type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError, OSError):  # a store that is gone tells it too
-            if self._meeting is None and self._agreement is None:
-                self._meeting = self._meeting_to_tell()
-            if self._meeting is not None:
-                self._meeting.tell(f"{self._meeting.name([self._meeting.rank])} {reason}")
-        if self._agreement is not None:
-            self._agreement.quit(f"it {reason}")
+        with contextlib.suppress(Exception):  # whatever fails here, the user sees `error`
+            reason = f"raised {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError, OSError):  # a store that is gone tells it too
+                if self._meeting is not None:
+                    self._meeting.tell(f"{self._meeting.name([self._meeting.rank])} {reason}")
+                elif self._agreement is None and not isinstance(error, DesyncError):
+                    patience_s = 0.0 if isinstance(error, KeyboardInterrupt) else _TELL_S
+                    self._tell_those_to_come(reason, patience_s)
+            if self._agreement is not None:
+                self._agreement.quit(f"it {reason}")
 
-    def _meeting_to_tell(self) -> Meeting | None:
-        """Return the meeting that the other ranks will come to, where this one has not yet."""
-        if dist.is_initialized():
-            size = dist.get_world_size()
-            everyone = list(range(size))
-            if isinstance(self._mesh, DeviceMesh):  # what was passed has not been checked yet
-                everyone = self._mesh.mesh.flatten().tolist()
-            if len(everyone) == 1 or dist.get_rank() not in everyone:
-                return None
-            return _meeting_of_world(everyone, _TELL_S)[0]
-        if not _is_under_torchrun() or not _answers():
-            return None
-        return _meeting_of_job(_TELL_S, _TELL_S)
+    def _tell_those_to_come(self, reason: str, patience_s: float) -> None:
+        """Tell it in the meeting that the other ranks will come to, where this one has not yet."""
+        if not dist.is_initialized():
+            if _is_under_torchrun():
+                _job().tell(reason, patience_s)
+            return
+        everyone = list(range(dist.get_world_size()))
+        if isinstance(self._mesh, DeviceMesh):  # what was passed has not been checked yet
+            everyone = self._mesh.mesh.flatten().tolist()
+        if len(everyone) > 1 and dist.get_rank() in everyone:
+            meeting, _ = _meeting_of_world(everyone, _TELL_S)
+            meeting.tell(f"{meeting.name([meeting.rank])} {reason}")
 
 
 def _is_under_torchrun() -> bool:
@@ -190,47 +198,140 @@ def _is_under_torchrun() -> bool:
     return not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN)
 
 
-def _answers() -> bool:
-    """Tell whether the store of the job answers already."""
-    with contextlib.suppress(OSError):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, timeout=_TELL_S).close()
-        return True
-    return False
+class _Job:
+    """The ranks that torchrun's variables name, and the store through which they find each other.
+
+    The store stays until the process ends. If rank 0 serves it, the other ranks still learn there
+    why a start failed, and all can start again. The n-th starts of all ranks belong together.
+    """
+
+    def __init__(self) -> None:
+        self._size = _from_environment("WORLD_SIZE", 1, 2**31 - 1)
+        self._rank = _from_environment("RANK", 0, self._size - 1)
+        self._address = os.environ["MASTER_ADDR"], _from_environment("MASTER_PORT", 1, 65535)
+        self._uses_agent = _uses_agent()
+        self._store: Any = None
+        self._untold: list[str] = []  # why starts failed here that could not reach the store
+
+    def start(self, limit_s: float) -> Meeting:
+        """Return the meeting of this rank's next start.
+
+        Raises:
+            DesyncError: the store cannot be reached within the limit; says who serves it.
+        """
+        self._connect(limit_s, limit_s)
+        self._catch_up()
+        return self._next_meeting(limit_s)
+
+    def tell(self, reason: str, patience_s: float) -> None:
+        """Let the others raise in their start of this number: this rank's has failed before it met.
+
+        Without a store within `patience_s`, they learn of it with this rank's next start.
+        """
+        self._untold.append(reason)
+        self._connect(_TELL_S, patience_s)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._untold:
+            meeting = self._next_meeting(_TELL_S)
+            meeting.tell(f"{meeting.name([self._rank])} {self._untold.pop(0)}")
+
+    def _next_meeting(self, limit_s: float) -> Meeting:
+        with store_errors():
+            number = BoundedStore(self._store, limit_s).add(self._counter, 1)
+        store = dist.PrefixStore(f"zerofx/start/{number}", self._store)
+        return Meeting(BoundedStore(store, limit_s), self._rank, self._size, limit_s)
+
+    @property
+    def _counter(self) -> str:
+        return f"zerofx/starts/{self._rank}"
+
+    def _connect(self, limit_s: float, patience_s: float) -> None:
+        """Connect to the store, unless it answers already, once its server listens.
+
+        limit_s: how long a request may take. patience_s: how long to wait for the server; Ctrl-C
+        ends that.
+        """
+        try:
+            if self._store is not None:
+                self._store.set_timeout(timedelta(seconds=limit_s))
+                BoundedStore(self._store, limit_s).add(self._counter, 0)
+                return
+        except DesyncError:  # it does not answer
+            raise
+        except RuntimeError:  # its server has ended; there may be another in its place
+            self._store = None
+        serves = self._rank == 0 and not self._uses_agent
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                if not serves:
+                    socket.create_connection(self._address, timeout=_TELL_S).close()
+                left_s = max(deadline - time.monotonic(), _TELL_S)
+                store = within(left_s, store_of_job, left_s)
+                store.set_timeout(timedelta(seconds=limit_s))
+                self._store = store
+                return
+            except (RuntimeError, OSError) as error:
+                if serves or time.monotonic() > deadline:
+                    raise DesyncError(self._unreachable(serves, patience_s, error)) from error
+            time.sleep(_NAP_S)
+
+    def _unreachable(self, serves: bool, waited_s: float, error: Exception) -> str:
+        where = "{}:{}".format(*self._address)
+        if serves:
+            return (
+                f"rank 0 cannot serve the store of the job at {where}: {error}. End the process "
+                "that holds the port, or set MASTER_PORT to another one on all ranks"
+            )
+        server = "torchrun" if self._uses_agent else "rank 0"
+        return (
+            f"{server}, which serves the store of the job at {where}, did not answer rank "
+            f"{self._rank} within {waited_s:g} s (ZEROFX_TIMEOUT_S). Check MASTER_ADDR and "
+            f"MASTER_PORT, and that rank 0 was started: {error}"
+        )
 
 
-def _meeting_of_job(limit_s: float, connect_s: float) -> Meeting:
-    """Return the meeting of all ranks of the job, through the store that torchrun's variables name.
+_JOBS: dict[tuple[object, ...], _Job] = {}
+
+
+def _job() -> _Job:
+    """Return the job that the environment names now; the store of an earlier one is dropped."""
+    key = os.getpid(), _uses_agent(), *(os.environ[name] for name in _TORCHRUN)
+    if key not in _JOBS:
+        _JOBS.clear()
+        _JOBS[key] = _Job()
+    return _JOBS[key]
+
+
+def _uses_agent() -> bool:
+    """Tell whether torchrun serves the store of the job, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _from_environment(name: str, least: int, most: int) -> int:
+    """Return a number that torchrun sets.
 
     Raises:
-        DesyncError: the store cannot be reached; says who serves it.
+        PlanError: the variable is something else.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        store = store_of_job(connect_s)
-        number = store.add(f"zerofx/starts/{rank}", 1)  # the same on every rank
-    except RuntimeError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        server = "torchrun, which" if uses_agent else "rank 0, which"
-        raise DesyncError(
-            f"{server} serves the store of the job at {where}, did not answer rank {rank} within "
-            f"{connect_s:g} s (ZEROFX_TIMEOUT_S). Check MASTER_ADDR and MASTER_PORT, and that "
-            f"rank 0 was started: {error}"
-        ) from error
-    store = dist.PrefixStore(f"zerofx/start/{number}", store)
-    return Meeting(store, rank, size, limit_s)
+    text = os.environ[name]
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise PlanError(
+            f"{name} is {text!r}. It must be a whole number from {least} to {most}. Launch the "
+            "ranks with torchrun, or set it on every rank"
+        )
+    return int(text)
 
 
 def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str]:
     """Return a meeting through a store that only `everyone` uses, for one world, and its name."""
     name = f"zerofx/{'-'.join(map(str, everyone))}"
     store, rank = default_store(), everyone.index(dist.get_rank())
-    try:
-        number = store.add(f"{name}/worlds/{rank}", 1)  # the same on every rank
-    except RuntimeError as error:
-        raise DesyncError(f"{store_gone()}: {error}") from error
-    store = dist.PrefixStore(f"{name}/{number}", store)
+    with store_errors():  # the number is the same on every rank
+        number = BoundedStore(store, limit_s).add(f"{name}/worlds/{rank}", 1)
+    store = BoundedStore(dist.PrefixStore(f"{name}/{number}", store), limit_s)
     return Meeting(store, rank, len(everyone), limit_s), str(number)
 
 

@@ -15,13 +15,12 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import DesyncError
 from zerofx.runtime.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
-from zerofx.runtime.meeting import Meeting, store_gone
+from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, store_gone
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"
@@ -78,19 +77,19 @@ class HostLink:
             texts = None if entry.texts_hash in said else (entry.what, entry.digest, entry.steps)
             said.add(entry.texts_hash)
             rows.append([entry.key.hex(), ranks, texts])
-        with _store_errors():
+        with store_errors():
             self._store.set(self._key(call, self._host), json.dumps(rows))
             if call > 2:
                 self._store.delete_key(self._key(call - 2, self._host))
 
     def have_all(self, call: int) -> bool:
         """Return whether every host has posted `call`."""
-        with _store_errors():
+        with store_errors():
             return self._store.check([self._key(call, host) for host in range(len(self._hosts))])
 
     def absent(self, call: int) -> str:
         """Name the ranks of the hosts that have not posted `call`."""
-        with _store_errors():
+        with store_errors():
             late = [
                 ranks
                 for host, ranks in enumerate(self._hosts)
@@ -105,7 +104,7 @@ class HostLink:
             DesyncError: a host that had come has given up since.
         """
         groups: dict[Entry, list[int]] = {}
-        with _store_errors():
+        with store_errors():
             keys = [self._key(call, host) for host in range(len(self._hosts))]
             *texts, failure = self._store.multi_get([*keys, "failure"])
         if failure:
@@ -183,22 +182,13 @@ class HostLink:
     def progress(self) -> dict[int, int]:
         """Return how many collectives each rank had launched when its host last posted."""
         keys = [f"progress/{host}" for host in range(len(self._hosts))]
-        with _store_errors():
+        with store_errors():
             texts = [self._store.get(key) for key in keys if self._store.check([key])]
         return {int(rank): n for text in texts for rank, n in json.loads(text).items()}
 
     @staticmethod
     def _key(call: int, host: int) -> str:
         return f"call/{call}/{host}"
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    """Say what it means when the store no longer answers."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise DesyncError(f"{store_gone()}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -233,7 +223,8 @@ def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
     if len(hosts) == 1:
         return Neighbours(board, ranks, None)
     members = [[other for other in range(size) if keys[other] == key] for key in hosts]
-    return Neighbours(board, ranks, HostLink(store, board, members, hosts.index(keys[rank])))
+    link = HostLink(store.raw, board, members, hosts.index(keys[rank]))
+    return Neighbours(board, ranks, link)
 
 
 def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
@@ -257,7 +248,7 @@ def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
     return board
 
 
-def _make_file(store: Any, leader: int, num_bytes: int) -> str:
+def _make_file(store: BoundedStore, leader: int, num_bytes: int) -> str:
     """Make the file of a board, readable by this user only, and post its name."""
     folder = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
     handle, path = tempfile.mkstemp(prefix="zerofx-board-", dir=folder)

@@ -2,7 +2,7 @@
 
 A wait here polls the store instead of blocking in it. So it has a limit, whatever timeout the store
 was made with, it names the ranks that are missing, and it ends at once when a rank tells that it
-has raised.
+has raised. Single requests have a limit too: a store whose server was stopped never answers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from zerofx.errors import DesyncError, PlanError
 from zerofx.runtime.differences import name_ranks
 
+T = TypeVar("T")
 STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
 _NAP_S = (2e-3, 0.1)  # first and longest sleep between two looks at the store
+_LEAST_S = 2.0  # what a request gets to be answered in, however late it is made
 _FAREWELL_S = 3.0  # how long ranks wait for each other to say that making something failed
 _YEAR_S = 365 * 86400.0
 
@@ -42,6 +45,85 @@ def timeout_s() -> float:
     return seconds
 
 
+class BoundedStore:
+    """A store of torch's, whose requests end within a limit that counts from the last `allow`.
+
+    Inside a request torch neither has a limit nor listens to Ctrl-C, so a thread makes it. After
+    one that was not answered none is made any more: they would queue up after it.
+    """
+
+    def __init__(self, store: Any, limit_s: float) -> None:
+        self.raw, self._limit_s = store, limit_s
+        self._silent = ""
+        self.allow(limit_s)
+
+    def allow(self, seconds: float) -> None:
+        """Let the next requests, all together, take so long from now."""
+        self._until = time.monotonic() + seconds
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self.raw.add, key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self.raw.set, key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        self._ask(self.raw.compare_set, key, expected, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(self.raw.check, keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(self.raw.get, key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._ask(self.raw.multi_get, keys))
+
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
+        """Return what a request does.
+
+        Raises:
+            DesyncError: it was not answered within the limit, or an earlier one was not.
+            RuntimeError: the request's own, as when the server has ended.
+        """
+        if self._silent:
+            raise DesyncError(self._silent)
+        try:
+            return within(max(self._until - time.monotonic(), _LEAST_S), request, *args)
+        except TimeoutError as error:
+            self._silent = (
+                f"the store of the job did not answer within {self._limit_s:g} s "
+                f"(ZEROFX_TIMEOUT_S). The process that serves it ({_server()}) may have been "
+                "stopped. Continue it, or end the job"
+            )
+            raise DesyncError(self._silent) from error
+
+
+def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
+    """Return what `request(*args)` does, made by a thread; Ctrl-C ends the wait for it.
+
+    Raises:
+        TimeoutError: it has not ended within the limit. The thread stays.
+    """
+    answers: list[T] = []
+    errors: list[Exception] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            answers.append(request(*args))
+        except Exception as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="zerofx-store", daemon=True).start()
+    if not ended.wait(limit_s):
+        raise TimeoutError(f"no answer within {limit_s:.1f} s")
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
 class Meeting:
     """One start-up of `size` ranks that share `store` with no others, seen from rank `rank`.
 
@@ -52,7 +134,7 @@ class Meeting:
 
     def __init__(
         self,
-        store: Any,
+        store: BoundedStore,
         rank: int,
         size: int,
         limit_s: float,
@@ -68,12 +150,13 @@ class Meeting:
         Raises:
             DesyncError: a rank did not come within the limit, or has raised; names it.
         """
-        with _store_errors():
+        self.store.allow(self.limit_s)
+        with store_errors():
             self.store.set(f"{topic}/{self.rank}", value)
             if self.store.add(f"{topic}/count", 1) == self.size:
                 self.store.set(f"{topic}/complete", "")
         self._await(f"{topic}/complete", topic)
-        with _store_errors():
+        with store_errors():
             return [text.decode() for text in self.store.multi_get(self._keys(topic))]
 
     def get(self, key: str, source: int) -> str:
@@ -83,14 +166,15 @@ class Meeting:
             DesyncError: it did not within the limit, or a rank has raised; names it.
         """
         self._await(key, key, source)
-        with _store_errors():
-            return str(self.store.get(key).decode())
+        with store_errors():
+            return self.store.get(key).decode()
 
     def tell(self, reason: str) -> None:
         """Let the ranks that wait in this meeting, or come to it later, raise `reason`.
 
         The first reason stays.
         """
+        self.store.allow(_LEAST_S)
         with contextlib.suppress(RuntimeError):  # without a store they see that by themselves
             self.store.compare_set("raised", "", reason)
 
@@ -101,7 +185,7 @@ class Meeting:
 
     def check(self) -> None:
         """Raise what another rank has told, or a rank that is known to be lost."""
-        with _store_errors():
+        with store_errors():
             told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
         if told is not None:
             raise DesyncError(f"{told}; rank {self.rank} waited for it to start up")
@@ -123,7 +207,7 @@ class Meeting:
             raise
         except RuntimeError as error:
             raise self._explain(what, time.monotonic() - started, error) from error
-        with _store_errors():
+        with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
 
     def name(self, ranks: list[int]) -> str:
@@ -135,7 +219,7 @@ class Meeting:
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> DesyncError:
         """Name the ranks that neither made it nor failed: the others fail at about this time."""
         self.check()
-        with _store_errors():
+        with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
         deadline = time.monotonic() + _FAREWELL_S
         while (missing := self._missing(what)) and time.monotonic() < deadline:
@@ -150,10 +234,11 @@ class Meeting:
         )
 
     def _await(self, key: str, topic: str, source: int | None = None) -> None:
+        self.store.allow(self.limit_s)
         deadline = time.monotonic() + self.limit_s
         nap, longest = _NAP_S[0], max(_NAP_S[1], self.size / 2000)
         while True:
-            with _store_errors():
+            with store_errors():
                 if self.store.check([key]):
                     return
             self.check()
@@ -173,13 +258,13 @@ class Meeting:
 
     def _missing(self, topic: str) -> list[int]:
         """Return the ranks that have shared nothing under a topic."""
-        with _store_errors():
+        with store_errors():
             keys = enumerate(self._keys(topic))
             return [rank for rank, key in keys if not self.store.check([key])]
 
 
 @contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
     """Say what it means when the store no longer answers, and whose process served it."""
     try:
         yield
@@ -191,6 +276,11 @@ def _store_errors() -> Iterator[None]:
 
 def store_gone() -> str:
     """Say that the store is gone, and which process serves it, as far as is known."""
+    return f"{STORE_GONE[:-1]}: {_server()})"
+
+
+def _server() -> str:
+    """Name the process that serves the store of the job."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return STORE_GONE
-    return f"{STORE_GONE[:-1]}: rank 0, unless the script made the store itself)"
+        return "torchrun's"
+    return "rank 0, unless the script made the store itself"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from zerofx.compat.callers import DTensor
 from zerofx.compat.tensors import local_tensor, raw_data
-from zerofx.compat.wrappers import DTensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor
