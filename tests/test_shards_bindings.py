@@ -218,5 +218,5 @@ def test_ties_undone_after_compile_are_refused() -> None:
     model(x)
     assert model.layers[0].weight is model.layers[1].weight is ours
     model.layers[1].weight = nn.Parameter(ours.detach().clone())
-    with pytest.raises(ShardError, match="held in 2 places, and one of them .*would untie"):
+    with pytest.raises(ShardError, match=r"held in 2 places, and one of them .*would untie"):
         model(x)

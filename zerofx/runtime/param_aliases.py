@@ -1,7 +1,7 @@
 """What `p.data` handed out: it keeps its values when `p.data` is replaced, as in eager PyTorch.
 
-There the tensor that was assigned becomes the parameter's memory, and the earlier `p.data` keeps the
-old memory. Loops that average weights rely on that (`backup = p.data; p.data = average; ...;
+There the tensor that was assigned becomes the parameter's memory, and the earlier `p.data` keeps
+the old memory. Loops that average weights rely on that (`backup = p.data; p.data = average; ...;
 p.data = backup`). Here a parameter stays in its flat shard, so that the values are copied in and
 what was handed out before moves to memory of its own.
 """
