@@ -155,3 +155,16 @@ def test_a_written_input_that_shares_memory_is_refused() -> None:
     for other in (x[:2], x[1:3]):
         with pytest.raises(CaptureError, match=r"writes to input 0 .* input 1 shares memory"):
             model(x[:2], other)
+
+
+def test_tensors_that_a_hook_keeps_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    features: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, given: Any, out: Tensor) -> None:
+        features["fc"] = out
+
+    net = nn.Sequential(nn.Linear(4, 1))
+    net[0].register_forward_hook(keep)
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        zerofx.compile(net, ATEN)(X)
+    assert ["keeps tensors in features" in text for text in caplog.messages] == [True]

@@ -59,6 +59,10 @@ class ModelState:
         """Leave settings out of keys that a forward has changed itself; return their names."""
         return self._attributes.leave_out_changed()
 
+    def leaked(self) -> list[str]:
+        """Return which lists and dicts outside the modules hold tensors of a trace."""
+        return self._attributes.leaked()
+
     def read(self) -> tuple[bytes, bytes, Reading, Reading]:
         """Return (training, trainable, buffers, attributes) as of now.
 
@@ -151,6 +155,9 @@ class Attributes:
         keys = map(_attribute_key, inside)
         named += zip(self._settings.labels(), keys, strict=True)
         self._reading = Reading(tuple(named))
+
+    def leaked(self) -> list[str]:
+        return self._settings.leaked()
 
     def leave_out_changed(self) -> list[str]:
         """Look no longer at settings that are not as they were read; return their labels."""

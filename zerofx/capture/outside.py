@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerofx.capture.lines import is_user_file
+from zerofx.compat.tracing import is_traced
 
 DEPTH = 3  # of containers in containers
 MOST = 64  # entries of a container that is taken for settings
@@ -79,12 +80,14 @@ class Settings:
         self._is_plain = is_plain
         self._slots: list[tuple[str, Callable[[], Any]]] = []
         self._seen: set[int] = set()
+        self._containers: list[tuple[str, Any]] = []
         for function in self._reach.functions:
             self._of_function(function)
         for kind, path in self._reach.classes.items():
             for base in kind.__mro__:
                 if not base.__module__.startswith(_TORCH):
                     self._entries(f"class of {path or 'the model'}: ", base.__dict__, 1, True)
+        self._kept_in = list(self._containers)
         self._fixed, self._fixed_seen = list(self._slots), set(self._seen)
         self._left_out: set[str] = set()
 
@@ -110,6 +113,14 @@ class Settings:
 
     def labels(self) -> list[str]:
         return [label for label, _ in self._slots]
+
+    def leaked(self) -> list[str]:
+        """Return which lists and dicts outside the modules hold tensors of a trace."""
+        return [
+            label
+            for label, held in self._kept_in
+            if any(map(is_traced, held.values() if isinstance(held, dict) else held))
+        ]
 
     def _of_function(self, function: types.FunctionType) -> None:
         held, code = function.__globals__, function.__code__
@@ -143,6 +154,8 @@ class Settings:
         if id(holder) in self._seen or (len(holder) > MOST and not is_named):
             return
         self._seen.add(id(holder))
+        if holder is value and not is_class:
+            self._containers.append((label, value))
         keys = range(len(holder)) if type(holder) is list else list(holder)
         for key in keys:
             if is_named and key not in self._reach.names:

@@ -125,7 +125,7 @@ class ProgramTable:
         self._constants: dict[Key, Constants] = {}  # of programs that read some
         self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
         self._uses = count()
-        self._has_warned = self._has_warned_of_constants = False
+        self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -289,6 +289,13 @@ class ProgramTable:
                 "capture only, and what is read there is baked into the program. Keep what changes "
                 "from call to call in a buffer, or pass it as an argument.",
                 type(self._model).__name__, ", ".join(changed),
+            )  # fmt: skip
+        if (leaked := self.state.leaked()) and not self._has_warned_of_leaks:
+            self._has_warned_of_leaks = True
+            log.warning(
+                "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
+                "so that they have no values, and no later call will. Return them from forward.",
+                type(self._model).__name__, ", ".join(leaked),
             )  # fmt: skip
         if constants := Constants(read):
             self._constants[key] = constants
