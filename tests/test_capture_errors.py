@@ -313,6 +313,8 @@ def test_wrapped_modules_are_refused() -> None:
 def test_lazy_parameters_and_gradient_hooks_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"0\.weight has no shape yet"):
         zerofx.capture(nn.Sequential(nn.LazyLinear(3)), (torch.randn(1, 2),))
+    with pytest.raises(CaptureError, match=r"0.weight has no shape yet"):
+        zerofx.compile(nn.Sequential(nn.LazyLinear(3)))
     model = nn.Linear(2, 2)
     model.weight.register_hook(lambda g: g * 2)
     with pytest.raises(CaptureError, match="weight has a gradient hook"):

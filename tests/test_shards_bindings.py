@@ -146,3 +146,77 @@ def test_assignment_is_a_load_however_often() -> None:
     model.first.weight = nn.Parameter(torch.full((4, 5), 3.0))
     model(torch.ones(2, 5))
     assert model.first.weight is ours and bool((whole(ours) == 3).all())
+
+
+def swap_in_averages(model: Any) -> list[Tensor]:
+    """Evaluate with other values in place, as loops do that average weights: `p.data` is kept."""
+    x, seen = torch.ones(2, 5), []
+    with torch.no_grad():
+        seen.append(model(x).clone())
+        average = [p.data * 0.5 for p in model.parameters()]
+        kept = [p.data for p in model.parameters()]
+        for p, value in zip(model.parameters(), average, strict=True):
+            p.data = value
+        seen.append(model(x).clone())
+        for p, value in zip(model.parameters(), kept, strict=True):
+            p.data = value
+        seen.append(model(x).clone())
+    return seen
+
+
+def plain_and_compiled() -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    return swap_in_averages(Net()), swap_in_averages(compiled())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_data_that_was_read_keeps_its_values(pool: Pool, world: int) -> None:
+    for plain, ours in pool.run(world, plain_and_compiled):
+        torch.testing.assert_close(ours, plain)
+        assert not torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
+
+
+def test_data_swapped_between_parameters_and_models() -> None:
+    found = []
+    for make in (Net, compiled):
+        one, two = make(), make()
+        for i, p in enumerate([*one.parameters(), *two.parameters()]):
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(i))
+        a, b, c = one.layers[0].weight, one.layers[1].weight, two.layers[0].weight
+        a.data, b.data = b.data, a.data
+        a.data, c.data = c.data, a.data
+        a.data = a.data.t()
+        b.data *= 2
+        found.append([p.detach().clone() for p in (a, b, c)] + [one(torch.ones(2, 5)).detach()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def _tie(model: Any) -> None:
+    model.layers[1].weight = model.layers[0].weight
+
+
+def _tie_data(model: Any) -> None:
+    model.layers[1].weight.data = model.layers[0].weight.data
+
+
+@pytest.mark.parametrize("tie", [_tie, _tie_data])
+def test_ties_made_after_compile_are_refused(tie: Callable[[Any], None]) -> None:
+    model = compiled()
+    tie(model)
+    with pytest.raises(ShardError, match=r"layers.1.weight: .*which would tie the two"):
+        model(torch.ones(2, 5))
+    model.layers[1].weight = nn.Parameter(torch.ones(4, 4))
+    model(torch.ones(2, 5)).backward()
+
+
+def test_ties_undone_after_compile_are_refused() -> None:
+    net = Net()
+    net.layers[1].weight = net.layers[0].weight
+    model = zerofx.compile(net, {"kernels": "aten"})
+    ours, x = model.layers[0].weight, torch.ones(2, 5)
+    model.load_state_dict(model.state_dict(), assign=True)  # equal values: the tie stays
+    model(x)
+    assert model.layers[0].weight is model.layers[1].weight is ours
+    model.layers[1].weight = nn.Parameter(ours.detach().clone())
+    with pytest.raises(ShardError, match=r"held in 2 places, and one of them .*would untie"):
+        model(x)

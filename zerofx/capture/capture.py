@@ -23,6 +23,7 @@ from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
 from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
 from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
+from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program
 
@@ -39,6 +40,7 @@ def capture(
     param_meta: Mapping[str, Meta] | None = None,
     device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
+    constants: list[Tensor] | None = None,
 ) -> Program:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -49,6 +51,8 @@ def capture(
     device: where tensors on meta are taken to be; the CPU by default.
     compute_dtype: in which parameters and inputs of 32 or 16 bits are computed with (bf16, say, for
         a plan of that precision); by default each in its own.
+    constants: gets the tensors whose values are part of the program: forward reads them, and they
+        are neither arguments nor registered.
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
@@ -74,6 +78,8 @@ def capture(
         except Exception as error:
             shorten(error)
             raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+    if constants is not None:
+        constants += harness.lines.constants.values()
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
@@ -111,6 +117,12 @@ def trace(
         raise refuse_host_random(moved, generators, rerun)
     if harness.changed_mode:
         raise refuse_mode(harness.changed_mode, rerun)
+    if harness.lines.seeded_at:
+        raise CaptureError(
+            f"capture: forward seeds torch's generator, and {harness.lines.seeded_at} runs under "
+            "that seed, which a program would not repeat; draw the numbers outside the model and "
+            "pass them in, or keep them in a buffer"
+        )
     if harness.changed_state:
         raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
     changed = swap.changed_attribute()

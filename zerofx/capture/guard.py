@@ -119,7 +119,7 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse what another way of distributing or compiling a model has touched.
+    """Refuse what another way of distributing or compiling has touched, and what has no shape yet.
 
     Before anything is sharded, because the plain module inside is what a user compiles instead.
 
@@ -147,6 +147,10 @@ def check_wrappers(model: nn.Module) -> None:
                 "optimizer states, and Plan(stage=0) replicates them"
             )
     for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"capture: {name} has no shape yet; run one batch through the lazy module first"
+            )
         if isinstance(param, DTensor) and not isinstance(param, ShardedTensor):
             raise CaptureError(
                 f"capture: {name} is a DTensor with placements {param.placements}, as "
@@ -170,10 +174,6 @@ def check_modules(model: nn.Module) -> None:
                 "size; make it with sparse=False"
             )
     for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise CaptureError(
-                f"capture: {name} has no shape yet; run one batch through the lazy module first"
-            )
         if has_gradient_hooks(param):
             raise CaptureError(
                 f"capture: {name} has a gradient hook, which a program would skip; hook the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
@@ -139,12 +140,20 @@ class LineMode(TorchFunctionMode):
 
     last_call: the name of the function called last, for errors.
     text_line: where a tensor was first turned into text, "" if none was.
+    constants: tensors that forward reads and that are neither arguments nor registered, by id.
+    seeded_at: the line of the first call under another seed than the first call's, "" for none.
     """
 
     last_call = ""
     text_line = ""
+    seeded_at = ""
 
-    def show(self, tensor: torch.Tensor) -> str:
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: dict[int, Tensor] = {}
+        self._seed = torch.initial_seed()
+
+    def show(self, tensor: Tensor) -> str:
         """Return a traced tensor as text, which has no values; take note of the user's line."""
         self.text_line = self.text_line or user_line(sys._getframe(1))
         return f"tensor(..., size={tuple(tensor.shape)}, dtype={tensor.dtype})"
@@ -155,10 +164,20 @@ class LineMode(TorchFunctionMode):
         name = self.last_call = getattr(func, "__name__", "")
         line = user_line(sys._getframe(1))
         check_call(name, args, kwargs or {}, line)
+        self.constants.update({id(t): t for t in _tensors(args) if is_outside_trace(t)})
+        if torch.initial_seed() != self._seed:
+            self.seeded_at = self.seeded_at or line or "a library's call"
         with fx_traceback.annotate({LINE: line}):
             if is_recurrent(func, args):
                 return run_recurrent(name, args)
             return func(*args, **(kwargs or {}))
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    for value in args:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, Tensor):
+                yield each
 
 
 def find_line(run: Callable[[], Any], has_happened: Callable[[], bool]) -> str:

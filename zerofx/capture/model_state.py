@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.capture.outside import Settings
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
@@ -53,6 +54,14 @@ class ModelState:
         params = dict(model.named_parameters())
         self.param_names, self._params = tuple(params), list(params.values())
         self._buffers, self._attributes = Buffers(named), Attributes(named)
+
+    def leave_out_changed(self) -> list[str]:
+        """Leave settings out of keys that a forward has changed itself; return their names."""
+        return self._attributes.leave_out_changed()
+
+    def leaked(self) -> list[str]:
+        """Return which lists and dicts outside the modules hold tensors of a trace."""
+        return self._attributes.leaked()
 
     def read(self) -> tuple[bytes, bytes, Reading, Reading]:
         """Return (training, trainable, buffers, attributes) as of now.
@@ -102,11 +111,12 @@ class Buffers:
 class Attributes:
     """The modules' own attributes: a program has the values of plain ones baked in.
 
-    Plain are numbers, strings, functions, classes and tuples of them. Of all others (lists, config
-    objects) only the type is seen, not what happens inside.
+    Plain are numbers, strings, functions, classes and tuples of them. Inside lists, dicts and
+    config objects, and outside the modules, `Settings` says what is looked at.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules, self._settings = modules, Settings(modules, is_plain)
         self._owners = [(name, vars(module)) for name, module in modules.items()]
         self._dicts = [own for _, own in self._owners]
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
@@ -125,7 +135,8 @@ class Attributes:
             now = [*chain.from_iterable([get(own) for get, own in self._getters])]
         except KeyError:  # an attribute went and another came
             return False
-        return all(map(is_, now, self._values))
+        now += self._settings.read()
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
 
     def _look(self) -> None:
         named: list[tuple[str, Any]] = []
@@ -138,7 +149,30 @@ class Attributes:
                 self._getters.append((get, own))
                 self._values += get(own)
                 named += [(_join(prefix, n), _attribute_key(own[n])) for n in names]
+        self._settings.look(self._modules, _OF_EVERY_MODULE)
+        inside = self._settings.read()
+        self._values += inside
+        keys = map(_attribute_key, inside)
+        named += zip(self._settings.labels(), keys, strict=True)
         self._reading = Reading(tuple(named))
+
+    def leaked(self) -> list[str]:
+        return self._settings.leaked()
+
+    def leave_out_changed(self) -> list[str]:
+        """Look no longer at settings that are not as they were read; return their labels."""
+        labels, now = self._settings.labels(), self._settings.read()
+        before = self._values[len(self._values) - len(now) :]
+        changed = [n for n, a, b in zip(labels, before, now, strict=True) if a is not b]
+        if changed:
+            self._settings.leave_out(changed)
+            self._counts = []
+        return changed
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a number, a string, or another that a program can have baked in."""
+    return type(value) in PLAIN or isinstance(value, (float, complex, enum.Enum))
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:

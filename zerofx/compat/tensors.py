@@ -88,6 +88,19 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def memory_range(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return (which memory, first byte, end) of a strided tensor; an empty range where unknown."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return "", 0, 0
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_meta:
+        memory = f"meta {storage_identity(tensor)}"
+        start = tensor.storage_offset() * tensor.element_size()
+    else:
+        memory, start = str(tensor.device), tensor.data_ptr()
+    return memory, int(start), int(start + span * tensor.element_size())
+
+
 def storage_uses(tensor: torch.Tensor) -> int:
     """Return how many tensors, and how many names of the storage itself, share its storage."""
     storage = tensor.untyped_storage()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
 
-from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.graphs import FakeTensor, FakeTensorMode
 from zerofx.compat.strides import TrueStrides
 
 __all__ = [
@@ -50,6 +50,11 @@ def is_outside_trace(tensor: object) -> bool:
         return False
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and not isinstance(tensor, FunctionalTensor)
+
+
+def is_traced(value: object) -> bool:
+    """Tell whether a value is a tensor that tracing made, which has no values."""
+    return isinstance(value, (FunctionalTensor, FakeTensor))
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -268,10 +268,18 @@ class CompiledModule(nn.Module):
         model = self.__dict__.get("_model")
         if model is None or name in self.__dict__ or hasattr(CompiledModule, name):
             return super().__setattr__(name, value)
-        if not (name in model.__dict__ or hasattr(type(model), name)):
+        is_new = not (name in model.__dict__ or hasattr(type(model), name))
+        if is_new and isinstance(value, (nn.Module, Tensor)):
             return super().__setattr__(name, value)
         setattr(model, name, value)
-        self._programs.drop()
+        if not is_new:
+            self._programs.drop()
+
+    def __delattr__(self, name: str) -> None:
+        model = self.__dict__["_model"]
+        if name in model.__dict__ and name not in self.__dict__:
+            return delattr(model, name)
+        super().__delattr__(name)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of a model that is a container, such as nn.Sequential."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -65,6 +66,28 @@ class Programs(list[Program]):
         return super().__getitem__(index)
 
 
+class Constants:
+    """The tensors whose values a program has baked in, at the versions that it was captured at.
+
+    It keeps none of them alive: what has gone cannot be read again.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        counted = [t for t in tensors if not t.is_inference()]  # those count no versions
+        self._read = [(weakref.ref(t), t._version) for t in counted]
+
+    def __bool__(self) -> bool:
+        return bool(self._read)
+
+    def have_changed(self) -> bool:
+        """Tell whether one was written to since."""
+        for ref, version in self._read:
+            tensor = ref()
+            if tensor is not None and tensor._version != version:
+                return True
+        return False
+
+
 class ProgramTable:
     """Finds the program of a call; compiles it where there is none.
 
@@ -89,16 +112,21 @@ class ProgramTable:
         self._model, self._setting, self._engine = model, setting, engine
         self.state = ModelState(model)
         self.bound: dict[Key, Bound] = {}
-        self.known: dict[Key, tuple[Program, Path]] = dict(other.known) if other else {}
+        # A copy of the model has copies of the tensors that a program read.
+        known = other.known.items() if other else ()
+        self.known: dict[Key, tuple[Program, Path]] = {
+            key: made for key, made in known if other and key not in other._constants
+        }
         # signature -> what runs instead
         self._adopted: dict[str, Program] = dict(other._adopted) if other else {}
         if recorder is None and setting.plan.cuda_graph:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
+        self._constants: dict[Key, Constants] = {}  # of programs that read some
         self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
         self._uses = count()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -106,6 +134,8 @@ class ProgramTable:
         Under a budget a program is compiled anew once the loop turns out to accumulate gradients,
         if it would take too much beside them.
         """
+        if key in self._constants and self._constants[key].have_changed():
+            self._forget(key)
         bound = self.bound.get(key)
         if bound is not None:
             bound.last_use = next(self._uses)
@@ -154,7 +184,7 @@ class ProgramTable:
                 return self._bind(key)
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
-        captured = self._capture(args, kwargs, setting)
+        captured = self._capture(args, kwargs, setting, key)
         bound = self._install(key, self._planned(captured, setting))
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
@@ -219,12 +249,30 @@ class ProgramTable:
             for each in self.bound.values():
                 each.program.pool = pool
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting) -> Program:
+    def _forget(self, key: Key) -> None:
+        """Drop a program that has old values of tensors baked in."""
+        del self._constants[key]
+        if not self._has_warned_of_constants:
+            self._has_warned_of_constants = True
+            log.warning(
+                "%s: a tensor that forward reads, and that is neither an argument nor a parameter "
+                "nor a buffer, was changed in place. Its calls are captured again each time. "
+                "Register it with register_buffer.",
+                type(self._model).__name__,
+            )
+        if key in self.bound:
+            self._give_up(key)
+        self.known.pop(key, None)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
+    ) -> Program:
         """Capture a call."""
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
+        read: list[Tensor] = []
         captured = capture(
             self._model,
             args,
@@ -234,7 +282,24 @@ class ProgramTable:
             units=plan.units,
             device=device,
             compute_dtype=compute_dtype(plan.precision),
+            constants=read,
         )
+        if changed := self.state.leave_out_changed():
+            log.warning(
+                "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
+                "capture only, and what is read there is baked into the program. Keep what changes "
+                "from call to call in a buffer, or pass it as an argument.",
+                type(self._model).__name__, ", ".join(changed),
+            )  # fmt: skip
+        if (leaked := self.state.leaked()) and not self._has_warned_of_leaks:
+            self._has_warned_of_leaks = True
+            log.warning(
+                "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
+                "so that they have no values, and no later call will. Return them from forward.",
+                type(self._model).__name__, ", ".join(leaked),
+            )  # fmt: skip
+        if constants := Constants(read):
+            self._constants[key] = constants
         if self._engine.world.size > 1:
             captured.captured = describe_graph(captured)
         return captured
@@ -263,6 +328,7 @@ class ProgramTable:
         """Forget every program: the model is another one now."""
         self._give_up(*self.bound)
         self.known.clear()
+        self._constants.clear()
 
     def _instead_of(self, compiled: Program) -> Program:
         """Return the adopted program, called as the compiled one is."""

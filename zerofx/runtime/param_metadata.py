@@ -57,7 +57,7 @@ def is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 @handles(torch.Tensor.detach, torch.detach)
 def detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Return another wrapper of the same piece; writes through it are seen."""
-    return args[0].data
+    return args[0]._alias()
 
 
 @handles(torch.Tensor.detach_)

@@ -17,6 +17,7 @@ from zerofx.errors import NvmeError
 from zerofx.runtime.homes import Homes
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.param_aliases import Aliases
 from zerofx.runtime.param_boxes import Box, boxes_of
 from zerofx.runtime.tiles import Range, cut, say
 from zerofx.runtime.updates import Updates
@@ -42,6 +43,7 @@ class Ledger:
     pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
     half_made: what ended an update over NVMe on some rank, as all of them know; a load mends it.
+    aliases: of parameters, as `p.data` handed them out.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """
 
@@ -56,6 +58,7 @@ class Ledger:
         self.homes = Homes(world.device, lambda: self.foreign_writes)
         self.pending = HostUpdates()
         self.updates = Updates() if in_backward else None
+        self.aliases = Aliases()
         self.copies: dict[int, CastCopy] = {}
         self.half_made: str | None = None
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to

@@ -110,11 +110,17 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> ShardedTensor:
-        return wrap(local_tensor(self), self._piece, aliases=self._aliases)
+        made = self._alias()
+        if self._aliases:
+            self._piece.ledger.aliases.hand_out(self._piece.name, made)
+        return made
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         rebind(self, value)
+
+    def _alias(self) -> Any:
+        return wrap(local_tensor(self), self._piece, aliases=self._aliases)
 
     @property
     def requires_grad(self) -> bool:
@@ -302,10 +308,26 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
             f"{value.device}, but the shard is {list(target.shape)} {local.dtype} on "
             f"{local.device}; convert the whole model (model.to(...)) or copy into p"
         )
-    with torch.no_grad():
-        local.copy_(local_value(target, value, "p.data = ..."))
+    given = local_value(target, value, "p.data = ...")
+    is_own = given.data_ptr() == local.data_ptr()  # p.data *= 2 assigns what it has changed
+    if target._aliases:
+        _leave_aliases(target, value, is_own)
+    if not is_own:
+        with torch.no_grad():
+            local.copy_(given)
     if target._aliases:
         target._piece.ledger.note_write()
+
+
+def _leave_aliases(target: ShardedTensor, value: torch.Tensor, is_own: bool) -> None:
+    """Leave to what `p.data` handed out before the values that `p.data = value` replaces."""
+    aliases, name = target._piece.ledger.aliases, target._piece.name
+    aliases.note_assignment(name, value)
+    if is_own:
+        return
+    for alias in aliases.take_back(name):
+        alias._local_tensor = local_tensor(alias).clone()
+        alias._aliases = False
 
 
 def find_sharded(args: Any) -> ShardedTensor | None:

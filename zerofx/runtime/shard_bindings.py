@@ -83,7 +83,8 @@ class Bindings:
         back.
 
         Raises:
-            ShardError: a submodule was exchanged, or values do not fit; names it.
+            ShardError: a submodule was exchanged, values do not fit, or parameters were tied or
+                untied; names it.
         """
         if self._children != self._expected:
             self._compare_children()
@@ -93,6 +94,13 @@ class Bindings:
                 self._restore(name, module, key)
         if [t.data_ptr() for t in self._carriers] != self._pointers:
             self._return_storages()
+        for name, (owner, other) in self._ledger.aliases.tied.items():
+            where = "" if owner is self._ledger.aliases else " of another compiled model"
+            raise ShardError(
+                f"{name}: p.data was given the p.data of {other}{where}, which would tie the two "
+                "in eager PyTorch, but each has memory of its own in a shard. Assign a copy "
+                "(.data.clone()), or make them one Parameter before zerofx.compile."
+            )
 
     # -- submodules ---------------------------------------------------------------------------
     def _compare_children(self) -> None:
@@ -123,6 +131,11 @@ class Bindings:
                 "distribute_module and fully_shard do, but the model is sharded by zerofx.compile "
                 "already; drop that call, and train the compiled model as it is"
             )
+        if any(found is param for param in self._params.values()):
+            raise ShardError(
+                f"{name}: the module now holds another parameter of the model, which would tie "
+                f"the two, but the compiled programs update each for itself{_REBUILD}"
+            )
         if not is_assigned:
             raise ShardError(
                 f"{name}: a {type(found).__name__} was put in the parameter's place past the "
@@ -139,12 +152,22 @@ class Bindings:
                     f"{name}: the module now holds a tensor of {what} {theirs} instead of "
                     f"{own}{_REBUILD}"
                 )
+        places = [(m, k) for other, m, k in self._bound if other == name]
+        for other_module, other_key in places:
+            other = other_module._parameters.get(other_key)
+            if other is not found and (other is ours or not _equal(other, found)):
+                raise ShardError(
+                    f"{name}: it is held in {len(places)} places, and one of them now holds "
+                    f"another tensor, which would untie it{_REBUILD}"
+                )
         with torch.no_grad():
             ours.copy_(found)
+        self._ledger.aliases.note_assignment(name, found)
         if found.requires_grad != ours.requires_grad:
             ours.requires_grad_(found.requires_grad)
-        put(module, key, ours)
-        del assigned[key]
+        for module, key in places:
+            put(module, key, ours)
+            _assigned[id(module._parameters)].pop(key, None)
 
     def _return_storages(self) -> None:
         for (name, view), carrier in zip(self._views.items(), self._carriers, strict=True):
@@ -161,6 +184,11 @@ class Bindings:
             shape = view.shape if is_sharded else self._shapes[name]
             raw_data.__set__(carrier, view.view(shape))
             self._ledger.note_write()
+
+
+def _equal(one: Any, other: Tensor) -> bool:
+    is_plain = isinstance(one, Tensor) and not isinstance(one, DTensor)
+    return is_plain and one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def _exchanged(name: str, before: nn.Module | None, now: nn.Module | None) -> ShardError:

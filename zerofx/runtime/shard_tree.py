@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.compat.autograd import has_gradient_hooks
-from zerofx.compat.tensors import storage_identity
+from zerofx.compat.tensors import memory_range
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
 
@@ -79,13 +79,13 @@ class ParameterTree:
         found: list[tuple[str, int, int, str, bool]] = []  # memory, first byte, end, name, param?
         seen = {id(p) for p in self.params.values()}
         for name, param in self.params.items():
-            found.append((*_bytes_of(param), name, True))
+            found.append((*memory_range(param), name, True))
         for path, module in self.modules.items():
             for key, buffer in module._buffers.items():
                 if buffer is None or nn.parameter.is_lazy(buffer) or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                found.append((*_bytes_of(buffer), f"{path}.{key}" if path else key, False))
+                found.append((*memory_range(buffer), f"{path}.{key}" if path else key, False))
         reach: tuple[str, int, str, bool] | None = None  # the range so far that ends last
         for memory, start, end, name, is_param in sorted(found):
             if start == end:
@@ -119,19 +119,6 @@ def check_summable(name: str, param: torch.Tensor) -> None:
             f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep it in "
             "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))"
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return (which memory, first byte, end) of a strided tensor; an empty range where unknown."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return "", 0, 0
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.is_meta:
-        memory = f"meta {storage_identity(tensor)}"
-        start = tensor.storage_offset() * tensor.element_size()
-    else:
-        memory, start = str(tensor.device), tensor.data_ptr()
-    return memory, int(start), int(start + span * tensor.element_size())
 
 
 def _shared(one: str, other: str, are_parameters: bool) -> ShardError:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerofx.compat.tensors import allow_foreach, make_subclass, raw_data
+from zerofx.compat.tensors import allow_foreach, make_subclass, raw_data, storage_identity
 from zerofx.errors import ShardError
 from zerofx.runtime import (
     param_elementwise,
@@ -44,7 +44,7 @@ class ReplicatedParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         self._ledger.handouts += 1
-        return raw_data.__get__(self)
+        return self._ledger.aliases.hand_out(self._zfx_name, raw_data.__get__(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -54,8 +54,16 @@ class ReplicatedParameter(torch.nn.Parameter):
                 f"{value.device}, but the parameter is {list(self.shape)} {self.dtype} on "
                 f"{self.device}; convert the whole model (model.to(...))"
             )
+        aliases = self._ledger.aliases
+        aliases.note_assignment(self._zfx_name, value)
+        if (value.data_ptr(), value.stride()) == (self.data_ptr(), self.stride()):  # p.data *= 2
+            self._ledger.note_write()
+            return
+        for alias in aliases.take_back(self._zfx_name):
+            raw_data.__set__(alias, raw_data.__get__(alias).clone())
+        shares = storage_identity(value) == storage_identity(self)  # p.data = p.data.t()
         with torch.no_grad():
-            self.copy_(value)
+            self.copy_(value.clone() if shares else value)
 
     def register_hook(self, hook: Any) -> NoReturn:
         refuse_hook(self._zfx_name, "register_hook")

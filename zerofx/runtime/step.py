@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
-from zerofx.errors import GradientError
+from zerofx.compat.tensors import memory_range
+from zerofx.errors import CaptureError, GradientError
 from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
@@ -99,12 +100,15 @@ class Executable:
         # What a program that was given up needs again for the backward of an earlier forward.
         self.slots: Sequence[int] = ()
         self._anchor = engine.gradients.anchor()
+        self._written = [int(where) for kind, where in contract.updates if kind == "input"]
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
         """Run forward; return its output leaves in order."""
         call = Call(leaves)
         if dual_level() >= 0:
             self._check_primal(leaves)
+        if self._written:
+            self._check_apart(leaves)
         if not self.contract.is_training:
             with torch.no_grad():
                 return self.run_forward(call)
@@ -123,6 +127,19 @@ class Executable:
                 f"{self.contract.label}: a dual tensor asks for forward-mode differentiation, "
                 "which a program does not have. Use backward(), or the uncompiled model."
             )
+
+    def _check_apart(self, leaves: list[Any]) -> None:
+        """Raise if an input that forward writes to shares memory with another one."""
+        ranges = {i: memory_range(t) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+        for i in self._written:
+            memory, start, end = ranges[i]
+            for j, (other, first, last) in ranges.items():
+                if j != i and memory == other and max(start, first) < min(end, last):
+                    raise CaptureError(
+                        f"{self.contract.label}: forward writes to input {i} in place, and input "
+                        f"{j} shares memory with it (both counted from 0), so that a program would "
+                        "read values from before that write. Pass a copy of one of them (clone())."
+                    )
 
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
