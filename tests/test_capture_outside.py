@@ -168,3 +168,28 @@ def test_tensors_that_a_hook_keeps_are_named(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "zerofx"):
         zerofx.compile(net, ATEN)(X)
     assert ["keeps tensors in features" in text for text in caplog.messages] == [True]
+
+
+STEP = 0
+
+
+class Counted(nn.Module):
+    """Reads an attribute that has the name of a global of this file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.STEP = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * self.STEP).sum()
+
+
+def test_a_global_that_shares_its_name_with_an_attribute_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = zerofx.compile(Counted(), ATEN)
+    for step in range(3):
+        monkeypatch.setitem(globals(), "STEP", step)
+        model(X).backward()
+    assert len(model.programs) == 1
