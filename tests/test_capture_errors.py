@@ -82,6 +82,11 @@ def add_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h.sum()
 
 
+def add_hook(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.fc.register_forward_hook(lambda module, args, result: 2 * result)
+    return h.sum()
+
+
 def rebind(m: Any, h: Tensor, x: Tensor) -> Tensor:
     m.fc.weight = nn.Parameter(torch.zeros(4, 4))
     return h.sum()
@@ -162,6 +167,7 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (write, "changes a tensor in place at .* register it with register_buffer"),
     (write_part, "changes a tensor in place at .* register it with register_buffer"),
     (add_module, "changes the attribute late at"),
+    (add_hook, r"changes the attribute fc\._forward_hooks at"),
     (add_buffer, "registers late at"),
     (rebind, r"rebinds fc\.weight at"),
     (rebind_in_graph, "rebinds mean at"),
