@@ -154,6 +154,10 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (lambda m, h, x: h[x > 0].sum(), "indexing by a mask at"),
     (lambda m, h, x: h.sum() + torch.nonzero(x).sum(), r"nonzero\(\) at"),
     (lambda m, h, x: h.sum() * torch.unique(x).numel(), r"unique\(\) at"),
+    (
+        lambda m, h, x: torch.linalg.inv(h @ h.T + torch.eye(3)).sum(),
+        r"aten\._linalg_check_errors\.default at .* has an effect",
+    ),
     (packed, r"_pack_padded_sequence\(\) at"),
     (lambda m, h, x: (h * random.random()).sum(), "draws from Python's random generator at"),
     (lambda m, h, x: (h * np.random.rand()).sum(), "draws from NumPy's random generator at"),
