@@ -165,6 +165,6 @@ def snapshot(model: nn.Module) -> Any:
 def _content(value: Any) -> Any:
     if type(value) is list:
         return [id(v) for v in value]
-    if type(value) is dict:
+    if isinstance(value, dict):  # also a module's hooks
         return [(k, id(v)) for k, v in value.items()]
     return None

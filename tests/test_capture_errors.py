@@ -85,6 +85,11 @@ def add_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h.sum()
 
 
+def add_hook(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.fc.register_forward_hook(lambda module, args, result: 2 * result)
+    return h.sum()
+
+
 def rebind(m: Any, h: Tensor, x: Tensor) -> Tensor:
     m.fc.weight = nn.Parameter(torch.zeros(4, 4))
     return h.sum()
@@ -169,6 +174,10 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (lambda m, h, x: h[x > 0].sum(), "indexing by a mask at"),
     (lambda m, h, x: h.sum() + torch.nonzero(x).sum(), r"nonzero\(\) at"),
     (lambda m, h, x: h.sum() * torch.unique(x).numel(), r"unique\(\) at"),
+    (
+        lambda m, h, x: torch.linalg.inv(h @ h.T + torch.eye(3)).sum(),
+        r"aten\._linalg_check_errors\.default at .* has an effect",
+    ),
     (packed, r"_pack_padded_sequence\(\) at"),
     (lambda m, h, x: (h * random.random()).sum(), "draws from Python's random generator at"),
     (lambda m, h, x: (h * np.random.rand()).sum(), "draws from NumPy's random generator at"),
@@ -182,6 +191,7 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (write, "changes a tensor in place at .* register it with register_buffer"),
     (write_part, "changes a tensor in place at .* register it with register_buffer"),
     (add_module, "changes the attribute late at"),
+    (add_hook, r"changes the attribute fc\._forward_hooks at"),
     (add_buffer, "registers late at"),
     (rebind, r"rebinds fc\.weight at"),
     (rebind_in_graph, "rebinds mean at"),

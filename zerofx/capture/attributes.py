@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class Held:
 
 def _content(value: Any) -> Any:
     """Return what of a value can change in place, None for most."""
-    if type(value) in (list, dict, set):
+    if type(value) in (list, dict, set, OrderedDict):  # the last: a module's hooks
         return value.copy()
     if isinstance(value, random.Random):
         return value.getstate()
@@ -141,8 +142,8 @@ def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
     where = find_line(run, lambda: held.changed() is not None)
     return CaptureError(
         f"capture: forward changes the attribute {path}{at_line(where)}, which a program would "
-        "not repeat (what it read would be baked in); return the value instead, or keep it in a "
-        "buffer"
+        "not repeat (what it read would be baked in); return the value instead, keep it in a "
+        "buffer or, if only a first call changes it, call the model once before it is compiled"
     )
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor, distributed_by, unwrapped
-from zerofx.compat.graphs import FakeTensor, pytree
+from zerofx.compat.graphs import FakeTensor, pytree, with_effects
 from zerofx.compat.tracing import OptimizedModule
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
@@ -191,6 +191,12 @@ def check_graph(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         line = info(node).line
         at = f" at {line}" if line else ""
+        if node.target is with_effects:
+            raise CaptureError(
+                f"capture: {node.args[1]}{at} has an effect besides its results (a check that may "
+                "raise, say), which a program would not keep; of torch.linalg use the forms that "
+                "do not check, such as inv_ex, solve_ex and cholesky_ex"
+            )
         if node.op == "get_attr":
             held = getattr(gm, node.target)
             if isinstance(held, Tensor) and held.requires_grad:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -34,6 +35,7 @@ __all__ = [
     "op_argument",
     "op_name",
     "pytree",
+    "with_effects",
 ]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,9 +90,15 @@ _NUM_RESULTS = {aten.log_sigmoid_forward.default: 2}
 class TrueStrides(FakeTensorMode):
     """A fake mode whose results have the strides that operators return on a CPU."""
 
+    # torch looks up their rules by the exact class of a mode, and so finds none for this one
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            rule_of_mode: Any = func.python_key_table[FakeTensorMode]
+            return rule_of_mode(self, *args, **(kwargs or {}))
         taken = args
         if func in _DIVIDING and args[1].numel() == 0:
             taken = [_SUM if i == _DIVIDING[func] else a for i, a in enumerate(args)]
