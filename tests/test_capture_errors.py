@@ -17,8 +17,6 @@ from capture_check import check, snapshot
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.capture.explain import explain
-from zerofx.capture.lines import LineMode
 from zerofx.errors import CaptureError
 
 OUTSIDE = nn.Parameter(torch.ones(4))
@@ -242,13 +240,6 @@ def test_an_error_of_the_model_passes_unchanged() -> None:
 def test_what_python_says_of_a_tensor_names_no_class_of_the_tracer() -> None:
     with pytest.raises(TypeError, match=r"^type Tensor doesn't define __round__ method$"):
         zerofx.capture(Culprit(lambda m, h, x: h.sum() * round(x.sum())), (torch.randn(3, 4),))
-
-
-def test_linear_algebra_that_looks_at_its_result_names_the_form_that_does_not() -> None:
-    lines = LineMode()
-    lines.last_call = "linalg_cholesky"
-    found = explain(NotImplementedError("no rule for HigherOrderOperator with_effects"), lines)
-    assert "use torch.linalg.cholesky_ex()" in str(found)
 
 
 def test_a_tensor_that_is_printed_has_no_values_and_is_warned_of(capsys: Any) -> None:

@@ -146,12 +146,6 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     if isinstance(error, DataDependentError) or last_call == "numpy" or has_no_values:
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
-    if "HigherOrderOperator with_effects" in str(error):  # torch.linalg's look at its own result
-        name = last_call.removeprefix("linalg_").replace("inverse", "inv")
-        return CaptureError(
-            f"capture: torch.linalg.{name}(){at} looks at its result to raise if it has failed, "
-            f"which no static graph can do; use torch.linalg.{name}_ex(), which returns that"
-        )
     if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
         return CaptureError(
