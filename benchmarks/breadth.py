@@ -169,6 +169,7 @@ def examine(case: Case, kernels: str) -> Outcome:
     outcome: Outcome = {
         "first_s": found.first_s, "compiled": CompileCount.compiled,
         "cached": CompileCount.cached, "warnings": warnings.said, "loss": _losses(wanted),
+        "programs": len(model.programs),
     }  # fmt: skip
     far, alone = compare(wanted, found)
     if not far and not alone:
