@@ -120,7 +120,36 @@ def test_a_setting_that_forward_changes_is_named_once(caplog: pytest.LogCaptureF
         for _ in range(4):
             model(X)
     assert ["changes calls['n']" in text for text in caplog.messages] == [True]
-    assert len(model.programs) <= 2
+    assert len(model.programs) == 1
+
+
+class Default(nn.Module):
+    """Gives a setting its default in its first call, as transformers does for problem_type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.config = SimpleNamespace(problem=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        made = self.fc(x)
+        return (made * made if self.config.problem == "regression" else made).sum()
+
+
+def test_a_default_that_the_first_call_fills_in_is_part_of_its_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        model: Any = zerofx.compile(Default(), ATEN)
+        first = model(X)
+        assert torch.equal(model(X), first)
+        assert len(model.programs) == 1
+    assert not caplog.messages
+    model.config.problem = "other"
+    model(X)
+    assert len(model.programs) == 2
 
 
 class Seeded(nn.Module):

@@ -160,14 +160,19 @@ class Attributes:
         return self._settings.leaked()
 
     def leave_out_changed(self) -> list[str]:
-        """Look no longer at settings that are not as they were read; return their labels."""
+        """Look no longer at settings that are not as they were read; return their labels.
+
+        One that was None has been given its default (`config.problem_type` of transformers): it
+        is looked at with its new value.
+        """
         labels, now = self._settings.labels(), self._settings.read()
         before = self._values[len(self._values) - len(now) :]
-        changed = [n for n, a, b in zip(labels, before, now, strict=True) if a is not b]
+        changed = [(n, a) for n, a, b in zip(labels, before, now, strict=True) if a is not b]
+        left_out = [name for name, value in changed if value is not None]
+        self._settings.leave_out(left_out)
         if changed:
-            self._settings.leave_out(changed)
             self._counts = []
-        return changed
+        return left_out
 
 
 def is_plain(value: Any) -> bool:

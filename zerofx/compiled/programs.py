@@ -184,7 +184,7 @@ class ProgramTable:
                 return self._bind(key)
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
-        captured = self._capture(args, kwargs, setting, key)
+        captured, key = self._capture(args, kwargs, setting, key)
         bound = self._install(key, self._planned(captured, setting))
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
@@ -266,8 +266,11 @@ class ProgramTable:
 
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
-    ) -> Program:
-        """Capture a call."""
+    ) -> tuple[Program, Key]:
+        """Capture a call; return its program, and the key of the next call like it.
+
+        The key is another if forward has changed settings that are part of it.
+        """
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
         plan, device = setting.plan, self._engine.world.device
@@ -298,11 +301,13 @@ class ProgramTable:
                 "so that they have no values, and no later call will. Return them from forward.",
                 type(self._model).__name__, ", ".join(leaked),
             )  # fmt: skip
+        *_, attributes = self.state.read()
+        key = key[0]._replace(attributes=attributes), key[1]
         if constants := Constants(read):
             self._constants[key] = constants
         if self._engine.world.size > 1:
             captured.captured = describe_graph(captured)
-        return captured
+        return captured, key
 
     def _planned(self, captured: Program, setting: Setting) -> Program:
         """Run the passes on a captured call, unless a program was adopted for it."""
