@@ -69,9 +69,10 @@ FAULTS: list[tuple[Fault, int, int, Any, str]] = [
     (nothing, 0, 16, Head.forward, "head: aten.nll_loss_forward"),
     (gather, 0, 3, gather, "the model: aten.gather"),
     (select, 0, 5, select, "the model: aten.index_select"),
-    (one_hot, 0, 9, one_hot, "the model: aten._assert_async"),
     (computed, 0, 4, computed, "the model"),
 ]
+if not torch.__version__.startswith("2.11"):  # which captures no check of the classes
+    FAULTS.append((one_hot, 0, 9, one_hot, "the model: aten._assert_async"))
 
 
 def raised_by(call: Callable[[], Any]) -> Exception:

@@ -172,10 +172,6 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (lambda m, h, x: h[x > 0].sum(), "indexing by a mask at"),
     (lambda m, h, x: h.sum() + torch.nonzero(x).sum(), r"nonzero\(\) at"),
     (lambda m, h, x: h.sum() * torch.unique(x).numel(), r"unique\(\) at"),
-    (
-        lambda m, h, x: torch.linalg.inv(h @ h.T + torch.eye(3)).sum(),
-        r"aten\._linalg_check_errors\.default at .* has an effect",
-    ),
     (packed, r"_pack_padded_sequence\(\) at"),
     (lambda m, h, x: (h * random.random()).sum(), "draws from Python's random generator at"),
     (lambda m, h, x: (h * np.random.rand()).sum(), "draws from NumPy's random generator at"),
@@ -205,6 +201,11 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     ),
     (lambda m, h, x: (h @ torch.ones(3, 3)).sum(), "forward failed at .*same reduction dim"),
 ]
+if not torch.__version__.startswith("2.11"):  # which captures no check of the result
+    FAULTS.append((
+        lambda m, h, x: torch.linalg.inv(h @ h.T + torch.eye(3)).sum(),
+        r"aten\._linalg_check_errors\.default at .* has an effect",
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS, ids=[m for _, m in FAULTS])
