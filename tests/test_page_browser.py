@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ def place(chromium: Browser, name: str) -> tuple[int, int]:
 def said(chromium: Browser, what: str) -> str:
     text = chromium.run(f"return document.getElementById({what!r}).textContent")
     return str(text)
+
+
+def soon(chromium: Browser, script: str, holds: Callable[[Any], bool]) -> Any:
+    """Return what a script returns once that holds, or after 5 s: browsers tell pages later."""
+    deadline = time.monotonic() + 5
+    while not holds(found := chromium.run(script)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def test_opens_without_network_or_errors(chromium: Browser, page: Path) -> None:
@@ -184,10 +193,8 @@ def test_dark_and_narrow(chromium: Browser, page: Path) -> None:
     light = chromium.run(corner)
     try:
         chromium.prefer("dark")
-        dark, ink = (
-            chromium.run(corner),
-            chromium.run("return getComputedStyle(document.body).color"),
-        )
+        dark = soon(chromium, corner, lambda pixel: sum(pixel[:3]) < 200)
+        ink = chromium.run("return getComputedStyle(document.body).color")
         assert sum(dark[:3]) < 200 < sum(light[:3]) and ink == "rgb(230, 235, 241)"
         chromium.resize(420, 900)
         wide = chromium.run("return [document.documentElement.scrollWidth, innerWidth]")
