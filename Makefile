@@ -1,5 +1,5 @@
 # make demo      train a byte-level GPT on two ranks, and show what was compiled
-# make test      lint, types, and every test that is not slow (under 10 minutes on 2 cores)
+# make test      lint, types, and every test that is not slow (about 12 minutes on 2 cores)
 # make test-all  the full matrix too (hours); its table goes to build/full-matrix.md
 # make bench     step time against FSDP2 and DDP
 #

@@ -105,7 +105,7 @@ def test_ranks_start_again_after_a_start_that_failed(pool: Pool, made_by: str, p
 # -- one rank alone -------------------------------------------------------------------------------
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process is rank 1 of 2, and nobody serves the store."""
+    """This process is rank 1 of 2, and no process serves the store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
