@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,17 @@ make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 # The properties of Tensor behind those that a subclass overrides: `.__get__(t)`, `.__set__(t, v)`.
 raw_data: Any = torch.Tensor.data
 raw_grad: Any = torch.Tensor.grad
+_raw_requires_grad: Any = torch.Tensor.requires_grad
 
 raw_version: Any = torch.Tensor._version
+
+
+def require_grad(params: Sequence[torch.Tensor]) -> list[bool]:
+    """Say which parameters require a gradient; subclasses are not asked one by one."""
+    read = _raw_requires_grad.__get__
+    with DisableTorchFunctionSubclass():
+        return [read(p) for p in params]
+
 
 # What clipping and GradScaler call with whole lists.
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from zerofx.runtime.layout import Layout
@@ -19,6 +20,8 @@ class BucketViews:
         self._layout = layout
         self._is_lasting = is_lasting
         self._views: dict[tuple, tuple[Tensor, ...]] = {}
+        # bucket and positions -> shape, strides and offset of each view
+        self._taken: dict[tuple[int, tuple[int, ...]], list[tuple]] = {}
         self._ranges: dict[int, list[tuple[int, int]]] = {}  # bucket -> where its padding lies
 
     def params(self, full: Tensor, bucket: int, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -26,10 +29,20 @@ class BucketViews:
         key = (id(full), bucket, positions)
         views = self._views.get(key)
         if views is None:
-            members = [self._layout.buckets[bucket].params[i] for i in positions]
-            views = tuple(full[p.offset : p.end].view(p.shape) for p in members)
+            # one call per view: slicing and viewing would cost more than twice as much
+            base = full.storage_offset()
+            places = self._places(bucket, positions)
+            views = tuple(full.as_strided(size, stride, base + at) for size, stride, at in places)
             self._keep(key, views, full, bucket)
         return views
+
+    def _places(self, bucket: int, positions: tuple[int, ...]) -> list[tuple]:
+        places = self._taken.get((bucket, positions))
+        if places is None:
+            members = [self._layout.buckets[bucket].params[i] for i in positions]
+            places = [(p.shape, _strides(p.shape), p.offset) for p in members]
+            self._taken[bucket, positions] = places
+        return places
 
     def gaps(self, full: Tensor, bucket: int) -> tuple[Tensor, ...]:
         """Return views of all padding."""
@@ -57,3 +70,8 @@ class BucketViews:
     def clear(self) -> None:
         """Forget all views: a buffer has moved."""
         self._views.clear()
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    return torch.empty(shape, device="meta").stride()

@@ -9,7 +9,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat.tensors import local_tensor, storage_uses
+from zerofx.compat.tensors import local_tensor, require_grad, storage_uses
 from zerofx.runtime.homes import regrow, shrink
 from zerofx.runtime.param_tensor import ShardedTensor
 
@@ -152,11 +152,16 @@ class GradShard:
         self._expected.discard(bucket)
         if self._expected:
             return
-        for param, view, name in zip(self.params, self.views, all_names, strict=True):
-            if (names is None or name in names) and param.requires_grad:
+        trained = require_grad(self.params)
+        rows = zip(self.params, trained, self.views, all_names, strict=True)
+        for param, is_trained, view, name in rows:
+            if is_trained and (names is None or name in names):
                 before = param.grad
                 if before is None:
-                    param.grad = view
+                    if isinstance(param, ShardedTensor):
+                        param._grad = view  # cut like it: the check of p.grad = ... is not needed
+                    else:
+                        param.grad = view
                 elif before is not view:
                     with torch.no_grad():
                         _local(before).copy_(_local(view))

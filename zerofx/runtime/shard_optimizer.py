@@ -214,8 +214,7 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse, before it steps, an optimizer that needs float32 parameters and has none."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not isinstance(optimizer, updates.BucketOptimizer):
-        _check_near(optimizer, params)
+    _check_near(optimizer, params)
     if _checked.get(optimizer) == len(params):
         return
     _watch_loads(optimizer, params)
@@ -237,13 +236,16 @@ def _check_near(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
     """Refuse an optimizer that is not staged to step what lives on NVMe."""
     for param in params:
         if isinstance(param, ShardedTensor):
-            ledger, name = param._piece.ledger, param._piece.name
+            ledger = param._piece.ledger
         elif isinstance(param, ReplicatedParameter):
-            ledger, name = param._ledger, param._zfx_name
+            ledger = param._ledger
         else:
             continue
         if ledger.homes.nvme is None or not param.requires_grad:
             continue
+        if isinstance(optimizer, updates.BucketOptimizer):
+            return  # asked only here: the check of a protocol is slow
+        name = param._piece.name if isinstance(param, ShardedTensor) else param._zfx_name
         if ledger.layout.owned[name][0][0].home is Tier.NVME:
             raise _not_staged(optimizer, name)
 
@@ -263,9 +265,13 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "the old parameters, so step() would have no effect. Build it over the compiled "
             "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)"
         )
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    replicated = {id(p._ledger): p._ledger for p in params if isinstance(p, ReplicatedParameter)}
-    sharded = {id(p._piece.ledger): p._piece.ledger for p in params if isinstance(p, ShardedTensor)}
+    replicated, sharded = {}, {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardedTensor):
+                sharded[id(param._piece.ledger)] = param._piece.ledger
+            elif isinstance(param, ReplicatedParameter):
+                replicated[id(param._ledger)] = param._ledger
     if not getattr(optimizer, "counts_writes", False):
         for ledger in replicated.values():
             ledger.note_write()
