@@ -14,9 +14,9 @@ import zerofx
 from benchmarks.measured import train
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.program import Loop
-from zerofx.machine import Machine
 
 BATCH, SEQ = 4, 64
 Call = Callable[[int], Tensor]  # runs a step's forward on the batch of that number
@@ -140,7 +140,7 @@ def measure(
     name: str,
     plan: dict[str, Any],
     on: str = "cpu",
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
     loop: Loop | None = None,
 ) -> Measured:
     """Train a model for some steps on this rank with AdamW, and measure one in the steady state."""

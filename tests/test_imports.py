@@ -29,14 +29,13 @@ BELOW: dict[str, set[str]] = {
     "plan_parts": {"errors", "sizes", "fields"},
     "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
     "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
-    "machine": {"errors", "sizes", "fields"},
-    "hardware": {"errors", "sizes", "fields", "machine"},
+    "hardware": {"errors", "sizes", "fields"},
     "runtime": {"errors", "sizes", "compat", "collector"},
     "nvme": {"runtime"},
-    "ir": {"runtime"} | LEAVES,
-    "analysis": {"ir", "machine", "hardware"},
+    "ir": {"runtime", "hardware"} | LEAVES,
+    "analysis": {"ir", "hardware"},
     "views": {"analysis"},
-    "passes": {"analysis", "ir", "plan", "machine"},
+    "passes": {"analysis", "ir", "plan", "hardware"},
     "codegen": {"ir"},
     "capture": {"ir"},
     "compiled": {"capture", "passes", "codegen", "runtime", "plan"},
@@ -47,7 +46,7 @@ BELOW: dict[str, set[str]] = {
     "targets": {"errors"},
     "predicting": {"api", "views", "hardware", "targets", "searching"},
     "searching": {"api", "hardware", "targets"},
-    "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "machine"}
+    "api": {"compiled", "snapshot", "reports", "capture", "passes", "codegen", "plan", "hardware"}
     | {"optim"},
     "zerofx": {"api", "reports", "optim", "nvme", "recording", "predicting", "searching"},
     "demo": {"zerofx"},

@@ -15,7 +15,7 @@ from published_cases import gpt, infinity
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.analysis.cost import node_flops
+from zerofx.analysis.kernels import node_flops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic

@@ -12,8 +12,8 @@ from stack import stack
 
 import zerofx
 from zerofx.capture import capture
+from zerofx.hardware import hardware_for
 from zerofx.ir.program import Program
-from zerofx.machine import machine_for
 from zerofx.passes.order import Setting, build
 from zerofx.views.diff import DiffView
 from zerofx.views.passes import PassesView
@@ -108,7 +108,7 @@ def test_diff_foresees_times() -> None:
 
 
 def test_passes_with_and_without_a_program() -> None:
-    built = build(Setting(program().plan, 4, machine_for("cpu")))
+    built = build(Setting(program().plan, 4, hardware_for("cpu")))
     bare = PassesView.of(built)
     assert "Map every alias of a parameter" in str(bare) and "history" not in bare.to_dict()
     full = PassesView.of(built, program())

@@ -71,9 +71,9 @@ def predict(
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if program.layout is None:
-        machine = described.machine(checked.precision.compute)
+        described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
-        program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
+        program = run(program, Setting(checked, world_size, described, loop=loop), proof=Proof.END)
         given = checked, described, world_size, loop, {"clips": clips, **known}
         seek = partial(way_out, named, captured, *given, says)
     compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}

@@ -87,7 +87,7 @@ def look_at(
     if hardware is not None and predicted is None:
         described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
         try:
-            described.machine(compute_format(program))  # whether it multiplies in that format
+            described.check_format(compute_format(program))
             predicted = forecast(program, described, compiled=compiled)
         except UnpricedError as error:
             unpriced = str(error)

@@ -9,10 +9,10 @@ from torch import fx
 
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.storage import Category, Lifetimes, Storage
+from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program
-from zerofx.machine import Machine, preset
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Walk:
     def __init__(self, program: Program, life: Lifetimes) -> None:
         assert program.layout is not None
         self.life, self.layout = life, program.layout
-        self.machine = program.machine or preset("cpu-gloo")
+        self.hardware = program.hardware
         rest_bytes = self.layout.rest_bytes
         self.shard, self.replicate, self.slices = (
             _Pool(name, life.end, rest_bytes)
@@ -109,7 +109,7 @@ class _Walk:
                 if self._ends_apart(node, micro):
                     size = [value(node).numel()]
                     ends[info(node).index] = _take(self.slices, node, size, time)
-                if self.machine.backend == "gloo":
+                if self.hardware.backend == "gloo":
                     lent[node] = self._launch(node, time)
             elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in lent:
                 self._wait(launch, lent.pop(launch), time)
@@ -125,7 +125,7 @@ class _Walk:
     def _launch(self, launch: fx.Node, time: int) -> list[_Buffer]:
         shards, replicas = self.layout.shard_size, self.layout.replicate_size
         if shards > 1:
-            return _take(self.shard, launch, _scattered(launch, shards, self.machine), time)
+            return _take(self.shard, launch, _scattered(launch, shards, self.hardware), time)
         return _take(self.replicate, launch, _landing(launch, replicas), time)
 
     def _wait(self, launch: fx.Node, lent: list[_Buffer], time: int) -> None:
@@ -145,10 +145,10 @@ def _take(pool: _Pool, launch: fx.Node, sizes: list[int], time: int) -> list[_Bu
     return [pool.take(n, value(launch).dtype, time, info(launch).unit) for n in sizes]
 
 
-def _scattered(launch: fx.Node, ranks: int, machine: Machine) -> list[int]:
+def _scattered(launch: fx.Node, ranks: int, hardware: Hardware) -> list[int]:
     """Return the numels that a reduce-scatter over `ranks` receives into."""
     out = value(launch)
-    if machine.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks) == "direct":
+    if hardware.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks) == "direct":
         return [out.numel()] * (ranks - 1)
     return [out.numel() * ranks]
 

@@ -78,7 +78,6 @@ def _predicted(
             world_size=world or RANKS, batch=batch, seq=seq,
         ).forecast  # fmt: skip
     except UnpricedError:  # the schedule and what was recorded can be shown without times
-        known = described.machine(next(iter(described.dense_flops_per_s)))
-        program = program_of(model, world, plan, known, batch, seq)
+        program = program_of(model, world, plan, described, batch, seq)
         return look_at(program, recording, described)
     return look_at(found.program, recording, predicted=found)

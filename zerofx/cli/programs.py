@@ -13,8 +13,8 @@ from zerofx.cli.progress import done
 from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
+    from zerofx.hardware import Hardware
     from zerofx.ir.program import Program
-    from zerofx.machine import Machine
     from zerofx.plan import Plan
 
 
@@ -39,10 +39,11 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     return Plan.from_dict(given)
 
 
-def machine_of(machine: Machine | str | None) -> Machine:
-    from zerofx.machine import machine_for
+def hardware_of(named: Hardware | str | None) -> Hardware:
+    """Return the hardware that was named, else the default."""
+    from zerofx.hardware import hardware_for
 
-    return machine_for("cpu", machine)
+    return hardware_for("cpu", named)
 
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
@@ -61,8 +62,8 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 
 def program_of(
-    model: str, world: int | None, plan: Plan, machine: Machine | str | None, batch: int, seq: int,
-    until: str | None = None, loop: dict[str, Any] | None = None,
+    model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int,
+    seq: int, until: str | None = None, loop: dict[str, Any] | None = None,
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
@@ -72,7 +73,7 @@ def program_of(
     if Path(model).is_dir():
         return emitted(model, world, plan, until)
     start = captured(model, plan, batch, seq)
-    setting = Setting(plan, world or RANKS, machine_of(machine), loop=Loop(**loop or {}))
+    setting = Setting(plan, world or RANKS, hardware_of(hardware), loop=Loop(**loop or {}))
     return run(start, setting, until)
 
 

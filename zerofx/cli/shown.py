@@ -22,7 +22,7 @@ from zerofx.cli.options import (
     World,
 )
 from zerofx.cli.programs import (
-    machine_of,
+    hardware_of,
     plan_of,
     program_of,
     refuse_machine,
@@ -43,7 +43,7 @@ def passes(
     from zerofx.views import passes as view
 
     chosen = plan_of(plan, stage, set_)
-    built = build(Setting(chosen, world or RANKS, machine_of(machine)))
+    built = build(Setting(chosen, world or RANKS, hardware_of(machine)))
     program = program_of(model, world, chosen, machine, batch, seq) if model else None
     show(view.PassesView.of(built, program), as_json)
 

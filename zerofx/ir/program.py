@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
+from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.tiles import Tile
@@ -168,6 +169,7 @@ class Program:
     signature: digest of inputs, parameters and computation: equal for interchangeable programs.
     directory: the emitted directory that the program was loaded from.
     decisions: what the budget decided, each with its reason.
+    hardware: what it was planned for, or will be.
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     loop: what memory is counted for, and the budget was solved for.
     pool: the slots that other programs of the model need too.
@@ -183,7 +185,7 @@ class Program:
     is_training: bool = True
     world_size: int = 1
     plan: Any = None
-    machine: Any = None
+    hardware: Hardware = field(default_factory=default_hardware, repr=False)
     layout: Layout | None = None
     facts: frozenset = frozenset()
     history: list[Entry] = field(default_factory=list)

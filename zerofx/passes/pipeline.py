@@ -8,6 +8,7 @@ from dataclasses import replace
 from enum import Enum
 
 from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.prices import Roofline
 from zerofx.analysis.traffic import traffic
 from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
@@ -108,7 +109,7 @@ def run(
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
     last = names.index(until) if until is not None else len(passes)
     program = program.clone()
-    program.plan, program.machine = setting.plan, setting.machine
+    program.plan, program.hardware = setting.plan, setting.hardware
     program.loop, program.pool = setting.loop, setting.pool
     source = program.clone()
     recorded = functools.cache(lambda: _run_recorded(source, passes[:last]).history)
@@ -149,7 +150,7 @@ def resume(program: Program, setting: Setting, after: str) -> Program:
     passes = build(setting)
     first = [p.name for p in passes].index(after) + 1
     program = program.clone()
-    program.plan, program.machine = setting.plan, setting.machine
+    program.plan, program.hardware = setting.plan, setting.hardware
     program.loop, program.pool = setting.loop, setting.pool
     for p in passes[first:]:
         _apply(program, p, Proof.NONE)
@@ -174,7 +175,8 @@ def _decided(program: Program, setting: Setting) -> Choices:
         return tried
 
     ahead = distance(setting)
-    return decide(program, setting.plan, setting.machine, ahead, trial, setting.margin_bytes)
+    prices = Roofline.of(setting.plan, setting.hardware, setting.world_size)
+    return decide(program, setting.plan, prices, ahead, trial, setting.margin_bytes)
 
 
 @paused_collector()
