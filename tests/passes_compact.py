@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import op_sets
 from oracle_cases import Choice, captured
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Pass
@@ -56,7 +57,7 @@ def _row(program: Program, node: fx.Node, views: bool) -> str | None:
     where = info(node)
     if where.region is not None:
         return f"region {where.region} {where.unit}".rstrip()
-    if node.target is ops.release and node.args[0].args[0].target in ops.RELOADS:  # type: ignore[union-attr]
+    if node.target is ops.release and node.args[0].args[0].target in op_sets.RELOADS:  # type: ignore[union-attr]
         is_shard = any(u.target is ops.all_gather for u in node.args[0].users)  # type: ignore[union-attr]
         return f"release {'shard ' if is_shard else ''}{where.index}"
     if node.target in _WORDS:

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx import ops
 from zerofx.analysis.activations import Policy
 from zerofx.analysis.leaving import Leaving, chain, leaving
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
