@@ -107,7 +107,7 @@ def test_diff_foresees_times() -> None:
 
 
 def test_passes_with_and_without_a_program() -> None:
-    built = build(Setting(program().plan, 4, machine_for("cpu")))
+    built = build(Setting(program().plan, 4, machine_for("cpu"))).passes
     bare = PassesView.of(built)
     assert "Map every alias of a parameter" in str(bare) and "history" not in bare.to_dict()
     full = PassesView.of(built, program())

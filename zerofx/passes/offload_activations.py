@@ -51,14 +51,8 @@ class OffloadActivations(Pass):
     least_bytes: int = 0
     host_budget_bytes: int | None = None
 
-    def spec(self) -> str:
-        options = [f"activations={self.activations}", f"everything={str(self.everything).lower()}"]
-        options += [f"values={len(self.values)}", f"distance={self.distance}"]
-        options += [
-            f"least_bytes={self.least_bytes}",
-            f"host_budget_bytes={self.host_budget_bytes}",
-        ]
-        return f"{self.name}{{{','.join(options)}}}".replace("None", "none")
+    def options(self) -> dict[str, object]:
+        return super().options() | {"values": len(self.values)}
 
     def run(self, program: Program) -> Report:
         if BACKWARD not in program.graphs:
