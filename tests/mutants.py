@@ -217,11 +217,11 @@ def generate(
         yield next(
             found
             for attempt in range(200)
-            if (found := _mutate(number, kind, bases[(first + attempt) % len(bases)], rng))
+            if (found := mutate(number, kind, bases[(first + attempt) % len(bases)], rng))
         )
 
 
-def _mutate(number: int, kind: Kind, base: Base, rng: random.Random) -> Mutant | None:
+def mutate(number: int, kind: Kind, base: Base, rng: random.Random) -> Mutant | None:
     """Apply a change to a copy; None where this base or the choices made have no place for it."""
     from mutants_kinds import ON_ONE_RANK
 

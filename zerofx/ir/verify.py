@@ -13,7 +13,7 @@ from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_shape import check_regions, check_saved, check_synced
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args
@@ -26,7 +26,9 @@ def verify(program: Program) -> None:
     for; each gradient is packed at its own offset and its bucket reduced once, complete, at scale
     1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
     that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
-    gradients and buffer updates are the expressions that were captured.
+    gradients and buffer updates are the expressions that were captured. An op that declares an
+    error bound is erased like an exact one; `bounds` says which there are, and a plan that asks for
+    the captured bits allows none.
 
     Raises:
         ProgramError: naming the invariant, the parameter, the user's line, with the ten lines of
@@ -40,7 +42,34 @@ def verify(program: Program) -> None:
     if FORWARD in program.graphs and BACKWARD in program.graphs:
         check_saved(program)
     check_synced(program)
+    check_precision(program)
     check_dataflow(program)
+
+
+def bounds(program: Program) -> dict[str, Bounded]:
+    """Return the error that each op of a program declares, those that are exact left out."""
+    called = (spec_of(n) for gm in program.graphs.values() for n in gm.graph.nodes)
+    found = {spec.name: spec.precision for spec in called if spec is not None}
+    return {name: rule for name, rule in found.items() if isinstance(rule, Bounded)}
+
+
+def check_precision(program: Program) -> None:
+    """Check that no op changes values where the plan asks for the bits that were captured."""
+    if program.plan is None or program.plan.numerics != "bitwise":
+        return
+    inexact = bounds(program)
+    for graph, gm in program.graphs.items():
+        for node in gm.graph.nodes:
+            spec = spec_of(node)
+            if spec is not None and spec.name in inexact:
+                raise fault(
+                    program,
+                    graph,
+                    node,
+                    f"{name_of(node)} delivers values {spec.precision}. Plan(numerics='bitwise') "
+                    "allows exact ops only. Leave out the pass that inserts it, or choose other "
+                    "numerics.",
+                )
 
 
 def check_dataflow(program: Program) -> None:
