@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measured import train
+from zerofx import ops
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import Hardware
-from zerofx.ir import ops
 from zerofx.ir.program import Loop
 
 BATCH, SEQ = 4, 64

@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import op_sets
 from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, final
 from torch import Tensor, fx
 
-from zerofx.ir import ops
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import Program
 
@@ -194,7 +194,7 @@ def set_argument(node: fx.Node, index: int, new: object) -> None:
 def label(node: fx.Node) -> str:
     """Name a node for a report."""
     where = info(node)
-    return f"{node.name}[b{where.index}]" if node.target in ops.ALL else node.name
+    return f"{node.name}[b{where.index}]" if node.target in op_sets.ALL else node.name
 
 
 Kind = Callable[[Editor], str | None]
@@ -217,11 +217,11 @@ def generate(
         yield next(
             found
             for attempt in range(200)
-            if (found := _mutate(number, kind, bases[(first + attempt) % len(bases)], rng))
+            if (found := mutate(number, kind, bases[(first + attempt) % len(bases)], rng))
         )
 
 
-def _mutate(number: int, kind: Kind, base: Base, rng: random.Random) -> Mutant | None:
+def mutate(number: int, kind: Kind, base: Base, rng: random.Random) -> Mutant | None:
     """Apply a change to a copy; None where this base or the choices made have no place for it."""
     from mutants_kinds import ON_ONE_RANK
 

@@ -13,6 +13,8 @@ from oracle_moves import Moves
 from oracle_shards import Far, Move, Shards
 from torch import Tensor, fx
 
+from zerofx.ir.spec import spec_of
+
 Blocking = Generator[None, None, Any]
 Format = torch.dtype | None
 
@@ -57,6 +59,9 @@ class Communication(Moves):
         for argument in schema.arguments:
             if argument.has_default_value():
                 given.setdefault(argument.name, argument.default_value)
+        spec = spec_of(node)
+        if spec is not None and spec.oracle is not None:
+            return (yield from spec.oracle(self, **given))
         body = getattr(self, "_" + schema.name.split("::")[1])
         return (yield from body(**given))
 
@@ -71,13 +76,13 @@ class Communication(Moves):
         while not self.exchange.is_ready(transfer):
             yield
 
-    def _bucket(self, bucket: int, numel: int) -> Any:
+    def bucket(self, bucket: int, numel: int) -> Any:
         found = self.layout.buckets[bucket]
         if found.numel != numel:
             raise OracleError(f"bucket {bucket} has {found.numel} elements, not {numel}")
         return found
 
-    def _gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
+    def gather_into(self, dest: Tensor, shard: Tensor, bucket: int, kind: str) -> Blocking:
         group, shard = self.group, shard.to(dest.dtype)
         signature = (kind, bucket, dest.numel(), dest.dtype)
 
@@ -90,19 +95,19 @@ class Communication(Moves):
     def _all_gather(
         self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
     ) -> Blocking:
-        b = self._bucket(bucket, numel)
+        b = self.bucket(bucket, numel)
         is_away = bucket in self.away.far
         sent = self.away.sent(bucket, shard) if is_away else self._own(shard, bucket, "all-gather")
         dest = self.memory.place(slot, b.numel, dtype or b.dtype)
-        return (yield from self._gather_into(dest, sent, bucket, "all-gather"))
+        return (yield from self.gather_into(dest, sent, bucket, "all-gather"))
 
     def _refresh(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
-        b, mine = self._bucket(bucket, numel), self._own(shard, bucket, "refresh")
+        b, mine = self.bucket(bucket, numel), self._own(shard, bucket, "refresh")
         dest = self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
-        return (yield from self._gather_into(dest, mine, bucket, "refresh"))
+        return (yield from self.gather_into(dest, mine, bucket, "refresh"))
 
     def _resident(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
-        b = self._bucket(bucket, numel)
+        b = self.bucket(bucket, numel)
         yield from ()
         return self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
 
@@ -134,7 +139,7 @@ class Communication(Moves):
         self, like: Any, bucket: int, numel: int, zero: bool, slot: int, dtype: Format
     ) -> Blocking:
         yield from ()
-        b = self._bucket(bucket, numel)
+        b = self.bucket(bucket, numel)
         buffer = self.memory.place(slot, b.numel, dtype or b.dtype)
         covered = torch.zeros(b.numel, dtype=torch.bool)
         for param in b.params:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import Program
+from zerofx.ir.spec import spec_of
 
 if TYPE_CHECKING:
     from oracle import State
@@ -145,10 +146,7 @@ class Rank:
 
 def _is_ours(node: fx.Node) -> bool:
     """Say whether a node communicates; a fused pattern is compute, though its op is zerofx's."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.name.startswith("zerofx::"):
-        return False
-    return hasattr(Communication, "_" + schema.name.split("::")[1])
+    return spec_of(node) is not None
 
 
 def _copy(value: Any) -> Any:

@@ -14,9 +14,9 @@ from models import CASES
 from training import train_cell
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.passes.decide import budget_for
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from verify_cases import SMALL, Breaks, captured, check_refused
 
+from zerofx import ops
 from zerofx.hardware import load_hardware
-from zerofx.ir import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program

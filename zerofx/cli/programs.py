@@ -63,7 +63,7 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 def program_of(
     model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int,
-    seq: int, until: str | None = None, loop: dict[str, Any] | None = None,
+    seq: int, until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
@@ -71,9 +71,12 @@ def program_of(
     from zerofx.passes.pipeline import run
 
     if Path(model).is_dir():
+        if pipeline:
+            raise PlanError(f"{model} is an emitted program: its passes ran; leave out --pipeline")
         return emitted(model, world, plan, until)
     start = captured(model, plan, batch, seq)
-    setting = Setting(plan, world or RANKS, hardware_of(hardware), loop=Loop(**loop or {}))
+    described = hardware_of(hardware)
+    setting = Setting(plan, world or RANKS, described, loop=Loop(**loop or {}), pipeline=pipeline)
     return run(start, setting, until)
 
 

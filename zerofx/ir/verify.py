@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.facts import Fact
+from zerofx.ir.order import Crossing, Order
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.verify_buffers import args
+from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
-from zerofx.ir.verify_gathers import Order
 from zerofx.ir.verify_shape import check_regions, check_saved, check_synced
-from zerofx.ir.verify_sources import Crossing
-from zerofx.ir.verify_updates import BackwardOrder
-from zerofx.ir.verify_values import SHORT, Numbering, Output
+from zerofx.ir.verify_values import SHORT, Numbering, Output, args
 
 
 def verify(program: Program) -> None:
@@ -29,7 +26,9 @@ def verify(program: Program) -> None:
     for; each gradient is packed at its own offset and its bucket reduced once, complete, at scale
     1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
     that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
-    gradients and buffer updates are the expressions that were captured.
+    gradients and buffer updates are the expressions that were captured. An op that declares an
+    error bound is erased like an exact one; `bounds` says which there are, and a plan that asks for
+    the captured bits allows none.
 
     Raises:
         ProgramError: naming the invariant, the parameter, the user's line, with the ten lines of
@@ -37,14 +36,40 @@ def verify(program: Program) -> None:
     """
     crossing = Crossing()
     for name in program.graphs:
-        walk = BackwardOrder if name == BACKWARD else Order
-        walk(program, name, crossing).check()
+        Order(program, name, crossing).check()
         if Fact.REGIONS_CUT in program.facts:
             check_regions(program, name)
     if FORWARD in program.graphs and BACKWARD in program.graphs:
         check_saved(program)
     check_synced(program)
+    check_precision(program)
     check_dataflow(program)
+
+
+def bounds(program: Program) -> dict[str, Bounded]:
+    """Return the error that each op of a program declares, those that are exact left out."""
+    called = (spec_of(n) for gm in program.graphs.values() for n in gm.graph.nodes)
+    found = {spec.name: spec.precision for spec in called if spec is not None}
+    return {name: rule for name, rule in found.items() if isinstance(rule, Bounded)}
+
+
+def check_precision(program: Program) -> None:
+    """Check that no op changes values where the plan asks for the bits that were captured."""
+    if program.plan is None or program.plan.numerics != "bitwise":
+        return
+    inexact = bounds(program)
+    for graph, gm in program.graphs.items():
+        for node in gm.graph.nodes:
+            spec = spec_of(node)
+            if spec is not None and spec.name in inexact:
+                raise fault(
+                    program,
+                    graph,
+                    node,
+                    f"{name_of(node)} delivers values {spec.precision}. Plan(numerics='bitwise') "
+                    "allows exact ops only. Leave out the pass that inserts it, or choose other "
+                    "numerics.",
+                )
 
 
 def check_dataflow(program: Program) -> None:
@@ -81,7 +106,7 @@ def _first_difference(
     for graph, gm in program.graphs.items():
         for node in gm.graph.nodes:
             made = numbering.of.get(node)
-            is_value = node.target is ops.param_view or node.target not in ops.ALL
+            is_value = kind_of(node) in (None, Kind.VIEW)
             if node.op != "call_function" or not is_value or not node.users:
                 continue
             if isinstance(made, str) and made[:SHORT] not in known:
@@ -100,12 +125,12 @@ def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]
         (name, node.target.name(), _constants(node))
         for name, gm in program.graphs.items()
         for node in gm.graph.nodes
-        if node.target in ops.LAUNCHES or node.target is ops.sync_buffers
+        if (spec := spec_of(node)) is not None and spec.is_agreed
     ]
 
 
 def _constants(node: fx.Node) -> tuple[object, ...]:
-    if node.target is ops.sync_buffers:
+    if kind_of(node) is Kind.SYNC:
         return (len(args(node)[0]),)
     return tuple(a for a in args(node) if not isinstance(a, fx.Node))
 

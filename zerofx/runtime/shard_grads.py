@@ -158,7 +158,7 @@ class GradShard:
             if is_trained and (names is None or name in names):
                 before = param.grad
                 if before is None:
-                    if isinstance(param, ShardedTensor):
+                    if isinstance(view, ShardedTensor):
                         param._grad = view  # cut like it: the check of p.grad = ... is not needed
                     else:
                         param.grad = view

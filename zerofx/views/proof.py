@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.ir import ops
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, OpSpec, spec_of
 from zerofx.ir.text import as_text
-from zerofx.ir.verify import verify
+from zerofx.ir.verify import bounds, verify
 from zerofx.ir.verify_values import Numbering
 from zerofx.sizes import format_bytes
 
-_COUNTED = {
-    "gathers": ops.GATHERS,
-    "copies between tiers": ops.COPIES | ops.MOVES,
-    "reductions": ops.REDUCES,
-    "updates": {ops.update},
-    "releases": {ops.release},
+_COUNTED: dict[str, Callable[[OpSpec], bool]] = {
+    "gathers": lambda op: op.is_gather,
+    "copies between tiers": lambda op: op.is_copy or op.is_move,
+    "reductions": lambda op: op.is_reduction,
+    "updates": lambda op: op.kind is Kind.UPDATE,
+    "releases": lambda op: op.kind is Kind.RELEASE,
 }
 
 
@@ -26,7 +27,8 @@ class ProofView:
     """A program that holds, on every one of its ranks: all run this same one.
 
     counts: what was followed from its launch to its end. nodes: of all graphs. values: those whose
-    expressions were compared, down to `outputs` that must be what was captured.
+    expressions were compared, down to `outputs` that must be what was captured. bounds: ops that
+    are not exact, and within what.
     """
 
     model: str
@@ -36,6 +38,7 @@ class ProofView:
     outputs: int
     counts: dict[str, int]
     slots: tuple[int, ...]
+    bounds: dict[str, str]
 
     @classmethod
     def of(cls, program: Program) -> ProofView:
@@ -47,13 +50,13 @@ class ProofView:
         verify(program)
         nodes = [n for gm in program.graphs.values() for n in gm.graph.nodes]
         numbering = Numbering(program)
-        counts = {
-            what: sum(n.target in targets for n in nodes) for what, targets in _COUNTED.items()
-        }
+        called = [spec for n in nodes if (spec := spec_of(n)) is not None]
+        counts = {what: sum(map(counts_it, called)) for what, counts_it in _COUNTED.items()}
         return cls(
             program.model_name, program.world_size, len(nodes), len(numbering.of),
             len(numbering.outputs) if program.reference is not None else 0,
             counts, tuple(program.slots.get("bytes", ())),
+            {name: str(rule) for name, rule in bounds(program).items()},
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -66,6 +69,8 @@ class ProofView:
             f"  dataflow  {self.values} values: {self.outputs} outputs, gradients and buffers are "
             "the expressions that were captured",
         ]
+        for name, rule in self.bounds.items():
+            lines.append(f"  values    but for {name}: each value is {rule}")
         if self.slots:
             lines.append(
                 f"  memory    {len(self.slots)} slots ({format_bytes(sum(self.slots))}): no two "
@@ -78,4 +83,5 @@ class ProofView:
         return {
             "model": self.model, "world": self.world, "nodes": self.nodes, "values": self.values,
             "outputs": self.outputs, "counts": self.counts, "slot_bytes": list(self.slots),
+            "bounds": self.bounds,
         }  # fmt: skip
