@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.errors import NvmeError
+from zerofx.runtime.homes import claim_space
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
-from zerofx.runtime.nvme_space import claim_space
 from zerofx.runtime.param_piece import Ledger, Piece
-from zerofx.runtime.shard_bindings import Bindings
+from zerofx.runtime.shard_grads import StoreGrads
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
-from zerofx.runtime.shard_tree import ParameterTree, attributes_of
+from zerofx.runtime.shard_tree import Bindings, ParameterTree, attributes_of
 from zerofx.runtime.sharded_parameter import (
     ReplicatedParameter,
     ShardedParameter,
     replicated_parameter,
     sharded_parameter,
 )
-from zerofx.runtime.store_grads import StoreGrads
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import together
 from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
