@@ -210,7 +210,7 @@ def check_freed() -> None:
     with counted() as found:
         loop = settled(found)
         optimizer, params = loop.optimizer, list(loop.model.parameters())
-        copies = params[0]._ledger.copies  # type: ignore[attr-defined]
+        copies = params[0].zfx.ledger.copies  # type: ignore[attr-defined]
         assert all(c.full is not None for c in copies.values())
         del loop
         gc.collect()

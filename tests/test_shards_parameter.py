@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.errors import ShardError
-from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedParameter
+from zerofx.runtime.param_parameter import ReplicatedParameter, ShardedParameter
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from zerofx.compat.tensors import foreach_norm
 from zerofx.optim.places import name_of
 from zerofx.optim.runs import Run
-from zerofx.runtime.param_norms import gather_partials
 from zerofx.runtime.param_refuse import refuse_partial_norm
 from zerofx.runtime.param_tensor import ShardedTensor
 
@@ -34,7 +33,7 @@ def square_sum(flat: Tensor) -> Tensor:
 def _order(param: Tensor) -> tuple[int, int]:
     """Return where a parameter lies in its model: a key that ranks have in common."""
     if isinstance(param, ShardedTensor):
-        return param._piece.bucket.index, param._piece.param.offset
+        return param.zfx.bucket.index, param.zfx.param.offset
     return 0, 0
 
 
@@ -52,13 +51,13 @@ def global_norm(work: Iterable[tuple[Run, Tensor]]) -> Tensor:
             refuse_partial_norm(name_of(run.params[0]), "max_grad_norm", axes)
         param, part = min(run.params, key=_order), square_sum(grad)
         if isinstance(param, ShardedTensor):
-            sharded.setdefault(id(param._piece.ledger), []).append((param, part))
+            sharded.setdefault(id(param.zfx.ledger), []).append((param, part))
         else:
             whole.append(part)
     for found in sharded.values():
         partial = _sum([part for _, part in found]).reshape(1)
         first = min((param for param, _ in found), key=_order)  # the same one on every rank
-        whole.append(gather_partials(first, partial, _WHAT).sum())
+        whole.append(first.zfx.gather_partials(partial, _WHAT).sum())
     return _sum(whole).sqrt() if whole else torch.zeros((), dtype=torch.float64)
 
 

@@ -73,7 +73,7 @@ class CodedStretch(Stretch):
         self, old: Sequence[MutableMapping[str, Any]], keys: Sequence[str]
     ) -> list[MutableMapping[str, Any]]:
         pieces = [
-            (p._piece.ranges[0][0] if isinstance(p, ShardedTensor) else 0, stop - start)
+            (p.zfx.ranges[0][0] if isinstance(p, ShardedTensor) else 0, stop - start)
             for p, (start, stop) in zip(self.params, self._bounds, strict=True)
         ]
         if self.bucket is not None and self.bucket.home is Tier.NVME:

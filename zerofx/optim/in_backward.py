@@ -11,9 +11,7 @@ from torch import Tensor
 from zerofx.errors import OptimizerError
 from zerofx.optim.places import local_of, name_of, place_of
 from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.param_tensor import ShardedTensor
-from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.param_piece import Ledger, piece_of
 from zerofx.runtime.updates import Updates, check_optimizer
 
 _PLAN = "Plan(update='in-backward')"
@@ -180,8 +178,5 @@ def is_stepped(owner: Owner) -> bool:
 
 
 def _updates_of(param: Tensor) -> Updates | None:
-    if isinstance(param, ShardedTensor):
-        return param._piece.ledger.updates
-    if isinstance(param, ReplicatedParameter):
-        return param._ledger.updates
-    return None
+    piece = piece_of(param)
+    return None if piece is None else piece.ledger.updates

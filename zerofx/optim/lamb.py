@@ -24,7 +24,7 @@ from zerofx.runtime.kernels.lamb import (
     trust_ratios,
 )
 from zerofx.runtime.kernels.launch import use_triton
-from zerofx.runtime.param_norms import LOW_PRECISION, gather_partials
+from zerofx.runtime.param_norms import LOW_PRECISION
 from zerofx.runtime.param_tensor import ShardedTensor
 
 _NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
@@ -129,11 +129,11 @@ def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
     sharded: dict[int, list[ShardedTensor]] = {}
     for param in rows:
         if isinstance(param, ShardedTensor):
-            sharded.setdefault(id(param._piece.ledger), []).append(param)
+            sharded.setdefault(id(param.zfx.ledger), []).append(param)
     for params in sharded.values():
         mine = [rows[p] for p in params]
         local = squares[mine].view(-1)
-        whole = gather_partials(params[0], local, "the norms of Lamb's trust ratios").sum(0)
+        whole = params[0].zfx.gather_partials(local, "the norms of Lamb's trust ratios").sum(0)
         squares[mine] = whole.view(-1, 2)
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 from zerofx.compat.tensors import local_tensor
 from zerofx.errors import OptimizerError
 from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.param_tensor import ShardedTensor, wrap
-from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.param_piece import Ledger, is_cut, piece_of
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,9 @@ def place_of(param: Tensor) -> Place:
     Raises:
         OptimizerError: a parameter of no compiled model is not contiguous.
     """
-    if isinstance(param, ShardedTensor):
-        piece = param._piece
-        index = piece.bucket.params.index(piece.param)
-        return Place(piece.ledger, piece.bucket, index, piece.shard_offset, piece.length)
-    if isinstance(param, ReplicatedParameter):
-        bucket, at = param._ledger.layout.owned[param._zfx_name][
-            0
-        ]  # its tiles lie behind the first
-        return Place(param._ledger, bucket, bucket.params.index(at), at.offset, param.numel())
+    piece = piece_of(param)
+    if piece is not None:
+        return Place(piece.ledger, piece.bucket, piece.index, piece.shard_offset, piece.length)
     if not param.is_contiguous():
         raise OptimizerError(
             f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}, but "
@@ -77,25 +69,21 @@ def place_of(param: Tensor) -> Place:
 
 def name_of(param: Tensor) -> str:
     """Return a parameter's name where it has one, else its shape: for errors."""
-    if isinstance(param, ShardedTensor):
-        return param._piece.name
-    if isinstance(param, ReplicatedParameter):
-        return param._zfx_name
-    return f"a parameter of shape {list(param.shape)}"
+    piece = piece_of(param)
+    return piece.name if piece is not None else f"a parameter of shape {list(param.shape)}"
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the plain tensor of what this rank holds, for a parameter, gradient or state."""
-    if isinstance(tensor, ShardedTensor):
+    if is_cut(tensor):
         return local_tensor(tensor)
     return tensor.detach()
 
 
 def shown(flat: Tensor, param: Tensor) -> Tensor:
     """Return what users see of a flat range that belongs to `param`: cut or shaped like it."""
-    if isinstance(param, ShardedTensor):
-        return wrap(flat, param._piece)
-    return flat.view(param.shape)
+    piece = piece_of(param)
+    return flat.view(param.shape) if piece is None else piece.show(flat)
 
 
 def flat_from(first: Tensor, numel: int) -> Tensor:

@@ -9,18 +9,11 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat.tensors import keep_version, local_tensor, require_grad, storage_uses
+from zerofx.compat.tensors import keep_version, require_grad, storage_uses
 from zerofx.errors import GradientError
 from zerofx.runtime.homes import regrow, shrink
-from zerofx.runtime.param_piece import Ledger, Piece
-from zerofx.runtime.param_tensor import ShardedTensor, wrap
+from zerofx.runtime.param_piece import Ledger, ParameterPiece
 from zerofx.runtime.tiers import Tier
-
-MakeViews = Callable[[Tensor], list[Tensor]]
-
-
-def _local(grad: Tensor) -> Tensor:
-    return local_tensor(grad) if isinstance(grad, ShardedTensor) else grad
 
 
 class GradShard:
@@ -29,8 +22,9 @@ class GradShard:
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
 
-    allocate: returns memory for the flat shard. sleep, wake: free it between steps, its address
-        kept, and make it usable again; None where it is not to be freed.
+    pieces: of the parameters. allocate: returns memory for the flat shard.
+    sleep, wake: free it between steps, its address kept, and make it usable again; None where it is
+        not to be freed.
     buckets: several are the tiles of one parameter, whose gradients come one by one in each
     backward: the first decides for all whether they are added, the last one is published.
     """
@@ -38,31 +32,34 @@ class GradShard:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
+        pieces: Sequence[ParameterPiece],
         allocate: Callable[[], Tensor],
-        make: MakeViews,
         buckets: Sequence[int] = (),
         sleep: Callable[[Tensor], None] | None = shrink,
         wake: Callable[[Tensor], None] = regrow,
     ) -> None:
-        self.params = params
+        self.params, self._pieces = params, pieces
         self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
         self._buckets = buckets
         self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
         self._decided: tuple[Tensor, bool]
-        self._make = make
         self._asleep = False
         self._adopt(allocate())
 
     def _adopt(self, flat: Tensor) -> None:
         with torch.no_grad():
             self.flat = flat
-            self.views = self._make(flat)
+            self.views = [
+                p.show(flat[p.shard_offset : p.shard_offset + p.length]) for p in self._pieces
+            ]
         self._quiet = self._references()
 
     def _references(self) -> list[int]:
         """Count who refers to the views, their local tensors and their storage."""
         counts = [sys.getrefcount(v) for v in self.views]
-        counts += [sys.getrefcount(_local(v)) for v in self.views]
+        counts += [
+            sys.getrefcount(p.local(v)) for p, v in zip(self._pieces, self.views, strict=True)
+        ]
         counts.append(storage_uses(self.flat))
         return counts
 
@@ -140,11 +137,11 @@ class GradShard:
         if self._is_held():
             self._adopt(self._allocate())
         with torch.no_grad():
-            for view, grad in zip(self.views, grads, strict=True):
+            for piece, view, grad in zip(self._pieces, self.views, grads, strict=True):
                 if grad is None:
-                    _local(view).zero_()
+                    piece.local(view).zero_()
                 elif grad is not view:
-                    _local(view).copy_(_local(grad))
+                    piece.local(view).copy_(piece.local(grad))
         return self.flat, True
 
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
@@ -156,18 +153,15 @@ class GradShard:
         if self._expected:
             return
         trained = require_grad(self.params)
-        rows = zip(self.params, trained, self.views, all_names, strict=True)
-        for param, is_trained, view, name in rows:
+        rows = zip(self.params, self._pieces, trained, self.views, all_names, strict=True)
+        for param, piece, is_trained, view, name in rows:
             if is_trained and (names is None or name in names):
                 before = param.grad
                 if before is None:
-                    if isinstance(param, ShardedTensor):
-                        param._grad = view  # cut like it: the check of p.grad = ... is not needed
-                    else:
-                        param.grad = view
+                    piece.publish(param, view)
                 elif before is not view:
                     with torch.no_grad():
-                        _local(before).copy_(_local(view))
+                        piece.local(before).copy_(piece.local(view))
 
 
 class StoreGrads:
@@ -181,7 +175,7 @@ class StoreGrads:
         self,
         ledger: Ledger,
         params: Mapping[str, nn.Parameter],
-        pieces: Mapping[str, Piece],
+        pieces: Mapping[str, ParameterPiece],
         flats: Sequence[Tensor],
     ) -> None:
         self._ledger, self._layout, self._homes = ledger, ledger.layout, ledger.homes
@@ -287,17 +281,10 @@ class StoreGrads:
             first = members[0]
             shard = GradShard(
                 [self._params[n] for n in names],
+                [self._pieces[n] for n in names],
                 lambda: self._homes.gradient(first, self._layout.block_numel(members)),
-                lambda flat: self._views_of(names, flat),
                 [b.index for b in members],
                 *self._homes.rests(first),
             )
             self.shards[block] = shard
         return shard
-
-    def _views_of(self, names: Sequence[str], flat: Tensor) -> list[Tensor]:
-        pieces = [self._pieces[n] for n in names]
-        locals_ = [flat[p.shard_offset : p.shard_offset + p.length] for p in pieces]
-        if self._layout.shard_size > 1:
-            return [wrap(t, p) for t, p in zip(locals_, pieces, strict=True)]
-        return [t.view(p.shape) for t, p in zip(locals_, pieces, strict=True)]

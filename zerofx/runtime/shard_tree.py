@@ -16,11 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor
-from zerofx.compat.tensors import local_tensor, memory_range, raw_data
+from zerofx.compat.tensors import memory_range, raw_data
 from zerofx.errors import ShardError
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.param_tensor import ShardedTensor
-from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.param_piece import Ledger, ParameterPiece, piece_of
 
 Holder = tuple[nn.Module, str]
 
@@ -55,7 +53,7 @@ class ParameterTree:
             ShardError: names the parameter and the way out.
         """
         for name, param in self.params.items():
-            if isinstance(param, (ShardedTensor, ReplicatedParameter)):
+            if piece_of(param) is not None:
                 raise ShardError(f"{name} belongs to a compiled model already; compile once")
             if nn.parameter.is_lazy(param):
                 raise ShardError(
@@ -152,7 +150,7 @@ def put(module: nn.Module, key: str, param: nn.Parameter) -> None:
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
     """Return what users and libraries hung on a parameter (`p.no_weight_decay = True`)."""
-    ours = ("_piece", "_ledger", "_zfx_name", "_grad")
+    ours = ("zfx", "_grad")
     return {k: v for k, v in vars(param).items() if k not in ours}
 
 
@@ -195,18 +193,17 @@ class Bindings:
         tree: ParameterTree,
         ledger: Ledger,
         params: Mapping[str, nn.Parameter],
+        pieces: Mapping[str, ParameterPiece],
         views: Mapping[str, Tensor],
     ) -> None:
         self._ledger, self._params, self._views = ledger, params, views
-        self._shapes = {name: p.shape for name, p in params.items()}
         self._bound = list(tree.bindings())
         self._modules = list(tree.modules.items())
         self._children = [m._modules for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
         # what carries each piece: its local tensor, or the parameter itself
-        self._carriers = [
-            local_tensor(p) if isinstance(p, ShardedTensor) else p for p in params.values()
-        ]
+        self._carriers = [pieces[name].local(p) for name, p in params.items()]
+        self._shapes = [t.shape for t in self._carriers]
         self._pointers = [t.data_ptr() for t in self._carriers]
         _watch_assignments()
         for module in {id(m): m for _, m, _ in self._bound}.values():
@@ -263,7 +260,7 @@ class Bindings:
                 f"{name}: the module now holds {found!r} instead of its {ours.dtype} "
                 f"parameter{_REBUILD}"
             )
-        if isinstance(found, DTensor) and not isinstance(found, ShardedTensor):
+        if isinstance(found, DTensor) and piece_of(found) is None:
             raise ShardError(
                 f"{name}: a DTensor was put in the parameter's place, as parallelize_module, "
                 "distribute_module and fully_shard do, but the model is sharded by zerofx.compile "
@@ -308,7 +305,8 @@ class Bindings:
             _assigned[id(module._parameters)].pop(key, None)
 
     def _return_storages(self) -> None:
-        for (name, view), carrier in zip(self._views.items(), self._carriers, strict=True):
+        rows = zip(self._views.items(), self._carriers, self._shapes, strict=True)
+        for (name, view), carrier, shape in rows:
             if carrier.data_ptr() == view.data_ptr():
                 continue
             if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
@@ -318,8 +316,6 @@ class Bindings:
                 )
             with torch.no_grad():
                 view.copy_(carrier.detach().reshape(-1))
-            is_sharded = isinstance(self._params[name], ShardedTensor)
-            shape = view.shape if is_sharded else self._shapes[name]
             raw_data.__set__(carrier, view.view(shape))
             self._ledger.note_write()
 
