@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.demo.measure import PeakMemory
-from zerofx.optim.casts import StepCasts
+from zerofx.optim.flat import StepCasts
 from zerofx.runtime.bucketing import UnitParam, unit_layout
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.shards import ShardStore

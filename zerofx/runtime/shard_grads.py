@@ -52,14 +52,13 @@ class GradShard:
             self.views = [
                 p.show(flat[p.shard_offset : p.shard_offset + p.length]) for p in self._pieces
             ]
+            self._locals = [p.local(v) for p, v in zip(self._pieces, self.views, strict=True)]
         self._quiet = self._references()
 
     def _references(self) -> list[int]:
         """Count who refers to the views, their local tensors and their storage."""
         counts = [sys.getrefcount(v) for v in self.views]
-        counts += [
-            sys.getrefcount(p.local(v)) for p, v in zip(self._pieces, self.views, strict=True)
-        ]
+        counts += [sys.getrefcount(t) for t in self._locals]
         counts.append(storage_uses(self.flat))
         return counts
 
@@ -137,11 +136,12 @@ class GradShard:
         if self._is_held():
             self._adopt(self._allocate())
         with torch.no_grad():
-            for piece, view, grad in zip(self._pieces, self.views, grads, strict=True):
+            rows = zip(self._pieces, self.views, self._locals, grads, strict=True)
+            for piece, view, local, grad in rows:
                 if grad is None:
-                    piece.local(view).zero_()
+                    local.zero_()
                 elif grad is not view:
-                    piece.local(view).copy_(piece.local(grad))
+                    local.copy_(piece.local(grad))
         return self.flat, True
 
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
