@@ -253,7 +253,7 @@ class ParameterPiece(ABC):
         """Set `param.grad` to a gradient that `show` has made."""
 
     # -- which elements -----------------------------------------------------------------------
-    @property
+    @cached_property
     def name(self) -> str:
         return self.param.owner
 
