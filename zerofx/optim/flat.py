@@ -46,9 +46,9 @@ def near(scale: Tensor | None, run: FlatRun) -> Tensor | None:
 class StepCasts:
     """The slices of resident copies that are current when a step begins, and what it writes there.
 
-    A slice stays current if the step writes there whatever it changes of the bucket: the elements
-    of the step's runs are counted against those that were asked for. All else makes it stale, which
-    costs a cast at the next refresh and nothing more.
+    A slice stays current if the step writes there all that it changes of the bucket: the elements
+    of the step's runs are counted against those that were asked for. Anything else makes it stale,
+    which costs one cast at the next refresh.
     """
 
     def __init__(self, ledgers: Iterable[Ledger], runs: Iterable[FlatRun]) -> None:
@@ -63,7 +63,7 @@ class StepCasts:
             self._count(run, 1)
 
     def place_for(self, run: FlatRun) -> Tensor | None:
-        """Return where a run's new parameters must also go, rounded; None if nobody needs them."""
+        """Return where a run's new parameters must also go, rounded; None if nowhere."""
         copy = self._copies.get(_key(run))
         if copy is None:
             return None
@@ -90,11 +90,11 @@ class FlatOptimizer(Optimizer, ABC):
     """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
 
     A subclass names its states and updates runs; closures, clipping, loss scales and loading are
-    here. `grad_norm` is the norm over all groups and ranks of the last step's gradients before
-    clipping, float64 [], None without max_grad_norm.
+    handled here. `grad_norm` is the norm over all groups and ranks of the last step's gradients
+    before clipping, float64 [], None without max_grad_norm.
 
     Parameters without a gradient are left out of a step, as in torch. `GradScaler` hands its scale
-    to the step itself, so that unscaling is no pass of its own; where it found an infinity (on any
+    to the step itself, so that unscaling is no pass of its own; if it found an infinity (on any
     rank), nothing is changed.
 
     Three parts do what is not the update itself, and refer to no optimizer:

@@ -120,7 +120,7 @@ def _only_makes_states(optimizer: FlatOptimizer, given: Sequence[Tensor]) -> boo
 
 
 def settle(optimizer: FlatOptimizer) -> None:
-    """Wait for updates that run beside the schedule: states are about to be looked at."""
+    """Wait for updates that run next to the schedule: states are about to be read."""
     for ledger in ledgers_of(_params(optimizer)):
         ledger.pending.join()
 

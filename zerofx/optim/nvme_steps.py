@@ -1,8 +1,8 @@
 """Steps of what lives on NVMe: bucket by bucket through host memory, by all ranks or by none.
 
-Parameters and states of one bucket are in host memory while it is updated, the next one's reads and
-the last one's writes beside it. A disk may fail or be full on one rank, so that ranks tell each
-other before they go on.
+The parameters and states of a bucket are in host memory while it is updated. Meanwhile the next
+bucket is read and the last one is written. A disk may fail or be full on one rank, so the ranks
+tell each other before they go on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
 def update_staged(
     far: Sequence[Groups], update: Callable[[Groups], None], asks_others: bool
 ) -> None:
-    """Update each bucket in host memory, the next one's reads and the last one's writes beside it.
+    """Update each bucket in host memory, while the next one is read and the last one is written.
 
     asks_others: `update` is a collective call, before which ranks tell each other of faults.
 

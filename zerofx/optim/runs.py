@@ -525,7 +525,7 @@ class FlatGroups:
         return sum(s.states.nbytes for laid in self._laid.values() for s in laid.stretches)
 
     def forget(self) -> None:
-        """Lay out all groups anew when they are next asked for."""
+        """Lay out all groups again when they are next asked for."""
         self._laid.clear()
 
     def current(self, optimizer: FlatOptimizer) -> list[FlatGroup]:

@@ -26,6 +26,7 @@ from zerofx.runtime.param_tensor import (
     ShardedTensor,
     find_sharded,
     handles,
+    local_of,
     local_value,
     refuse,
     wrap,
@@ -141,7 +142,7 @@ def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not isinstance(source, ShardedTensor):  # plain.to(p): only dtype and device are read
         return func(source, *[local_tensor(a) for a in args[1:]], **kwargs)
-    others = [local_tensor(a) if isinstance(a, ShardedTensor) else a for a in args[1:]]
+    others = [local_of(a) for a in args[1:]]
     with torch.no_grad():
         local = func(local_tensor(source), *others, **kwargs)
     if local is local_tensor(source):

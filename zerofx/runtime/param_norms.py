@@ -18,7 +18,7 @@ from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unsca
 from zerofx.errors import ShardError
 from zerofx.runtime.param_elementwise import ledger_of, with_refusing_backward
 from zerofx.runtime.param_refuse import op_name, refuse_partial_norm
-from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
+from zerofx.runtime.param_tensor import ShardedTensor, handles, local_of, local_value, refuse
 
 _SHARDED = {ShardedTensor}
 _OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # what asks for one; for errors
@@ -181,8 +181,7 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "overflow, so that these would step and this one not. The model is compiled over a "
             "slice of that mesh. Compute in bf16 without a GradScaler."
         )
-    func([local_tensor(g) if isinstance(g, ShardedTensor) else g for g in grads],
-         found_inf, inv_scale)  # fmt: skip
+    func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")
     found_inf.copy_(found.amax())
 

@@ -68,7 +68,7 @@ class UpdatedShardedParameter(ModelParameter, ShardedTensor):
 class PlainParameter(ModelParameter, torch.nn.Parameter):
     """A parameter that every rank holds whole: a view of its flat bucket, with the global shape.
 
-    It is a plain tensor to every operation and optimizer, so nothing stands between it and torch;
+    It is a plain tensor to every operation and optimizer, with nothing between it and torch;
     only what would detach it from the flat bucket is caught. Its two kinds are below.
     """
 

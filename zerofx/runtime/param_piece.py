@@ -1,4 +1,4 @@
-"""What stands behind a compiled model's parameters: its ledger, and the piece of each parameter.
+"""What a compiled model's parameters know: the model's ledger, and the piece of each parameter.
 
 A parameter and every tensor that is cut like it (gradients, optimizer states) carry their piece as
 `zfx`. Callers ask the piece, and not the parameter's class: its name, its ledger, its bucket, what
@@ -98,16 +98,15 @@ class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
     `seen_writes` counts the writes to parameters that were seen, `own_writes` those that our
-    optimizers made. `handouts` counts plain aliases given
-    away (`to_local()`), through which later writes cannot be seen, and every backward after the
-    first of them: an optimizer may step through the alias. It refers to no parameter, so dropping
-    a model frees its shards at once.
+    optimizers made. `handouts` counts plain aliases given away (`to_local()`), through which later
+    writes cannot be seen, and every backward after the first of them: an optimizer may step through
+    the alias. The ledger refers to no parameter, so that dropping a model frees its shards at once.
 
     number: grows from model to model, so that all ranks have two of them in one order.
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
-    pending: updates on the host that run beside the schedule.
-    updates: where backward updates the parameters itself, who does it there.
-    half_made: what ended an update over NVMe on some rank, as all of them know; a load mends it.
+    pending: updates on the host that run next to the schedule.
+    updates: who updates the parameters inside backward, if the plan has updates there.
+    half_made: what ended an update over NVMe on some rank, as all of them know; until a load.
     aliases: of parameters, as `p.data` handed them out.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """

@@ -146,7 +146,7 @@ class ShardedTensor(DTensor):
         """Return the flat piece itself.
 
         Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
-        first `to_local()` on, resident parameters are gathered anew after every backward. After
+        first `to_local()` on, resident parameters are gathered again after every backward. After
         any other write, call `model.refresh()`.
 
         torch's `set_model_state_dict` and `set_optimizer_state_dict` with `broadcast_from_rank0`

@@ -80,7 +80,7 @@ class GradShard:
         return False
 
     def rest(self, least_bytes: int) -> None:
-        """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
+        """Free the flat's memory while no gradient is set or held elsewhere; views stay."""
         stays = self._sleep is None or self.flat.nbytes < least_bytes
         if self._asleep or stays or any(p.grad is not None for p in self.params):
             return
@@ -165,7 +165,7 @@ class GradShard:
 
 
 class StoreGrads:
-    """A flat gradient a block of buckets, made when the first of it arrives.
+    """One flat gradient per block of buckets, made when the first of it arrives.
 
     params, pieces: of the store, by canonical name.
     flats: the flat shard of each block. shards: the gradients, by block.
@@ -212,7 +212,7 @@ class StoreGrads:
 
     @property
     def are_shown(self) -> bool:
-        """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
+        """Whether an earlier backward has left gradients; looks at one parameter per bucket."""
         return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:

@@ -103,7 +103,7 @@ def initialise_from_meta(
         ShardError: a module has no way to initialise what it owns, or left some of it unset.
     """
     unset: dict[str, nn.Module] = {}
-    # inference_mode(False) enables gradients, so no_grad comes behind it.
+    # inference_mode(False) enables gradients, so no_grad comes after it.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         kept = _values_to_keep(store, model, on_meta)
         torch.default_generator.manual_seed(_agreed_seed(store, seed))

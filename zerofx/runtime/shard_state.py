@@ -66,7 +66,7 @@ class FullReader:
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
             (whole if param.tile is None else whole[rows]).copy_(part)
             if param is bucket.params[-1]:
-                self._last = None  # it would stand on the device as long as this reader does
+                self._last = None  # it would stay on the device as long as this reader does
         return whole
 
     def _gathered(self, bucket: Bucket, name: str) -> Tensor:

@@ -167,7 +167,7 @@ _assigned: dict[int, dict[str, nn.Parameter]] = {}
 
 @cache
 def _watch_assignments() -> None:
-    """Tell assignments from what is written past them, once a process.
+    """Tell assignments from what is written past them, once per process.
 
     `torch.func.functional_call` puts its values into `_parameters` for one call only; to take them
     for a load would overwrite the weights for good.

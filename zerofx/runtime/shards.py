@@ -23,9 +23,9 @@ from zerofx.runtime.world import World
 
 
 class ShardStore:
-    """What this rank owns of a model: one flat shard a bucket, and its gradients.
+    """What this rank owns of a model: one flat shard per bucket, and its gradients.
 
-    The shards of a tiled parameter's buckets lie one behind another in one allocation.
+    The shards of a tiled parameter's buckets lie one after another in one allocation.
 
     `params` maps canonical names to what the user sees: sharded wrappers, or plain tensors of the
     global shape where the shard axis has one rank. `replaced` maps id(old parameter) to the new
@@ -175,7 +175,7 @@ class ShardStore:
         return self.writes
 
     def settle(self) -> None:
-        """Wait for updates that run beside the schedule: parameters are about to be looked at."""
+        """Wait for updates that run next to the schedule: parameters are about to be read."""
         self.ledger.pending.join()
 
     def check_bindings(self) -> None:
