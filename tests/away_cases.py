@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from verify_cases import find, program
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.program import FORWARD, Program
 from zerofx.plan_parts import Offload
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measured import train
+from zerofx import ops
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.ir import ops
 from zerofx.ir.program import Loop
 from zerofx.machine import Machine
 

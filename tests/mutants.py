@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import op_sets
 from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, final
 from torch import Tensor, fx
 
-from zerofx.ir import ops
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import Program
 
@@ -194,7 +194,7 @@ def set_argument(node: fx.Node, index: int, new: object) -> None:
 def label(node: fx.Node) -> str:
     """Name a node for a report."""
     where = info(node)
-    return f"{node.name}[b{where.index}]" if node.target in ops.ALL else node.name
+    return f"{node.name}[b{where.index}]" if node.target in op_sets.ALL else node.name
 
 
 Kind = Callable[[Editor], str | None]

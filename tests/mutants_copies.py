@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import op_sets
 from mutants import Editor, is_same_kind, label
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import value
 
@@ -48,7 +49,7 @@ def _drop(edit: Editor, target: object) -> str | None:
 
 def duplicate_copy(edit: Editor) -> str | None:
     """Copy a value a second time, with a wait of its own; some readers read that."""
-    if (wait := edit.any_of(copy_waits(edit, *ops.COPIES))) is None:
+    if (wait := edit.any_of(copy_waits(edit, *op_sets.COPIES))) is None:
         return None
     launch = wait.args[0]
     anchor = edit.any_of(edit.gaps([wait]) or [wait.next])
@@ -66,7 +67,7 @@ def duplicate_copy(edit: Editor) -> str | None:
 
 def move_copy(edit: Editor) -> str | None:
     """Launch a copy, or wait for one, elsewhere."""
-    nodes = edit.find(*ops.COPIES) + copy_waits(edit, *ops.COPIES)
+    nodes = edit.find(*op_sets.COPIES) + copy_waits(edit, *op_sets.COPIES)
     if (node := edit.any_of(nodes)) is None or (anchor := edit.any_of(edit.gaps([node]))) is None:
         return None
     edit.move([node], anchor)
@@ -93,12 +94,12 @@ def offload_early(edit: Editor) -> str | None:
 
 def retarget_copy(edit: Editor) -> str | None:
     """Copy another value of the same form."""
-    nodes = edit.find(*ops.COPIES)
+    nodes = edit.find(*op_sets.COPIES)
     edit.rng.shuffle(nodes)
     for node in nodes:
         read = node.args[0]
         assert isinstance(read, fx.Node)
-        others = [n for n in edit.alike(read, node) if n.target not in ops.LAUNCHES]
+        others = [n for n in edit.alike(read, node) if n.target not in op_sets.LAUNCHES]
         if other := edit.any_of(others):
             node.replace_input_with(read, other)
             return f"{label(node)} copies {label(other)} for {label(read)}"
@@ -107,7 +108,7 @@ def retarget_copy(edit: Editor) -> str | None:
 
 def swap_copies(edit: Editor) -> str | None:
     """Let the waits of two copies deliver each other's values."""
-    return swap_waits(edit, *ops.COPIES)
+    return swap_waits(edit, *op_sets.COPIES)
 
 
 def swap_waits(edit: Editor, *launches: object) -> str | None:

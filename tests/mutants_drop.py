@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import op_sets
 from mutants import Editor, is_same_kind, label, set_argument
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import value
 
@@ -85,11 +86,11 @@ def drop_compute(edit: Editor) -> str | None:
 
 def duplicate(edit: Editor) -> str | None:
     """Repeat a zerofx op, at once or later; some of its readers read the copy."""
-    return _duplicate(edit, edit.any_of(edit.find(*(ops.ALL - {ops.sync_buffers}))))
+    return _duplicate(edit, edit.any_of(edit.find(*(op_sets.ALL - {ops.sync_buffers}))))
 
 
 def duplicate_launch(edit: Editor) -> str | None:
-    return _duplicate(edit, edit.any_of(edit.find(*ops.LAUNCHES)))
+    return _duplicate(edit, edit.any_of(edit.find(*op_sets.LAUNCHES)))
 
 
 def _duplicate(edit: Editor, node: fx.Node | None) -> str | None:

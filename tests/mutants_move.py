@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import op_sets
 from mutants import Editor, label
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import info
 
 
@@ -28,11 +29,11 @@ def swap(edit: Editor) -> str | None:
 
 def swap_two(edit: Editor) -> str | None:
     """Let two ops of one kind take each other's places in the schedule."""
-    return _swap_two(edit, edit.rng.choice(sorted(ops.ALL, key=str)))
+    return _swap_two(edit, edit.rng.choice(sorted(op_sets.ALL, key=str)))
 
 
 def swap_launches(edit: Editor) -> str | None:
-    return _swap_two(edit, edit.rng.choice(sorted(ops.LAUNCHES, key=str)))
+    return _swap_two(edit, edit.rng.choice(sorted(op_sets.LAUNCHES, key=str)))
 
 
 def _swap_two(edit: Editor, target: object) -> str | None:
@@ -51,12 +52,12 @@ def _swap_two(edit: Editor, target: object) -> str | None:
 
 def move_op(edit: Editor) -> str | None:
     """Let a zerofx op stand elsewhere between regions."""
-    node = edit.any_of(edit.find(*ops.ALL))
+    node = edit.any_of(edit.find(*op_sets.ALL))
     return None if node is None else _move(edit, [node])
 
 
 def move_launch(edit: Editor) -> str | None:
-    node = edit.any_of(edit.find(*ops.LAUNCHES))
+    node = edit.any_of(edit.find(*op_sets.LAUNCHES))
     return None if node is None else _move(edit, [node])
 
 
@@ -67,7 +68,7 @@ def move_wait(edit: Editor) -> str | None:
 
 def wait_late(edit: Editor) -> str | None:
     """Wait for a reduction, and store its result, later: its buffer must live until then."""
-    waits = [n for n in edit.find(ops.wait) if n.args[0].target in ops.REDUCES]  # type: ignore[union-attr]
+    waits = [n for n in edit.find(ops.wait) if n.args[0].target in op_sets.REDUCES]  # type: ignore[union-attr]
     if (wait := edit.any_of(waits)) is None:
         return None
     moved = [wait, *[u for u in wait.users if u.target is ops.store_grad]]

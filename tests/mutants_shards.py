@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import op_sets
 from mutants import Editor, label, set_argument
 from mutants_copies import copy_waits, swap_waits
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info, set_info
 
 
 def drop_shard_reload(edit: Editor) -> str | None:
     """Read the shard where it is, off the device."""
-    return _drop(edit, *ops.RELOADS)
+    return _drop(edit, *op_sets.RELOADS)
 
 
 def drop_grad_offload(edit: Editor) -> str | None:
@@ -37,7 +38,7 @@ def _drop(edit: Editor, *targets: object) -> str | None:
 
 def duplicate_move(edit: Editor) -> str | None:
     """Move something a second time, with a wait of its own; some readers read that."""
-    if (wait := edit.any_of(copy_waits(edit, *ops.MOVES))) is None:
+    if (wait := edit.any_of(copy_waits(edit, *op_sets.MOVES))) is None:
         return None
     launch = wait.args[0]
     anchor = edit.any_of(edit.gaps([wait]) or [wait.next])
@@ -57,7 +58,7 @@ def duplicate_move(edit: Editor) -> str | None:
 
 def duplicate_move_launch(edit: Editor) -> str | None:
     """Launch a move again, with nobody waiting for it, or wait for it twice."""
-    nodes = edit.find(*ops.MOVES) + copy_waits(edit, *ops.MOVES)
+    nodes = edit.find(*op_sets.MOVES) + copy_waits(edit, *op_sets.MOVES)
     if (node := edit.any_of(nodes)) is None:
         return None
     behind = [node.next, *[g for g in edit.gaps([node]) if edit.is_behind(g, node)]]
@@ -70,7 +71,7 @@ def duplicate_move_launch(edit: Editor) -> str | None:
 
 def move_move(edit: Editor) -> str | None:
     """Launch a move, or wait for one, elsewhere."""
-    nodes = edit.find(*ops.MOVES) + copy_waits(edit, *ops.MOVES)
+    nodes = edit.find(*op_sets.MOVES) + copy_waits(edit, *op_sets.MOVES)
     if (node := edit.any_of(nodes)) is None or (anchor := edit.any_of(edit.gaps([node]))) is None:
         return None
     edit.move([node], anchor)
@@ -79,7 +80,7 @@ def move_move(edit: Editor) -> str | None:
 
 def move_near(edit: Editor) -> str | None:
     """Release a reloaded shard elsewhere, or send it from elsewhere."""
-    near = copy_waits(edit, *ops.RELOADS)
+    near = copy_waits(edit, *op_sets.RELOADS)
     nodes = [u for w in near for u in w.users if u.target in (ops.release, ops.all_gather)]
     if (node := edit.any_of(nodes)) is None or (anchor := edit.any_of(edit.gaps([node]))) is None:
         return None
@@ -89,7 +90,7 @@ def move_near(edit: Editor) -> str | None:
 
 def release_near(edit: Editor) -> str | None:
     """Release a reloaded or refreshed shard once more, as soon as it has been sent or later."""
-    waits = [w for w in copy_waits(edit, *ops.RELOADS) if w.users]
+    waits = [w for w in copy_waits(edit, *op_sets.RELOADS) if w.users]
     if (wait := edit.any_of(waits)) is None:
         return None
     position = edit.positions()
@@ -104,12 +105,12 @@ def release_near(edit: Editor) -> str | None:
 
 def retarget_move(edit: Editor) -> str | None:
     """Move another value of the same form."""
-    nodes = edit.find(*ops.MOVES)
+    nodes = edit.find(*op_sets.MOVES)
     edit.rng.shuffle(nodes)
     for node in nodes:
         read = node.args[0]
         assert isinstance(read, fx.Node)
-        others = [n for n in edit.alike(read, node) if n.target not in ops.TRANSFERS]
+        others = [n for n in edit.alike(read, node) if n.target not in op_sets.TRANSFERS]
         if other := edit.any_of(others):
             node.replace_input_with(read, other)
             return f"{label(node)} moves {label(other)} for {label(read)}"
@@ -120,7 +121,7 @@ def rename_move(edit: Editor) -> str | None:
     """Name another bucket, whose shard is moved too, or let it only be called so."""
     layout = edit.program.layout
     assert layout is not None
-    nodes = edit.find(*ops.MOVES)
+    nodes = edit.find(*op_sets.MOVES)
     edit.rng.shuffle(nodes)
     for node in nodes:
         mine = layout.buckets[int(node.args[1])]  # type: ignore[call-overload]
@@ -130,7 +131,7 @@ def rename_move(edit: Editor) -> str | None:
         new = edit.rng.choice(others)
         shards = edit.program.placeholders(edit.name, Role.SHARD)
         theirs = [s for s in shards if info(s).index == new]
-        with_shard = node.target in ops.RELOADS and theirs and edit.rng.random() < 0.5
+        with_shard = node.target in op_sets.RELOADS and theirs and edit.rng.random() < 0.5
         if with_shard:
             set_argument(node, 0, theirs[0])
         set_argument(node, 1, new)
@@ -142,12 +143,12 @@ def rename_move(edit: Editor) -> str | None:
 
 def swap_moves(edit: Editor) -> str | None:
     """Let the waits of two moves deliver each other's."""
-    return swap_waits(edit, *ops.MOVES)
+    return swap_waits(edit, *op_sets.MOVES)
 
 
 def other_verb(edit: Editor) -> str | None:
     """Refresh what is to be reloaded, or the reverse."""
-    if (node := edit.any_of(edit.find(*ops.RELOADS))) is None:
+    if (node := edit.any_of(edit.find(*op_sets.RELOADS))) is None:
         return None
     what = label(node)
     if node.target is ops.reload_shard:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import op_sets
 from mutants import Editor, is_same_kind, label, set_argument
 from torch import Tensor, fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import Role, info, set_info, value
 
 # where the slot stands
@@ -19,7 +20,7 @@ def retarget_compute(edit: Editor) -> str | None:
 
 def retarget_op(edit: Editor) -> str | None:
     """Let a zerofx op read another value of the same shape."""
-    return _retarget(edit, edit.find(*ops.ALL))
+    return _retarget(edit, edit.find(*op_sets.ALL))
 
 
 def retarget_parameter(edit: Editor) -> str | None:
@@ -48,7 +49,7 @@ def retarget_result(edit: Editor) -> str | None:
     edit.rng.shuffle(at)
     out = edit.graph.output_node()
     for i in at:
-        others = [n for n in edit.alike(results[i], out) if n.target not in ops.LAUNCHES]
+        others = [n for n in edit.alike(results[i], out) if n.target not in op_sets.LAUNCHES]
         if others:
             other = edit.rng.choice(others)
             what = f"{other.name} for {results[i].name}"
@@ -110,7 +111,7 @@ def _offsets(edit: Editor, numel: int) -> list[int]:
 
 
 def wrong_scale(edit: Editor) -> str | None:
-    if (node := edit.any_of(edit.find(*ops.REDUCES))) is None:
+    if (node := edit.any_of(edit.find(*op_sets.REDUCES))) is None:
         return None
     scale = node.args[3]
     assert isinstance(scale, float)
@@ -122,7 +123,7 @@ def wrong_bucket(edit: Editor) -> str | None:
     """Name another bucket of the same size, where the emitted line would."""
     layout = edit.program.layout
     assert layout is not None
-    named = ops.LAUNCHES | {ops.resident, ops.grad_buffer, ops.store_grad}
+    named = op_sets.LAUNCHES | {ops.resident, ops.grad_buffer, ops.store_grad}
     nodes = edit.find(*named)
     edit.rng.shuffle(nodes)
     for node in nodes:

@@ -151,7 +151,7 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
     program = program.clone()
     setting = choice.setting()
     program.plan, program.machine = setting.plan, setting.machine
-    for made in build(setting):
+    for made in build(setting).passes:
         program = run_pass(program, made)
         done.append((made, program))
     return done

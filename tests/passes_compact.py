@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import op_sets
 from oracle_cases import Choice, captured
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.passes.base import Pass
@@ -56,7 +57,7 @@ def _row(program: Program, node: fx.Node, views: bool) -> str | None:
     where = info(node)
     if where.region is not None:
         return f"region {where.region} {where.unit}".rstrip()
-    if node.target is ops.release and node.args[0].args[0].target in ops.RELOADS:  # type: ignore[union-attr]
+    if node.target is ops.release and node.args[0].args[0].target in op_sets.RELOADS:  # type: ignore[union-attr]
         is_shard = any(u.target is ops.all_gather for u in node.args[0].users)  # type: ignore[union-attr]
         return f"release {'shard ' if is_shard else ''}{where.index}"
     if node.target in _WORDS:
@@ -82,12 +83,14 @@ def _packed(program: Program, pack: fx.Node) -> list[str]:
 
 def before(case: str, choice: Choice, name: str) -> Program:
     """Return a fresh copy of the program that the pass `name` of the pipeline is given."""
-    return _behind(case, choice, [p.name for p in build(choice.setting())].index(name)).clone()
+    return _behind(
+        case, choice, [p.name for p in build(choice.setting()).passes].index(name)
+    ).clone()
 
 
 def final(case: str, choice: Choice) -> Program:
     """Return a fresh copy of the program behind the last pass."""
-    return _behind(case, choice, len(build(choice.setting()))).clone()
+    return _behind(case, choice, len(build(choice.setting()).passes)).clone()
 
 
 @cache
@@ -98,12 +101,12 @@ def _behind(case: str, choice: Choice, count: int) -> Program:
         setting = choice.setting()
         program.plan, program.machine = setting.plan, setting.machine
         return program
-    return run(_behind(case, choice, count - 1), build(choice.setting())[count - 1])
+    return run(_behind(case, choice, count - 1), build(choice.setting()).passes[count - 1])
 
 
 def pass_named(choice: Choice, name: str) -> Pass:
     """Return the pipeline's own pass of that name."""
-    return next(p for p in build(choice.setting()) if p.name == name)
+    return next(p for p in build(choice.setting()).passes if p.name == name)
 
 
 def run(program: Program, made: Pass) -> Program:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis import tradeoffs
 from zerofx.analysis.activations import halve
 from zerofx.analysis.cost import node_us
@@ -24,7 +25,6 @@ from zerofx.analysis.solve import solve
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError
-from zerofx.ir import ops
 from zerofx.ir.graphs import regions as regions_of
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program

@@ -14,8 +14,8 @@ from models import CASES
 from training import train_cell
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
-from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.machine import Machine, preset
 from zerofx.passes.decide import budget_for

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from stack import Stack, stack
 
 import zerofx
+from zerofx import ops
 from zerofx.capture import capture
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.dump import LEVELS, dump_graph, dump_program, fault
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.repeats import Repeat, Row, collapse, find_repeats

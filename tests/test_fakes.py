@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx import ops
 from zerofx.compat.graphs import FakeTensorMode
 from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.ir import fakes, ops
+from zerofx.ir import fakes
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import value
 from zerofx.ir.program import Program

@@ -36,8 +36,8 @@ def rewritten(case: str, world_size: int = 2) -> Program:
 
 def train(case: str, fuses: bool) -> tuple[list[Tensor], int]:
     """Return losses and weights of three steps, and how many calls of kernels were scheduled."""
-    passes = [*([lambda s: Fuse()] if fuses else []), *pass_order.ORDER]
-    with patch.object(pass_order, "ORDER", passes):
+    passes = [*([lambda s: Fuse()] if fuses else []), *pass_order.PREPARE]
+    with patch.object(pass_order, "PREPARE", passes):
         model = zerofx.compile(CASES[case].make(), PLAN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

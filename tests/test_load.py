@@ -18,9 +18,9 @@ from torch import fx
 from verify_cases import emitted, program
 
 import zerofx
+from zerofx import ops
 from zerofx.codegen.emit import emit, render
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.plan_parts import Offload

@@ -15,10 +15,10 @@ from test_nvme_training import ALL, EVERYWHERE, LOOPS, Cell, differing
 
 import zerofx
 from benchmarks.tiling import MLP
+from zerofx import ops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import NvmeError
-from zerofx.ir import ops
 from zerofx.ir.meta import info
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import HostTier

@@ -15,7 +15,7 @@ from oracle_exchange import Delivery
 from oracle_memory import OracleError
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 STAGE3 = Choice(3)

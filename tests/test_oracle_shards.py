@@ -13,7 +13,7 @@ from oracle_exchange import Delivery
 from oracle_memory import OracleError
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 RELOADED = Choice(3, offload=BOTH)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import op_sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import Choice
 from passes_compact import before, run
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.passes.assign_slots import AssignSlots
@@ -44,7 +45,7 @@ def _touching(node: fx.Node) -> list[fx.Node]:
         found.append(user)
         if user.target in (ops.wait, ops.param_view, ops.pack):
             found += _touching(user)
-        elif user.target in ops.REDUCES:
+        elif user.target in op_sets.REDUCES:
             found += [w for w in user.users if w.target is ops.wait]
         elif user.target not in (ops.release,) and info(user).region is not None:
             schema = getattr(user.target, "_schema", None)

@@ -7,9 +7,9 @@ from oracle import differences, execute
 from oracle_cases import Choice, expected, make_state
 from passes_compact import before, final, order, run
 
+from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
 from zerofx.passes.assign_slots import AssignSlots

@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import goldens
+import op_sets
 import pytest
 import torch
 from oracle_cases import Choice
 from passes_compact import before, final, run
 from torch import Tensor, fx, nn
 
+from zerofx import ops
 from zerofx.analysis.leaving import leaving
 from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.dump import dump_program
 from zerofx.ir.graphs import alias_source, regions
 from zerofx.ir.meta import Role, info, value
@@ -53,7 +54,7 @@ def rows(program: Program, graph: str) -> list[str]:
         where = info(node)
         if where.region is not None:
             row = f"region {where.region}"
-        elif node.target in ops.COPIES or node.target is ops.wait:
+        elif node.target in op_sets.COPIES or node.target is ops.wait:
             row = f"{node.name.split('_')[0]} {where.index}"
         else:
             continue
@@ -63,7 +64,7 @@ def rows(program: Program, graph: str) -> list[str]:
 
 
 def copies(program: Program, graph: str = FORWARD) -> list[fx.Node]:
-    return [n for n in program.graph(graph).nodes if n.target in ops.COPIES]
+    return [n for n in program.graph(graph).nodes if n.target in op_sets.COPIES]
 
 
 def saved(program: Program) -> list[str]:
@@ -84,7 +85,10 @@ def test_a_value_leaves_behind_its_last_use_and_is_waited_for_one_launch_later()
     for launch in copies(after):
         root: Any = launch.args[0]
         region = max(info(u).region or 0 for u in _readers(root))
-        assert info(launch.prev).region == region or launch.prev.target in (*ops.COPIES, ops.wait)
+        assert info(launch.prev).region == region or launch.prev.target in (
+            *op_sets.COPIES,
+            ops.wait,
+        )
         assert all(order[u] < order[launch] for u in _readers(root))
     lasts = [info(n.prev).region for n in copies(after) if info(n.prev).region is not None]
     assert lasts == sorted(set(lasts)), "one group of launches a region"

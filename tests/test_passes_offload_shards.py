@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import goldens
+import op_sets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +14,8 @@ from oracle_cases import BOTH, OPTIMIZER, PARAMETERS, Choice
 from passes_compact import before, final, order, pass_named, run
 from torch import fx
 
+from zerofx import ops
 from zerofx.codegen.emit import render
-from zerofx.ir import ops
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.passes.offload_shards import OffloadShards
@@ -176,7 +177,7 @@ def test_what_is_frozen_lives_with_the_parameters() -> None:
     trained = [b for b in given.layout.buckets if b.trainable]
     assert tiers(trained) == {(Tier.DEVICE, Tier.DEVICE)}
     after = run(given, OffloadShards())
-    moved = [n for g in after.graphs.values() for n in g.graph.nodes if n.target in ops.MOVES]
+    moved = [n for g in after.graphs.values() for n in g.graph.nodes if n.target in op_sets.MOVES]
     assert {info(n).index for n in moved} == set(frozen)
     assert not any(n.target is ops.offload_grad for n in moved)
 
@@ -239,7 +240,7 @@ def test_each_gather_of_what_is_away_sends_a_copy(case: str, choice: Choice, dis
             assert bucket.is_away == (held.target is ops.wait)
             if bucket.is_away:
                 assert _stands(nodes, held.args[0], bucket, gathers[: number + 1]) <= distance
-                assert held.next is gather or held.next.target in ops.RELOADS
+                assert held.next is gather or held.next.target in op_sets.RELOADS
 
 
 def _stands(nodes: list[fx.Node], launch: fx.Node, bucket: Bucket, gathers: list[fx.Node]) -> int:

@@ -12,7 +12,7 @@ from zerofx.passes.base import Pass, Report
 from zerofx.passes.order import build, check_order
 from zerofx.passes.pipeline import run, run_pass
 
-PASSES = build(Choice(3).setting())
+PASSES = build(Choice(3).setting()).passes
 NAMES = [p.name for p in PASSES]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracle_cases import Choice
 from passes_compact import before, order, pass_named, run
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.program import Program
 from zerofx.passes.prefetch import PrefetchGathers
 

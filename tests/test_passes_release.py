@@ -7,7 +7,7 @@ from models import OWN
 from oracle_cases import Choice
 from passes_compact import before, order, run
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import users_after_views
 from zerofx.passes.release import Release
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import op_sets
 import pytest
 from models import OWN
 from oracle_cases import Choice, captured_inference
 from passes_compact import before, order, pass_named, run
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
 
@@ -76,7 +77,7 @@ def test_stage_0_reduces_to_all() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_scale_is_one_over_the_world(world_size: int) -> None:
     after = reduce("chain", Choice(3, world_size))
-    launches = [n for n in after.graph("backward").nodes if n.target in ops.REDUCES]
+    launches = [n for n in after.graph("backward").nodes if n.target in op_sets.REDUCES]
     assert launches
     assert {n.args[3] for n in launches} == {1.0 / world_size}
 
@@ -101,7 +102,7 @@ def test_every_gradient_is_packed_once_and_every_bucket_reduced_once(case: str) 
 def test_frozen_buckets_are_not_reduced() -> None:
     after = reduce("adapters", Choice(3))
     assert after.layout is not None
-    reduced = {info(n).index for n in after.graph("backward").nodes if n.target in ops.REDUCES}
+    reduced = {info(n).index for n in after.graph("backward").nodes if n.target in op_sets.REDUCES}
     assert reduced == {b.index for b in after.layout.buckets if b.trainable}
 
 

@@ -8,7 +8,7 @@ from oracle import differences, execute
 from oracle_cases import Choice, expected, make_state
 from passes_compact import before, order, pass_named, run
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
 from zerofx.passes.shard_parameters import ShardParameters

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import op_sets
 import pytest
 from oracle import differences, execute
 from oracle_cases import Choice, captured_inference, expected, make_state
 from passes_compact import before, order, run
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.passes.sink_waits import SinkWaits
 
 NAME = "sink-waits"
@@ -42,8 +43,8 @@ def test_no_more_than_the_limit_under_way(case: str, limit: int) -> None:
     after = run(before(case, FINE, NAME), SinkWaits(in_flight=limit))
     most, now, waits = 0, 0, 0
     for node in after.graph("backward").nodes:
-        now += node.target in ops.REDUCES
-        is_wait = node.target is ops.wait and node.args[0].target in ops.REDUCES
+        now += node.target in op_sets.REDUCES
+        is_wait = node.target is ops.wait and node.args[0].target in op_sets.REDUCES
         now -= is_wait
         waits += is_wait
         most = max(most, now)

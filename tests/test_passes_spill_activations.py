@@ -9,7 +9,7 @@ from oracle_cases import Choice
 from passes_compact import before, run
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Program

@@ -11,8 +11,8 @@ from passes_compact import before, order, pass_named, run
 from torch import Tensor, nn
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.traffic import traffic
-from zerofx.ir import ops
 from zerofx.ir.graphs import root_producer
 from zerofx.ir.meta import Role, value
 from zerofx.passes.sync_buffers import SyncBuffers

@@ -11,10 +11,10 @@ from oracle_cases import captured, make_state
 from torch import Tensor, nn
 
 import zerofx
+from zerofx import ops
 from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import BudgetError, PlanError
-from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Program
 from zerofx.passes.tile import Tile

@@ -10,10 +10,10 @@ from oracle_cases import Choice
 from passes_compact import before, order, pass_named, run
 from verify_cases import find, program, set_argument
 
+from zerofx import ops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, Program

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import loss_of, train_cell
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import CaptureError, PlanError
-from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 
 # world, case, plan, options: stages, batch norms, tied weights, accumulation and clipping

@@ -15,12 +15,12 @@ from oracle_cases import captured
 from typer.testing import CliRunner
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.steps import Lane
 from zerofx.cli.app import app
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import load_hardware
-from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.passes.base import Report
 from zerofx.passes.release import Release

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import op_sets
 import pytest
 import torch
 from published_cases import gpt, infinity
 from torch import Tensor, nn
 
 import zerofx
+from zerofx import ops
 from zerofx.analysis.cost import node_flops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, nbytes, value
 from zerofx.ir.program import FORWARD, Program
@@ -226,7 +227,7 @@ def test_arithmetic_intensity_of_parameters_and_gradients() -> None:
     for layers in (2, 4):
         program = zerofx.rewrite(gpt(hidden, layers, batch), plan, 64)
         moved = sum(
-            nbytes(value(n if n.target in ops.GATHERS else n.all_input_nodes[0]))
+            nbytes(value(n if n.target in op_sets.GATHERS else n.all_input_nodes[0]))
             for g in program.graphs.values()
             for n in g.graph.nodes
             if n.target in (ops.all_gather, ops.reduce_scatter)

@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import networkx as nx
+import op_sets
 import pytest
 from oracle_cases import BOTH, OPTIMIZER, SPILLED, STORED, Choice
 from passes_compact import final
 from task_cases import FlatPrices
 
+from zerofx import ops
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Task
 from zerofx.analysis.tasks import tasks
 from zerofx.analysis.timeline import timeline
 from zerofx.analysis.traffic import traffic
-from zerofx.ir import ops
 from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Program
@@ -98,7 +99,7 @@ def test_every_transfer_is_there_with_its_bytes(name: str) -> None:
         n.target
         for gm in program.graphs.values()
         for n in gm.graph.nodes
-        if n.target in ops.GATHERS
+        if n.target in op_sets.GATHERS
     )
     assert sum(t.lane is Lane.GATHER for t in found) == sum(launched.values())
     assert len({t.name for t in found}) == len(found)

@@ -10,10 +10,10 @@ from pool import Pool
 
 import zerofx
 from benchmarks.tiling import MLP
+from zerofx import ops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.demo.measure import PeakMemory
-from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.plan import Plan
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from verify_cases import captured, find, gathered, program, set_argument
 
+from zerofx import ops
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD

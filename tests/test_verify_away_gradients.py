@@ -10,7 +10,7 @@ from away_cases import again, away, sent, wait_of
 from torch import fx
 from verify_cases import Breaks, check_refused, find, program, set_argument
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.plan_parts import Offload

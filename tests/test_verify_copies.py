@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from verify_cases import SMALL, Breaks, captured, check_refused
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program

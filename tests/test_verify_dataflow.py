@@ -16,7 +16,7 @@ from verify_cases import (
     set_argument,
 )
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 

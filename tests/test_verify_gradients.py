@@ -16,7 +16,7 @@ from verify_cases import (
     set_argument,
 )
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role
 from zerofx.ir.program import BACKWARD, FORWARD, Program

@@ -17,7 +17,7 @@ from verify_cases import (
     region_reading,
 )
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Role, info, set_info
 from zerofx.ir.program import BACKWARD, FORWARD, Program

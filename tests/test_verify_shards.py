@@ -9,7 +9,7 @@ import torch
 from away_cases import OPTIMIZER, again, away, copied, release_of, sent, wait_of
 from verify_cases import Breaks, check_refused, find, program, set_argument
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program

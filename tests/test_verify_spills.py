@@ -10,7 +10,7 @@ import pytest
 from torch import fx
 from verify_cases import SMALL, Breaks, captured, check_refused
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program

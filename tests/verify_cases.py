@@ -13,10 +13,10 @@ import torch
 from models import CASES
 from torch import fx
 
+from zerofx import ops
 from zerofx.capture import capture
 from zerofx.codegen.emit import render, write
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify

@@ -7,14 +7,16 @@ runtime does, step after step, until nothing is added.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from zerofx.analysis.storage import Category, Lifetimes, Storage
-from zerofx.ir import ops
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, is_reduction, kind_of
 from zerofx.runtime.free_places import FreePlaces
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
@@ -78,7 +80,8 @@ def update_staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> l
     moved = passing(program, optimizer_bytes)
     if not is_beside(program):
         return [_staged(p, life.end, life.end) for p in _largest(moved, IN_STEP)]
-    reduced, updated = _times(life, ops.REDUCES), _times(life, {ops.update})
+    reduced = _times(life, is_reduction)
+    updated = _times(life, lambda n: kind_of(n) is Kind.UPDATE)
     here = [p for p in moved if p.index in updated]
     here.sort(key=lambda p: updated[p.index])
     birth = min((reduced[p.index] for p in here), default=0)
@@ -97,10 +100,9 @@ def is_beside(program: Program) -> bool:
     return program.plan is not None and program.plan.update == "in-backward"
 
 
-def _times(life: Lifetimes, targets: Iterable[Any]) -> dict[int, int]:
-    """Return when each bucket's node of some kind runs."""
-    kinds = set(targets)
-    return {info(n).index: t for t, (_, n) in enumerate(life.nodes) if n.target in kinds}
+def _times(life: Lifetimes, test: Callable[[fx.Node], bool]) -> dict[int, int]:
+    """Return when each bucket's node that passes a test runs."""
+    return {info(n).index: t for t, (_, n) in enumerate(life.nodes) if test(n)}
 
 
 def _staged(p: Passing, birth: int, death: int) -> Storage:

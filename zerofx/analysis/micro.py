@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, kind_of
 
 
 class Before(str, Enum):
@@ -55,7 +55,7 @@ def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tu
         raise PlanError(f"accumulation is {accumulation}; a step has at least 1 backward")
     if accumulation == 1 or BACKWARD not in program.graphs:
         return (Micro(),)
-    if any(n.target is ops.update for n in program.graph(BACKWARD).nodes):
+    if any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
         raise PlanError(
             f"accumulation is {accumulation}, but Plan(update='in-backward') updates the "
             "parameters inside every backward; use update='step' to accumulate"

@@ -13,15 +13,11 @@ from zerofx.analysis.storage import (
     Category,
     Storage,
     is_view,
-    landing_dtype,
-    slot_of,
     span_bytes,
 )
-from zerofx.ir import ops
-from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.runtime.homes import staged_bytes
+from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
@@ -48,27 +44,29 @@ class Places:
         if node.op == "placeholder":
             return self._placeholder(node)
         if node.op == "get_attr":
-            return self._own(node, Category.BUFFERS, value(node), time, forever=True)
+            return self.own(node, Category.BUFFERS, value(node), time, forever=True)
         target = node.target
         if target is operator.getitem:
             source = node.all_input_nodes[0]
             parts, index = self.held[source], node.args[1]
             is_taken_apart = not is_view(source) and len(parts) > 1
             return (parts[index],) if is_taken_apart else parts  # type: ignore[index]
-        if target in ops.ALL and target not in _MAKES:
-            return self._communication(node, time)
+        spec = spec_of(node)
+        if spec is not None and spec.hold is not None:
+            return spec.hold(self, node, time)
         if is_view(node):
             return self.held[next(a for a in node.args if isinstance(a, fx.Node))]
         val = value(node)
         if isinstance(val, (tuple, list)):
-            made = [self._own(node, self.category(node), v, time) for v in val]
-            return tuple(m[0] if m else self._nothing(node, time) for m in made)
-        return self._own(node, self.category(node), val, time)
+            made = [self.own(node, self.category(node), v, time) for v in val]
+            return tuple(m[0] if m else self.nothing(node, time) for m in made)
+        return self.own(node, self.category(node), val, time)
 
-    def _own(
+    def own(
         self, node: fx.Node, category: Category, val: Any, time: int,
         slot: int = -1, forever: bool = False, name: str = "",
     ) -> tuple[Storage, ...]:  # fmt: skip
+        """Return memory of the value's own; of a slot's bytes if it lies in one."""
         if not isinstance(val, torch.Tensor):
             return ()
         where = info(node)
@@ -81,7 +79,8 @@ class Places:
             self.forever.append(made)
         return (made,)
 
-    def _nothing(self, node: fx.Node, time: int) -> Storage:
+    def nothing(self, node: fx.Node, time: int) -> Storage:
+        """Return a storage of no bytes."""
         return Storage(Category.TEMPORARIES, 0, node.name, time, time, info(node))
 
     def _placeholder(self, node: fx.Node) -> tuple[Storage, ...]:
@@ -93,55 +92,23 @@ class Places:
         if key not in self.given:
             category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
             if where.role is Role.SHARD:
-                category = CATEGORY_OF.get(self._home(node), category)
+                category = CATEGORY_OF.get(self.home(node), category)
             birth = self.start if is_early else 0
             is_forever = where.role is not Role.TANGENT
-            self.given[key] = self._own(node, category, value(node), birth, forever=is_forever)
+            self.given[key] = self.own(node, category, value(node), birth, forever=is_forever)
         return self.given[key]
 
-    def _communication(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what a zerofx op's result lies in: a slot, memory of its own, or its argument."""
-        target = node.target
-        if target in ops.COPIES:
-            return self._copy(node, time)
-        if target is ops.wait and node.all_input_nodes[0].target in _HOLD_SOURCE:
-            return self.held[node.all_input_nodes[0]][:1]  # the source goes with the wait
-        if target is ops.offload_grad:
-            return (*self._landing(node, time), *self._leaving(node, time))
-        if is_in_place(node, self.program.layout) and not self.packs_apart:
-            return ()  # the gradient's own memory
-        if target is ops.read_shard:
-            assert self.program.layout is not None
-            made = self._own(node, Category.HOST, value(node), time)
-            made[0].nbytes = staged_bytes(self.program.layout, info(node).index)
-            return made
-        if target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
-            is_grad = target is ops.grad_buffer
-            category = Category.GRADIENTS if is_grad else Category.GATHERED
-            slot = slot_of(node)
-            name = where.unit if (where := info(node)).unit else node.name
-            made = self._own(node, category, value(node), time, slot, name=name)
-            return made if target is not ops.reload_shard else made + self._sent(node, time)
-        if target in ops.REDUCES and self._home(node) is not Tier.DEVICE:  # until it has left
-            return self._own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
-        if target in ops.REDUCES and not self._reduces_apart(node):
-            return ()  # the gradient's shard, or what is lent for it
-        if target in (ops.refresh, ops.refresh_shard):
-            return self._casting(node, time)
-        if target is ops.resident:
-            return ()  # a copy that stays
-        if target is ops.release:
-            return ()
-        return self.held[next(iter(node.all_input_nodes))]
+    def is_cast_on_way(self, node: fx.Node) -> bool:
+        """Say whether a copy that stays is made of a cast of the shard on the host, for the way.
 
-    def _sent(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what a reload holds until its wait: what was read for it, or a cast of that."""
-        bucket = self._bucket(node)
-        if bucket.is_cast and bucket.source is Tier.NVME:
-            return self._own(node, Category.HOST, value(node), time, name="cast copy")
-        return self.held[node.all_input_nodes[0]]
+        Forward makes it; a later refresh of the same step finds the copy current.
+        """
+        if self.home(node) is Tier.DEVICE or self.graph == BACKWARD:
+            return False
+        # else it is the shard that travels, or its copy that stays
+        return self.bucket(node).is_cast and not self.program.plan.offload.delayed
 
-    def _reduces_apart(self, node: fx.Node) -> bool:
+    def reduces_apart(self, node: fx.Node) -> bool:
         """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
         layout = self.program.layout
         return (
@@ -150,69 +117,22 @@ class Places:
             and layout.reduces_in_place(layout.buckets[info(node).index])
         )
 
-    def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
-        bucket = self._bucket(node)
-        if landing_dtype(self.program, bucket) is bucket.dtype and not self.packs_apart:
-            return (self._nothing(node, time),)
-        return self._own(node, Category.HOST, value(node), time)
-
-    def _leaving(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what is copied of it: the slice itself, or what that is unscaled into."""
-        bucket = self._bucket(node)
-        if landing_dtype(self.program, bucket) is value(node).dtype:
-            return self.held[node.all_input_nodes[0]]
-        wide = value(node).to(bucket.dtype)
-        return self._own(node, Category.GRADIENTS, wide, time, name="reduced slice, unscaled")
-
-    def _casting(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what a copy that stays is made of: a cast of the shard on the host, for the way.
-
-        Forward makes it; a later refresh of the same step finds the copy current.
-        """
-        if self._home(node) is Tier.DEVICE or self.graph == BACKWARD:
-            return ()
-        if not self._bucket(node).is_cast or self.program.plan.offload.delayed:
-            return ()  # it is the shard that travels, or its copy that stays
-        if node.target is ops.refresh_shard:
-            return self._nothing(node, time), *self._own(node, Category.HOST, value(node), time)
-        assert self.program.layout is not None  # the copy to this rank's slice is waited for there
-        cast = span_bytes(value(node)) // self.program.layout.shard_size
-        lent = Storage(Category.HOST, cast, "cast copy", time, time, info(node), is_lent=True)
-        self.storages.append(lent)
-        return ()
-
-    def _bucket(self, node: fx.Node) -> Bucket:
+    def bucket(self, node: fx.Node) -> Bucket:
+        """Return the bucket that a node is about."""
         assert self.program.layout is not None
         return self.program.layout.buckets[info(node).index]
 
-    def _home(self, node: fx.Node) -> Tier:
-        return Tier.DEVICE if self.program.layout is None else self._bucket(node).home
-
-    def _copy(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return where a copy arrives, and behind that its source, which is held until the wait."""
-        source = self.held[node.all_input_nodes[0]]
-        category = _ARRIVES[node.target]  # type: ignore[index]
-        for storage in source:
-            if storage.category is Category.TEMPORARIES:
-                storage.category = Category.ACTIVATIONS
-        return self._own(node, category, value(node), time) + source
+    def home(self, node: fx.Node) -> Tier:
+        """Return the tier where that bucket lives."""
+        return Tier.DEVICE if self.program.layout is None else self.bucket(node).home
 
     def category(self, node: fx.Node) -> Category:
         """Return what fresh memory is for."""
-        if any(user.target is ops.pack for user in node.users):
+        if any(kind_of(user) is Kind.PACK for user in node.users):
             return Category.GRADIENTS
         return Category.TEMPORARIES
 
 
-_ARRIVES = {
-    ops.offload: Category.HOST,
-    ops.write_out: Category.NVME,
-    ops.read_back: Category.HOST,
-    ops.reload: Category.ACTIVATIONS,
-}
-_HOLD_SOURCE = ops.COPIES | {ops.offload_grad, ops.reload_shard, ops.refresh_shard}
-_MAKES = frozenset({ops.sync_buffers})
 _GIVEN = {
     Role.PARAM: Category.PARAMETERS,
     Role.SHARD: Category.PARAMETERS,

@@ -9,9 +9,9 @@ from torch import fx
 
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.storage import Category, Lifetimes, Storage
-from zerofx.ir import ops
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
 from zerofx.machine import Machine, preset
 
 
@@ -105,15 +105,15 @@ class _Walk:
         lent: dict[fx.Node, list[_Buffer]] = {}
         ends: dict[int, list[_Buffer]] = {}  # bucket -> the slice in which its reduction ends
         for time, (_, node) in enumerate(self.life.nodes):
-            if node.target in ops.REDUCES:
+            if is_reduction(node):
                 if self._ends_apart(node, micro):
                     size = [value(node).numel()]
                     ends[info(node).index] = _take(self.slices, node, size, time)
                 if self.machine.backend == "gloo":
                     lent[node] = self._launch(node, time)
-            elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in lent:
+            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
                 self._wait(launch, lent.pop(launch), time)
-            elif node.target is ops.store_grad:
+            elif kind_of(node) is Kind.STORE:
                 self.slices.free += ends.pop(info(node).index, [])
 
     def _ends_apart(self, launch: fx.Node, micro: Micro) -> bool:

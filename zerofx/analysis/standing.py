@@ -8,11 +8,11 @@ from itertools import zip_longest
 from zerofx.analysis.host_places import update_staging
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.scratch import lent_buffers
-from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, slot_of, span_bytes
-from zerofx.ir import ops
+from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, span_bytes
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
@@ -53,8 +53,8 @@ def _unread_shards(program: Program, life: Lifetimes) -> list[Storage]:
 
 def _resident(life: Lifetimes) -> list[Storage]:
     """Return the gathered copies that stay from step to step."""
-    stay = (ops.refresh, ops.refresh_shard)
-    refreshed = {info(n).index: n for _, n in life.nodes if n.target in stay}
+    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
+    refreshed = {info(n).index: n for n, spec in launches if spec is not None and spec.stays}
     return [
         _always(Category.GATHERED, span_bytes(value(n)), "resident copy", info(n).unit, life)
         for n in refreshed.values()
@@ -64,7 +64,9 @@ def _resident(life: Lifetimes) -> list[Storage]:
 def _casts(program: Program, life: Lifetimes) -> list[Storage]:
     """Return the copies in the compute format that stay on the host, beside their shards."""
     layout = program.layout
-    read = {info(n).index for _, n in life.nodes if n.target is ops.reload_shard}
+    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
+    reloads = [n for n, spec in launches if spec is not None and spec.is_reload and not spec.stays]
+    read = {info(n).index for n in reloads}
     return [
         _always(
             Category.HOST, layout.shard_numel(b) * b.compute_dtype.itemsize, "cast copy",
@@ -100,13 +102,13 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
     stands = micro.before is Before.REDUCED or (
         micro.before is Before.SUMS and layout.shard_size == 1
     )
-    updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if n.target is ops.update}
+    updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.UPDATE}
     begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
     packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout):
             packed[info(node).index] = time
-        if node.target not in ops.REDUCES:
+        if not is_reduction(node):
             continue
         bucket = layout.buckets[info(node).index]
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
@@ -139,7 +141,7 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
     times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
     where: dict[int, Info] = {}
     for time, (_, node) in enumerate(life.nodes):
-        if node.target in ops.REDUCES:
+        if is_reduction(node):
             block = layout.block_of[info(node).index]
             times.setdefault(block, []).append(time)
             where[block] = info(node)
@@ -191,7 +193,7 @@ def _slots(program: Program, life: Lifetimes) -> list[Storage]:
     """
     first: dict[int, tuple[int, str]] = {}
     for time, (graph, node) in enumerate(life.nodes):
-        if node.target in (ops.all_gather, ops.reload_shard, ops.grad_buffer):
+        if takes_slot(node):
             first.setdefault(slot_of(node), (time, graph))
     found = []
     least = program.layout.rest_bytes if program.layout else 0

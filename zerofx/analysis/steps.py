@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
 
 from torch import fx
 
 from zerofx.analysis.memory import Memory, memory
 from zerofx.analysis.storage import Compiled
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Program
-
-
-class Lane(str, Enum):
-    """Where a step takes its time."""
-
-    COMPUTE = "compute"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    HOST = "host"
-    D2H = "to host"
-    H2D = "from host"
-    NVME = "from nvme"
-    TO_NVME = "to nvme"
-    UPDATE = "host update"  # the optimizer over what lives off the device
+from zerofx.ir.spec import STEPS, Kind, kind_of, launch_of, spec_of
+from zerofx.ir.spec import Lane as Lane
 
 
 @dataclass(frozen=True)
@@ -80,18 +65,6 @@ class Schedule:
         return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
 
 
-VERBS: dict[Any, str] = {
-    ops.all_gather: "AG", ops.refresh: "AG", ops.reduce_scatter: "RS", ops.all_reduce: "AR",
-    ops.offload: "D2H", ops.reload: "H2D", ops.offload_grad: "D2H",
-    **dict.fromkeys(ops.RELOADS, "H2D"), ops.read_shard: "RD", ops.read_back: "RD",
-    ops.write_out: "WR",
-}  # fmt: skip
-LANES_OF: dict[Any, Lane] = {
-    **dict.fromkeys(ops.GATHERS, Lane.GATHER), **dict.fromkeys(ops.REDUCES, Lane.REDUCE),
-    ops.offload: Lane.D2H, ops.reload: Lane.H2D, ops.offload_grad: Lane.D2H,
-    **dict.fromkeys(ops.RELOADS, Lane.H2D), ops.read_shard: Lane.NVME, ops.read_back: Lane.NVME,
-    ops.write_out: Lane.TO_NVME,
-}  # fmt: skip
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
 
@@ -143,41 +116,26 @@ def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Nod
 
 def _key(graph: str, node: fx.Node) -> tuple | None:
     """Return what tells a step from the next; None for nodes that take no step of their own."""
-    if node.op != "call_function" or node.target is ops.param_view or is_glue(node):
+    if node.op != "call_function" or is_glue(node):
         return None
-    if node.target in (ops.grad_buffer, ops.store_grad, ops.resident):
-        return None
-    if node.target in ops.ALL:
-        return graph, node
+    kind = kind_of(node)
+    if kind is not None:
+        return (graph, node) if kind in STEPS else None
     return graph, "region", info(node).region
 
 
 def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     node, where = nodes[0], info(nodes[0])
-    target = node.target
-    if target in LANES_OF or target is ops.wait:
-        launch = node if target in LANES_OF else node.all_input_nodes[0]
-        lane = LANES_OF[launch.target]
-        kind = "launch" if node is launch else "wait"
+    spec = spec_of(node)
+    if spec is not None:
+        of = spec_of(launch_of(node)) if spec.kind is Kind.WAIT else spec
+        assert of is not None and of.lane is not None, f"{of} takes a step, but has no lane"
+        is_sync = spec.kind is Kind.SYNC
         return Step(
-            index, graph, lane, kind, where.unit, where.index, VERBS[launch.target],
-            is_value=launch.target in ops.COPIES, resident_bytes=resident,
+            index, graph, of.lane, spec.kind.value, "" if is_sync else where.unit,
+            -1 if is_sync else where.index, of.verb, is_value=of.is_copy, resident_bytes=resident,
         )  # fmt: skip
-    if target is ops.release:
-        return Step(
-            index, graph, Lane.GATHER, "release", where.unit, where.index, resident_bytes=resident
-        )
-    if target is ops.pack:
-        return Step(
-            index, graph, Lane.COMPUTE, "pack", where.unit, where.index, resident_bytes=resident
-        )
-    if target is ops.update:
-        return Step(
-            index, graph, Lane.COMPUTE, "update", where.unit, where.index, resident_bytes=resident
-        )
-    if target is ops.sync_buffers:
-        return Step(index, graph, Lane.REDUCE, "sync", "", verb="BC", resident_bytes=resident)
-    compute = [n for n in nodes if n.op == "call_function" and n.target not in ops.ALL]
+    compute = [n for n in nodes if n.op == "call_function" and spec_of(n) is None]
     return Step(
         index, graph, Lane.COMPUTE, "region", _unit(compute), heaviest=_heaviest(compute),
         num_nodes=len(compute), region=-1 if where.region is None else where.region,

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from zerofx.analysis.wrapper import RegionTrace
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
 from zerofx.ir.program import Program
@@ -94,12 +93,6 @@ def landing_dtype(program: Program, bucket: Bucket) -> torch.dtype:
     """
     scale = program.plan.precision.loss_scale if program.plan is not None else None
     return bucket.reduce_dtype if scale in (None, "external") else bucket.dtype
-
-
-def slot_of(node: fx.Node) -> int:
-    """Return the slot of a gather, reload or gradient buffer, -1 where it has memory of its own."""
-    place = 4 if node.target is ops.grad_buffer else 3
-    return node.args[place] if len(node.args) > place else -1  # type: ignore[return-value]
 
 
 def is_view(node: fx.Node) -> bool:

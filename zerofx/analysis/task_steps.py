@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import TaskList
-from zerofx.ir import ops
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, kind_of
 from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.tiers import Tier
@@ -32,7 +32,7 @@ def step_tasks(
     if layout is None:
         return
     found.graph = STEP
-    updated = {info(n).index for n in program.graph(BACKWARD).nodes if n.target is ops.update}
+    updated = {info(n).index for n in program.graph(BACKWARD).nodes if kind_of(n) is Kind.UPDATE}
     left = [b for b in layout.buckets if b.index in stored and b.index not in updated]
     trained = sum(len(b.params) for b in left)
     found.hosts("call", "call", found.prices.call(STEP, trained, program.world_size))

@@ -62,7 +62,7 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 def program_of(
     model: str, world: int | None, plan: Plan, machine: Machine | str | None, batch: int, seq: int,
-    until: str | None = None, loop: dict[str, Any] | None = None,
+    until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
@@ -70,9 +70,12 @@ def program_of(
     from zerofx.passes.pipeline import run
 
     if Path(model).is_dir():
+        if pipeline:
+            raise PlanError(f"{model} is an emitted program: its passes ran; leave out --pipeline")
         return emitted(model, world, plan, until)
     start = captured(model, plan, batch, seq)
-    setting = Setting(plan, world or RANKS, machine_of(machine), loop=Loop(**loop or {}))
+    described = machine_of(machine)
+    setting = Setting(plan, world or RANKS, described, loop=Loop(**loop or {}), pipeline=pipeline)
     return run(start, setting, until)
 
 

@@ -36,16 +36,32 @@ from zerofx.errors import PlanError
 def passes(
     model: Annotated[str | None, typer.Argument(help="a model, to show what each does")] = None,
     world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
+    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    pipeline: Annotated[
+        str | None, typer.Option(help="run these passes: text as printed here, or @FILE")
+    ] = None,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """List the passes in order, or what each of them does to a model."""
     from zerofx.passes.order import Setting, build
     from zerofx.views import passes as view
 
-    chosen = plan_of(plan, stage, set_)
-    built = build(Setting(chosen, world or RANKS, machine_of(machine)))
-    program = program_of(model, world, chosen, machine, batch, seq) if model else None
-    show(view.PassesView.of(built, program), as_json)
+    chosen, text = plan_of(plan, stage, set_), _text_of(pipeline)
+    built = build(Setting(chosen, world or RANKS, machine_of(machine), pipeline=text))
+    program = None
+    if model:
+        program = program_of(model, world, chosen, machine, batch, seq, pipeline=text)
+    show(view.PassesView.of(built.passes, program), as_json)
+
+
+def _text_of(pipeline: str | None) -> str:
+    """Return a pipeline's text: what was given, or what the file after an @ holds."""
+    if pipeline is None or not pipeline.startswith("@"):
+        return pipeline or ""
+    try:
+        return Path(pipeline[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--pipeline {pipeline}: {error.strerror}") from None
 
 
 @app.command(rich_help_panel="See what a plan does")

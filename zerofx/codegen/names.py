@@ -7,17 +7,10 @@ import operator
 from torch import fx
 
 from zerofx.codegen.text import identifier
-from zerofx.ir import ops
 from zerofx.ir.meta import Role, info
-from zerofx.ir.names import copy_stem, is_moved, move_stem
-
-_STEMS = {
-    ops.all_gather: "gather", ops.refresh: "refresh", ops.resident: "full", ops.wait: "full",
-    ops.grad_buffer: "grads", ops.reduce_scatter: "reduce", ops.all_reduce: "reduce",
-    ops.offload: "offload", ops.reload: "reload", ops.reload_shard: "reload",
-    ops.refresh_shard: "refresh", ops.read_shard: "read", ops.offload_grad: "offload",
-    ops.write_out: "write", ops.read_back: "read",
-}  # fmt: skip
+from zerofx.ir.names import op_stem
+from zerofx.ir.spec import spec_of
+from zerofx.runtime.tiers import Tier
 
 
 class Names:
@@ -47,28 +40,27 @@ class Names:
 
     def _stem(self, node: fx.Node) -> str:
         where = info(node)
-        if node.target is ops.wait and node.all_input_nodes[0].target in ops.REDUCES:
-            return f"reduced_{where.index}"
-        if node.target is ops.wait and node.all_input_nodes[0].target in ops.COPIES:
-            return copy_stem(node, where)
-        if node.target is ops.wait and is_moved(node):
-            return move_stem(node)
-        if node.target in _STEMS:
-            return f"{_STEMS[node.target]}_{where.index}"  # type: ignore[index]
-        if node.target is ops.param_view:
-            return identifier(where.name)
+        if stem := op_stem(node):
+            return stem
         if where.role in (Role.INPUT, Role.BUFFER):
             return identifier(where.name) or node.name
         if where.role is Role.TANGENT:
             return f"grad_{identifier(where.name) or node.name}"
         if where.role is Role.SAVED:
             name = identifier(where.name)
-            if any(u.target is ops.reload for u in node.users):
-                name = f"{name}_on_host"
-            if any(u.target is ops.read_back for u in node.users):
-                name = f"{name}_on_nvme"
+            if (tier := _waits_in(node)) is not Tier.DEVICE:
+                name = f"{name}_on_{tier.value}"
             return f"{identifier(where.unit)}_{name}" if where.unit else name
         base = node.name
         if node.target is operator.getitem:
             base = f"{node.args[0].name}_{node.args[1]}"  # type: ignore[union-attr]
         return f"{identifier(where.unit)}_{base}" if where.unit else identifier(base)
+
+
+def _waits_in(node: fx.Node) -> Tier:
+    """Return the tier in which a saved value waits: the one that its way back begins in."""
+    for user in node.users:
+        spec = spec_of(user)
+        if spec is not None and spec.is_copy:
+            return Tier.HOST if spec.lands is Tier.DEVICE else Tier.NVME
+    return Tier.DEVICE

@@ -23,9 +23,9 @@ from zerofx.codegen.text import (
     with_origin,
     wrap_tuple,
 )
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
+from zerofx.ir.spec import Kind, kind_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Body:
         self.taken: set[str] = {*RESERVED, *map(namespace, self._namespaces())}
         self.unit = next((info(n).unit for n in nodes if info(n).unit), "")
         for i, node in enumerate(self.inputs):
-            is_param = node.target is ops.param_view
+            is_param = kind_of(node) is Kind.VIEW
             self._bind(node, self._relative(info(node).name) if is_param else f"x{i}")
         for node in nodes:
             self._bind(node, self._base(node))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -11,12 +12,13 @@ from zerofx.codegen.constants import constant_name, constant_nodes
 from zerofx.codegen.kernels import tensor_args
 from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
-from zerofx.codegen.statements import buffer, slot_of, statement
-from zerofx.codegen.text import describe, with_comment, wrap_list, wrap_tuple
-from zerofx.ir import ops
+from zerofx.codegen.text import describe, literal, with_comment, wrap_list, wrap_tuple
+from zerofx.compat.graphs import argument_names
 from zerofx.ir.graphs import is_glue
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.sizes import format_bytes
 
 RESERVED = (
     "rt", "shards", "buffers", "constants", "kernels", "inputs", "saved", "tangents", "args",
@@ -24,7 +26,7 @@ RESERVED = (
 )  # fmt: skip
 
 
-_PASSED_ON = frozenset({ops.wait, ops.param_view, ops.pack})
+_PASSED_ON = frozenset({Kind.WAIT, Kind.VIEW, Kind.PACK})
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Function:
         dying: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             visible = node not in self.inside or node in self._outputs(node)
-            is_launch = node.target in ops.TRANSFERS  # its wait lets go of all
+            is_launch = kind_of(node) is Kind.LAUNCH  # its wait lets go of all
             if not visible or not node.users or is_launch or is_glue(node):
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
@@ -71,24 +73,34 @@ class Function:
 
     def _is_static(self, node: fx.Node) -> bool:
         """Say whether a value lies in a slot or a resident buffer: dropping it frees nothing."""
-        if node.target in (ops.grad_buffer, ops.resident, ops.store_grad):
-            return True
-        if node.target not in _PASSED_ON:
-            return False
         source = node
-        while source.op == "call_function" and source.target in _PASSED_ON:
+        while kind_of(source) in _PASSED_ON:
             source = source.all_input_nodes[0]
-        if source.target in (ops.all_gather, ops.reload_shard):
-            return slot_of(source) >= 0
-        if source.target in ops.REDUCES:
-            return not self._is_away(source)  # else it lies in p.grad
         if source.op == "placeholder":
-            return info(source).role is Role.SHARD
-        return source.target in {*ops.GATHERS, ops.refresh_shard, ops.resident, ops.grad_buffer}
+            return source is not node and info(source).role is Role.SHARD
+        spec = spec_of(source)
+        return spec is not None and spec.is_static(source, self.program.layout)
 
-    def _is_away(self, node: fx.Node) -> bool:
-        assert self.program.layout is not None
-        return self.program.layout.buckets[info(node).index].is_away
+    # -- what the ops' own statements ask ---------------------------------------------------
+    def bind(self, node: fx.Node) -> str:
+        """Return the name of a node's value."""
+        return self.names.bind(node)
+
+    def buffer(self, node: fx.Node) -> str:
+        """Name a flat buffer: a shard by its place in `shards`, any other by its own name."""
+        if info(node).role is Role.SHARD:
+            return f"shards[{info(node).index}]"
+        return self.names.bind(node)
+
+    def size(self, node: fx.Node) -> str:
+        """Return the bytes of a node's value, as comments show them."""
+        return format_bytes(nbytes(value(node)))
+
+    def method(self, node: fx.Node) -> str:
+        """Return the engine's method that a node's statement calls."""
+        spec = spec_of(node)
+        assert spec is not None, f"{node} calls no op of zerofx"
+        return spec.call
 
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:
@@ -101,7 +113,7 @@ class Function:
                 self._kernel(self.calls[node])
             elif node in self.calls:
                 self._region(self.calls[node])
-            elif node.target is ops.param_view:
+            elif kind_of(node) is Kind.VIEW:
                 index = self._unpack(index)
                 continue
             elif node not in self.inside and node.op == "call_function" and not is_glue(node):
@@ -172,22 +184,22 @@ class Function:
         assert self.program.layout is not None
         full = self.nodes[index].args[0]
         run = []
-        while self.nodes[index].target is ops.param_view and self.nodes[index].args[0] is full:
+        while kind_of(self.nodes[index]) is Kind.VIEW and self.nodes[index].args[0] is full:
             run.append(self.nodes[index])
             index += 1
         bucket, _ = self.program.layout.where[info(run[0]).name]
         places = {p.offset: i for i, p in enumerate(bucket.params)}
         positions = tuple(places[n.args[1]] for n in run)  # type: ignore[index]
-        call = f"rt.unpack({buffer(full, self.names)}, {bucket.index}, {positions})"
+        call = f"rt.unpack({self.buffer(full)}, {bucket.index}, {positions})"
         gives = wrap_tuple([self.names.bind(n) for n in run], len(call) + 7)
         self._row(f"{gives} = {call}")
         self._drop(*run)  # a buffer kept from forward, which its views hold from here on
         return index
 
     def _communicate(self, node: fx.Node) -> None:
-        if node.target is ops.pack:
-            self.names.share(node, node.all_input_nodes[0])
-        text, *fields = statement(node, self.names, self.program)
+        spec = spec_of(node)
+        assert spec is not None, f"{node} is neither compute nor an op of zerofx"
+        text, *fields = (spec.write or write_plainly)(self, node)
         self._row(text, *fields)
         self._drop(node)
 
@@ -206,7 +218,7 @@ class Function:
         for spec, node in zip(
             self.program.outputs[self.name], self.program.results(self.name), strict=True
         ):
-            text = buffer(node, self.names) if isinstance(node, fx.Node) else repr(node)
+            text = self.buffer(node) if isinstance(node, fx.Node) else repr(node)
             groups.setdefault(spec.role, []).append(text)
         if self.name == BACKWARD:
             self._row(f"return [{', '.join(groups.get(Role.INPUT_GRAD, []))}]")
@@ -215,3 +227,20 @@ class Function:
         updates = ", ".join(groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, []))
         saved = wrap_list(groups.get(Role.SAVED, []), len(outs) + len(updates) + 20)
         self._row(f"return [{outs}], [{updates}], {saved}")
+
+
+def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
+    """Write an op as its schema stands: tensors by position, all else by name."""
+    given = [*argument_pairs(node)]
+    texts = [
+        w.buffer(a) if isinstance(a, fx.Node) else f"{k}={literal(a, w.names.of)}" for k, a in given
+    ]
+    call = f"rt.{w.method(node)}({', '.join(texts)})"
+    made = f"{w.bind(node)} = " if value(node) is not None else ""
+    return f"{made}{call}", info(node).unit, describe(value(node)) if made else ""
+
+
+def argument_pairs(node: fx.Node) -> list[tuple[str, Any]]:
+    """Return (name, argument) of what a node gives its op."""
+    named = zip(argument_names(node.target), node.args, strict=False)
+    return [*named, *node.kwargs.items()]

@@ -9,11 +9,12 @@ from typing import Any
 from torch import fx
 
 from zerofx.compiled.digest import collective_digest, graph_hashes
-from zerofx.ir import ops
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.spec import Kind, kind_of, slot_of, spec_of
 from zerofx.runtime.step import Contract, Reach
+from zerofx.runtime.tiers import Tier
 
 
 def contract(program: Program, sizes: str = "") -> Contract:
@@ -72,7 +73,7 @@ def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
             masks[node] = bits[info(node).index]
             continue
         masks[node] = functools.reduce(operator.or_, (masks[a] for a in node.all_input_nodes), 0)
-        if node.target is ops.pack:
+        if kind_of(node) is Kind.PACK:
             _, grads, offsets = node.args
             owners = {p.offset: p.owner for p in program.layout.buckets[info(node).index].params}
             for grad, offset in zip(grads, offsets, strict=True):
@@ -91,13 +92,14 @@ def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
 
 def forward_slots(program: Program) -> set[int]:
     """Return the slots that forward gathers into."""
-    gathers = [n for n in program.graph(FORWARD).nodes if n.target is ops.all_gather]
-    return {n.args[3] for n in gathers if len(n.args) == 4 and n.args[3] >= 0}
+    gathers = [n for n in program.graph(FORWARD).nodes if kind_of(n) is Kind.LAUNCH]
+    return {slot for n in gathers if (slot := slot_of(n)) >= 0}
 
 
 def written_out(program: Program) -> dict[str, int]:
     """Return the bytes of each value that forward lets wait on NVMe, by name."""
-    nodes = [n for n in program.graph(FORWARD).nodes if n.target is ops.write_out]
+    launches = [(n, spec_of(n)) for n in program.graph(FORWARD).nodes]
+    nodes = [n for n, spec in launches if spec and spec.is_copy and spec.lands is Tier.NVME]
     return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import OpOverload
-from zerofx.ir import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe, escaped, short_dtype
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
@@ -25,10 +25,10 @@ def collective_digest(program: Program) -> str:
     """
     assert program.layout is not None
     launches = [
-        (name, str(n.target), n.args[1:4] if n.target in ops.LAUNCHES else len(n.args[0]))
+        (name, str(n.target), n.args[1:4] if kind_of(n) is Kind.LAUNCH else len(n.args[0]))
         for name, gm in program.graphs.items()
         for n in gm.graph.nodes
-        if n.target in ops.LAUNCHES or n.target is ops.sync_buffers
+        if (spec := spec_of(n)) is not None and spec.is_agreed
     ]
     sequence = hashlib.sha256(repr(launches).encode()).hexdigest()[:12]
     return (

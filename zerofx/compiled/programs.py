@@ -35,8 +35,8 @@ from zerofx.compiled.budget import (
 from zerofx.compiled.contract import contract, written_out
 from zerofx.compiled.digest import describe_graph
 from zerofx.errors import ArgumentError, BudgetError
-from zerofx.ir import ops
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
+from zerofx.ir.spec import Kind, OpSpec, bucket_of, spec_of
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -354,8 +354,12 @@ class ProgramTable:
         made, forward = contract(program, describe_sizes(key[0])), module.forward
         self._engine.world.publish(made.graph[8:].hex(), program.captured)
         if self._room is not None:
-            stored = _buckets(program, BACKWARD, ops.store_grad) if program.is_training else []
-            refreshed = _buckets(program, FORWARD, ops.refresh)
+            stored = (
+                _buckets(program, BACKWARD, lambda op: op.kind is Kind.STORE)
+                if program.is_training
+                else []
+            )
+            refreshed = _buckets(program, FORWARD, lambda op: op.is_gather and op.stays)
             recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
             forward, backward = recorded.forward, recorded.backward
         buffers, blame = self._buffers_of(program), Blame(program, directory)
@@ -383,9 +387,10 @@ class ProgramTable:
         return lambda: {name: held[key] for name, held, key in owners}
 
 
-def _buckets(program: Program, graph: str, op: Any) -> list[int]:
-    """Return the buckets for which a graph calls an op that takes one as its second argument."""
-    return [node.args[1] for node in program.graph(graph).nodes if node.target is op]
+def _buckets(program: Program, graph: str, test: Callable[[OpSpec], bool]) -> list[int]:
+    """Return the buckets for which a graph calls an op that passes a test."""
+    called = [(n, spec_of(n)) for n in program.graph(graph).nodes]
+    return [bucket_of(n) for n, spec in called if spec is not None and test(spec)]
 
 
 def _write(program: Program) -> Path:

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import OpOverload, argument_names, op_name
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Row, spans
+from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import describe, short_dtype, without_numbers
 from zerofx.sizes import format_bytes
 
@@ -64,7 +64,7 @@ class Writer:
             key=self._key(node, where),
             write=lambda layers, node=node: self._line(node, spans(layers)),  # type: ignore[misc]
             volatile=_volatile(node),
-            is_main=node.target not in ops.ALL,
+            is_main=spec_of(node) is None,
         )
 
     def _results(self) -> list[Row]:
@@ -88,7 +88,7 @@ class Writer:
         kind = _kind(value(node))
         if node.op == "placeholder":
             return self.ordinal[node], kind
-        if node.target is ops.param_view:
+        if kind_of(node) is Kind.VIEW:
             return node.target, kind, module, where.name.removeprefix(where.unit)
         here = self.position[node]
         tokens = [self._token(v, here) for k, v in _arguments(node) if k not in _VOLATILE]
@@ -99,7 +99,7 @@ class Writer:
         if isinstance(argument, fx.Node):
             if argument.op == "placeholder":
                 return self.ordinal[argument]
-            if argument.target is ops.param_view:
+            if kind_of(argument) is Kind.VIEW:
                 where = info(argument)
                 return where.name.removeprefix(where.unit), without_numbers(where.unit)
             is_shared = len({info(u).unit for u in argument.users}) > 3
@@ -118,7 +118,7 @@ class Writer:
         name = self.names[node]
         if node.op == "placeholder":
             statement = f"    {name},"
-        elif node.target is ops.release:
+        elif kind_of(node) is Kind.RELEASE:
             statement = f"    {self._call(node, volatile)}"
         else:
             statement = f"    {name} = {self._call(node, volatile)}"
@@ -132,7 +132,7 @@ class Writer:
         shown = iter(volatile)
         parts = []
         for key, argument in _arguments(node):
-            if key in _VOLATILE and node.target in ops.ALL:
+            if key in _VOLATILE and spec_of(node) is not None:
                 said = next(shown)
                 parts += [f"{key}={said}"] if said != _ABSENT else []
             elif key and not isinstance(argument, (fx.Node, list, tuple)):
@@ -161,10 +161,9 @@ class Writer:
         role = where.role
         if node.op == "placeholder" and role is not None:
             return f"{role.value} {where.unit}".strip()
-        if node.target in ops.GATHERS:
-            return f"gather {where.unit}"
-        if node.target in ops.REDUCES:
-            return f"reduce {where.unit}"
+        spec = spec_of(node)
+        if spec is not None and spec.place:
+            return f"{spec.place} {where.unit}"
         return where.module or where.unit
 
 
@@ -183,7 +182,7 @@ def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
     A slot that is not given is there as well: the same line of another layer may have one.
     """
     found: list[tuple[str, Any]] = [("", a) for a in node.args]
-    if node.target in ops.ALL:
+    if spec_of(node) is not None:
         names = argument_names(node.target)
         found = [(k, a) for k, a in zip(names, node.args, strict=False) if k not in _HIDDEN]
         found += [(k, _ABSENT) for k in names[len(node.args) :] if k in _VOLATILE]
@@ -198,7 +197,7 @@ def _type(val: Any) -> str:
 
 
 def _volatile(node: fx.Node) -> tuple[Any, ...]:
-    if node.target not in ops.ALL:
+    if spec_of(node) is None:
         return ()
     return tuple(v for k, v in _arguments(node) if k in _VOLATILE)
 
@@ -213,17 +212,13 @@ def _kind(val: Any) -> Hashable:
 
 def _delta(node: fx.Node) -> str:
     """Return what a node adds to or takes from the bytes held; nothing for views."""
-    if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload:
-        return f"-{format_bytes(nbytes(value(node)))}"
-    if node.target is ops.wait and node.all_input_nodes[0].target is ops.offload_grad:
-        return f"-{format_bytes(nbytes(value(node)))}"
-    if node.target in (ops.offload, ops.offload_grad, *ops.SPILLS):
-        return ""
-    if node.target in (ops.release, ops.update):
-        return f"-{format_bytes(nbytes(value(node.all_input_nodes[0])))}"
-    if node.op != "call_function" or node.target in (operator.getitem, ops.wait, ops.param_view):
-        return ""
-    if node.target in (ops.pack, ops.store_grad, ops.resident, *ops.REDUCES) or is_alias(node):
+    spec = spec_of(node)
+    if spec is not None:
+        taken, given = spec.adds(node), spec.frees(node)
+        if given:
+            return f"-{format_bytes(given)}"
+        return f"+{format_bytes(taken)}" if taken else ""
+    if node.op != "call_function" or node.target is operator.getitem or is_alias(node):
         return ""
     size = nbytes(value(node))
     return f"+{format_bytes(size)}" if size else ""
@@ -234,8 +229,9 @@ def _ahead(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     waits: dict[fx.Node, int] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
-        if node.target in ops.GATHERS:
+        spec = spec_of(node)
+        if spec is not None and spec.is_gather:
             waits[node] = len(found)
-        elif node.target is ops.wait and (launch := node.all_input_nodes[0]) in waits:
+        elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in waits:
             found[launch] = len(found) - waits[launch]
     return {node: k for node, k in found.items() if k}

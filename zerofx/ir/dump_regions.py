@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zerofx.ir import ops
 from zerofx.ir.dump_nodes import callee
 from zerofx.ir.graphs import alias_source, is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse, spans
+from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import describe, without_numbers
 from zerofx.sizes import format_bytes
-
-_QUIET = (ops.param_view, ops.grad_buffer, ops.store_grad)  # shown at level "nodes" only
 
 
 @dataclass
@@ -55,7 +53,7 @@ def unit_lines(program: Program, graph: str) -> list[str]:
     for group in _groups(program, graph):
         if group.region is not None:
             by_unit.setdefault(group.label, []).append(group)
-        elif group.nodes[0].target in ops.TRANSFERS:
+        elif kind_of(group.nodes[0]) is Kind.LAUNCH:
             sent.setdefault(group.label, []).append(callee(group.nodes[0].target)[4:])
     rows = []
     for unit in dict.fromkeys([*by_unit, *sent]):
@@ -76,8 +74,8 @@ def _groups(program: Program, graph: str) -> list[Group]:
         if node.op in ("placeholder", "output", "get_attr") or is_glue(node):
             continue
         where = info(node)
-        if node.target in ops.ALL:
-            if node.target not in _QUIET:
+        if (spec := spec_of(node)) is not None:
+            if not spec.is_quiet:
                 found.append(Group(where.unit, None, [node]))
             continue
         region = -1 if where.region is None else where.region
@@ -108,11 +106,12 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     kind = describe(value(node)) if isinstance(value(node), torch.Tensor) else ""
     key = (node.target, without_numbers(group.label), kind)
 
-    launch = node.all_input_nodes[0] if node.target is ops.wait else node
-    of = "v" if launch.target in ops.COPIES else "b"
+    kind_of_op = kind_of(node)
+    spec = spec_of(launch_of(node) if kind_of_op is Kind.WAIT else node)
+    of = "v" if spec is not None and spec.is_copy else "b"
 
     def write(layers: Layers) -> str:
-        what = f"{name} {of}{spans(layers)[0]}" if node.target is not ops.sync_buffers else name
+        what = f"{name} {of}{spans(layers)[0]}" if kind_of_op is not Kind.SYNC else name
         return f"    {what:<18} {group.label:<32} {kind}".rstrip()
 
     return Row(group.label, key, write, (info(node).index,), is_main=False)

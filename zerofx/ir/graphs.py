@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import OpOverload, op_argument
-from zerofx.ir import ops
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program, placeholders
+from zerofx.ir.spec import Carries, Kind, spec_of
 from zerofx.runtime.kernels.ops import FUSED
 from zerofx.runtime.layout import Layout
 
@@ -69,7 +69,7 @@ def root_producer(node: fx.Node) -> fx.Node:
 
 def is_compute(node: fx.Node) -> bool:
     """Say whether the node belongs into a region (anything that is not a zerofx op or glue)."""
-    return node.op == "call_function" and node.target not in ops.ALL and not is_glue(node)
+    return node.op == "call_function" and spec_of(node) is None and not is_glue(node)
 
 
 def is_fused(node: fx.Node) -> bool:
@@ -79,7 +79,7 @@ def is_fused(node: fx.Node) -> bool:
 
 def is_glue(node: fx.Node) -> bool:
     """Say whether the node takes a zerofx op's tuple apart."""
-    return node.target is operator.getitem and root_producer(node).target in ops.ALL
+    return node.target is operator.getitem and spec_of(root_producer(node)) is not None
 
 
 def is_random(node: fx.Node) -> bool:
@@ -149,12 +149,13 @@ def call(
     """
     named = dict(named or {})
     node = graph.call_function(target, args, named)  # type: ignore[arg-type]
-    rule = _looked_into if target is ops.param_view else target
+    spec = spec_of(node)
+    rule: Any = target if spec is None else spec.fake
     values = value_of(args)
     if shares_value:
         node.meta["val"] = fake_value(target, values, named, rule)
     else:
-        node.meta["val"] = rule(*values, **named)  # type: ignore[operator]
+        node.meta["val"] = rule(*values, **named)
     if like is not None:
         set_info(node, **{k: getattr(info(like), k) for k in ("phase", "unit", "module", "line")})
     return node
@@ -169,11 +170,6 @@ def value_of(argument: Any) -> Any:
     return argument
 
 
-def _looked_into(full: torch.Tensor, offset: int, shape: list[int]) -> torch.Tensor:
-    """Return what `param_view` returns: one op instead of three, of the most frequent call here."""
-    return full.as_strided(shape, contiguous_stride(shape), full.storage_offset() + offset)
-
-
 def contiguous_stride(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor, as torch counts them."""
     strides, step = [], 1
@@ -185,7 +181,10 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
 
 def is_in_place(node: fx.Node, layout: Layout | None) -> bool:
     """Tell whether a gradient buffer is the memory that `p.grad` shows after the reduction."""
-    if node.target is not ops.grad_buffer or layout is None:
+    spec = spec_of(node)
+    if spec is None or layout is None:
+        return False
+    if spec.kind is not Kind.MAKE or spec.carries is not Carries.GRADIENTS:
         return False
     return layout.reduces_in_place(layout.buckets[info(node).index])
 

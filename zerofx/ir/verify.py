@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerofx.errors import ProgramError
-from zerofx.ir import ops
 from zerofx.ir.facts import Fact
+from zerofx.ir.order import Crossing, Order
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.verify_buffers import args
+from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
-from zerofx.ir.verify_gathers import Order
 from zerofx.ir.verify_shape import check_regions, check_saved, check_synced
-from zerofx.ir.verify_sources import Crossing
-from zerofx.ir.verify_updates import BackwardOrder
-from zerofx.ir.verify_values import SHORT, Numbering, Output
+from zerofx.ir.verify_values import SHORT, Numbering, Output, args
 
 
 def verify(program: Program) -> None:
@@ -37,8 +34,7 @@ def verify(program: Program) -> None:
     """
     crossing = Crossing()
     for name in program.graphs:
-        walk = BackwardOrder if name == BACKWARD else Order
-        walk(program, name, crossing).check()
+        Order(program, name, crossing).check()
         if Fact.REGIONS_CUT in program.facts:
             check_regions(program, name)
     if FORWARD in program.graphs and BACKWARD in program.graphs:
@@ -81,7 +77,7 @@ def _first_difference(
     for graph, gm in program.graphs.items():
         for node in gm.graph.nodes:
             made = numbering.of.get(node)
-            is_value = node.target is ops.param_view or node.target not in ops.ALL
+            is_value = kind_of(node) in (None, Kind.VIEW)
             if node.op != "call_function" or not is_value or not node.users:
                 continue
             if isinstance(made, str) and made[:SHORT] not in known:
@@ -100,12 +96,12 @@ def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]
         (name, node.target.name(), _constants(node))
         for name, gm in program.graphs.items()
         for node in gm.graph.nodes
-        if node.target in ops.LAUNCHES or node.target is ops.sync_buffers
+        if (spec := spec_of(node)) is not None and spec.is_agreed
     ]
 
 
 def _constants(node: fx.Node) -> tuple[object, ...]:
-    if node.target is ops.sync_buffers:
+    if kind_of(node) is Kind.SYNC:
         return (len(args(node)[0]),)
     return tuple(a for a in args(node) if not isinstance(a, fx.Node))
 

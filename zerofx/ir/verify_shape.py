@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir import ops
 from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.spec import Kind, kind_of
 from zerofx.ir.verify_fault import fault, name_of
 
 
@@ -90,7 +90,7 @@ def check_synced(program: Program) -> None:
     for spec, result in results:
         if spec.role is not Role.BUFFER_UPDATE or not isinstance(result, fx.Node):
             continue
-        is_synced = root_producer(result).target is ops.sync_buffers
+        is_synced = kind_of(root_producer(result)) is Kind.SYNC
         must = plan.buffers == "rank0" and program.world_size > 1
         if must and not is_synced:
             message = f"{spec.name} does not follow rank 0: its new value passes no sync_buffers"

@@ -1,10 +1,10 @@
 """Value numbering: every value of a program gets a digest of its whole expression.
 
 Two programs compute the same exactly if their outputs have the same digests. What zerofx adds is
-erased: launch, wait and sync are identities, a view of a bucket at the layout's offset is the
-parameter, what was packed, reduced and stored are the gradients, a saved value is the forward
-value it came from. A recomputed node has the digest of the first one; so has a view or copy that
-changes neither shape nor strides.
+erased, each op as its spec says: launch, wait and sync are identities, a view of a bucket at the
+layout's offset is the parameter, what was packed, reduced and stored are the gradients. A saved
+value is the forward value it came from. A recomputed node has the digest of the first one; so has a
+view or copy that changes neither shape nor strides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,9 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload
-from zerofx.ir import ops
 from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
-from zerofx.ir.verify_buffers import args, unread
+from zerofx.ir.spec import spec_of
 
 _aten = torch.ops.aten
 # Views and copies: where shape and strides stay as they were, the result is the argument.
@@ -81,16 +80,15 @@ class Numbering:
                 self._graph(name)
 
     def _graph(self, name: str) -> None:
+        self._name = name
         for node in self.program.graph(name).nodes:
             if node.op == "placeholder":
                 self.of[node] = self._leaf(info(node))
             elif node.op == "get_attr":
                 self.of[node] = _constant(self.program.graphs[name], node)
             elif node.op == "call_function":
-                erase = _ERASED.get(node.target)
-                self.of[node] = erase(self, node) if erase else self._expression(node)
-                if node.target is ops.store_grad:
-                    self._gradients(name, node)
+                op = spec_of(node)
+                self.of[node] = op.erase(self, node) if op else self._expression(node)
         specs = self.program.outputs[name]
         updated = {place_of(spec) for spec in specs if spec.role in UPDATES}
         for spec, result in zip(specs, self.program.results(name), strict=True):
@@ -104,7 +102,7 @@ class Numbering:
         if where.role is Role.SHARD:
             return ("bucket", where.index)
         assert where.role is not None, f"placeholder {where.name} has no role"
-        return _leaf_digest(where.role, where.name, where.index)
+        return leaf_digest(where.role, where.name, where.index)
 
     def _expression(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
@@ -168,8 +166,8 @@ class Numbering:
             label = label_of(spec.role, spec.name, spec.index)
             self.outputs[label] = Output(str(made), graph, result)
 
-    def _gradients(self, graph: str, node: fx.Node) -> None:
-        packed = self.of[node]
+    def give(self, node: fx.Node, packed: Any) -> None:
+        """Take what a node stores as the gradients of the parameters that were packed."""
         layout = self.program.layout
         assert layout is not None
         if not isinstance(packed, Packed):
@@ -177,73 +175,11 @@ class Numbering:
         bucket = layout.buckets[packed.bucket]
         for offset, (made, where) in packed.contents.items():
             label = label_of(Role.GRAD, bucket.at[offset].name)
-            self.outputs[label] = Output(made, graph, where)
-
-    # -- the zerofx ops, erased -------------------------------------------------------------------
-    def _same(self, node: fx.Node) -> Any:
-        return self.of[args(node)[0]]
-
-    def _bucket(self, node: fx.Node) -> Any:
-        return ("bucket", args(node)[1])
-
-    def _nothing(self, node: fx.Node) -> Any:
-        return digest("nothing")
-
-    def _view(self, node: fx.Node) -> Any:
-        full, offset, shape = args(node)
-        source = self.of[full]
-        layout = self.program.layout
-        if isinstance(source, tuple) and layout is not None:
-            param = layout.buckets[source[1]].at.get(offset)
-            if param is not None and list(param.shape) == list(shape):
-                return _leaf_digest(Role.PARAM, param.name)
-        return digest(f"view {source} {offset} {list(shape)}")
-
-    def _buffer(self, node: fx.Node) -> Any:
-        return Packed(args(node)[1])
-
-    def _pack(self, node: fx.Node) -> Any:
-        packed, (grads, offsets) = self.of[args(node)[0]], args(node)[1:]
-        assert isinstance(packed, Packed), f"{node} packs into what is no gradient buffer"
-        for grad, offset in zip(grads, offsets, strict=True):
-            packed.contents[offset] = (str(self.of[grad]), node)
-        return packed
-
-    def _reduce(self, node: fx.Node) -> Any:
-        packed = self.of[args(node)[0]]
-        assert isinstance(packed, Packed), f"{node} reduces what is no gradient buffer"
-        return Packed(packed.bucket, dict(packed.contents))
-
-    def _sync(self, node: fx.Node) -> Any:
-        return [self.of[v] for v in args(node)[0]]
+            self.outputs[label] = Output(made, self._name, where)
 
 
-_ERASED: dict[Any, Callable[[Numbering, fx.Node], Any]] = {
-    ops.all_gather: Numbering._bucket,
-    ops.refresh: Numbering._bucket,
-    ops.resident: Numbering._bucket,
-    ops.reload_shard: Numbering._bucket,
-    ops.refresh_shard: Numbering._bucket,
-    ops.read_shard: Numbering._bucket,
-    ops.offload_grad: Numbering._same,
-    ops.wait: Numbering._same,
-    ops.param_view: Numbering._view,
-    ops.release: Numbering._nothing,
-    ops.grad_buffer: Numbering._buffer,
-    ops.pack: Numbering._pack,
-    ops.reduce_scatter: Numbering._reduce,
-    ops.all_reduce: Numbering._reduce,
-    ops.store_grad: Numbering._same,
-    ops.update: Numbering._nothing,
-    ops.sync_buffers: Numbering._sync,
-    ops.offload: Numbering._same,
-    ops.reload: Numbering._same,
-    ops.write_out: Numbering._same,
-    ops.read_back: Numbering._same,
-}
-
-
-def _leaf_digest(role: Role, name: str, index: int = -1) -> str:
+def leaf_digest(role: Role, name: str, index: int = -1) -> str:
+    """Return the digest of what a graph is given."""
     return digest(f"{role.value} {index if index >= 0 else name}")
 
 
@@ -281,3 +217,21 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
 
 def _form(val: Any) -> tuple[Any, ...]:
     return tuple(val.shape), tuple(val.stride())
+
+
+def unread(node: fx.Node) -> frozenset[int]:
+    """Return the positions of arguments whose values the op does not read.
+
+    A backward op takes them to know whether a gradient is wanted, and of what shape.
+    """
+    if node.target is _aten.native_layer_norm_backward.default:
+        return frozenset({6})  # bias
+    if node.target is _aten.convolution_backward.default:
+        wants_input, wants_weight, _ = args(node)[10]
+        return frozenset({1} if not wants_weight else ()) | ({2} if not wants_input else set())
+    return frozenset()
+
+
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's arguments, typed as its op's schema says rather than as a union of all."""
+    return node.args

@@ -41,8 +41,9 @@ class AssignBuckets(Pass):
         units = {p.unit for p in params}
         return Report(True, f"{len(units)} units in {len(layout.buckets)} buckets")
 
-    def spec(self) -> str:
-        return (
-            f"{self.name}{{stage={self.plan.stage},persist_below={self.persist_below},"
-            f"bucket_bytes={self.bucket_bytes}}}"
-        )
+    def options(self) -> dict[str, object]:
+        return {
+            "stage": self.plan.stage,
+            "persist_below": self.persist_below,
+            "bucket_bytes": self.bucket_bytes,
+        }

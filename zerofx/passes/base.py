@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
+from zerofx.errors import PlanError
+from zerofx.fields import nearest
 from zerofx.ir.facts import Fact as Fact
 from zerofx.ir.program import Program
 
@@ -31,10 +34,64 @@ class Pass(ABC):
     @abstractmethod
     def run(self, program: Program) -> Report: ...
 
+    def options(self) -> dict[str, object]:
+        """Return what the pass shows of its options: its fields, if it does not say otherwise."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def shown(self) -> dict[str, str]:
+        """Return the options as text."""
+        return {k: _show(v) for k, v in self.options().items()}
+
     def spec(self) -> str:
-        """Return the pass as the CLI writes it: `prefetch-gathers{distance=2}`."""
-        options = ",".join(f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self))
+        """Return the pass as the CLI writes it and reads it: `prefetch-gathers{distance=2}`."""
+        options = ",".join(f"{k}={v}" for k, v in self.shown().items())
         return f"{self.name}{{{options}}}" if options else self.name
+
+    def with_options(self, given: Mapping[str, str]) -> Pass:
+        """Return the pass with options as its spec writes them.
+
+        Numbers, words and true, false, none can be changed. What stands for a part of the plan can
+        only be repeated: it is changed in the plan.
+
+        Raises:
+            PlanError: the pass has no such option, or its value is not one; both are named.
+        """
+        shown = self.shown()
+        kinds = {f.name: str(f.type) for f in fields(self)}
+        changes: dict[str, object] = {}
+        for key, text in given.items():
+            if key not in shown:
+                known = f"it has {', '.join(shown)}" if shown else "it has none"
+                raise PlanError(f"{self.name} has no option {key!r}{nearest(key, shown)}; {known}")
+            if text == shown[key]:
+                continue
+            if key not in kinds or not set(kinds[key].split(" | ")) <= _PLAIN:
+                raise PlanError(
+                    f"{self.name}: {key} is {shown[key]} by the plan, and {text} in the pipeline. "
+                    "Change it in the plan (--set), or leave it out of the pipeline."
+                )
+            changes[key] = _parse(f"{self.name}: {key}", text, kinds[key])
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+_PLAIN = {"int", "bool", "float", "str", "None"}
+_WORDS: dict[str, object] = {"true": True, "false": False, "none": None}
+
+
+def _parse(what: str, text: str, kind: str) -> object:
+    """Return an option's value from its text, which must be of the field's kind."""
+    kinds = kind.split(" | ")
+    if text in _WORDS and type(_WORDS[text]).__name__.replace("NoneType", "None") in kinds:
+        return _WORDS[text]
+    for number in (int, float):
+        if number.__name__ in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if "str" not in kinds:
+        raise PlanError(f"{what} is {text!r}. It takes {kind.replace(' | ', ' or ')}.")
+    return text
 
 
 def _show(value: object) -> str:

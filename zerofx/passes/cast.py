@@ -46,6 +46,6 @@ class Cast(Pass):
         program.params = {p.name: p for p in params}
         return Report(changed > 0, f"{num} of {len(params)} parameters are cast when gathered")
 
-    def spec(self) -> str:
+    def options(self) -> dict[str, object]:
         p = self.precision
-        return f"{self.name}{{compute={p.compute},reduce={p.reduce},master={p.master}}}"
+        return {"compute": p.compute, "reduce": p.reduce, "master": p.master}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place, users_after_views
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, is_reduction, kind_of, set_slot, takes_slot, wait_for
 from zerofx.runtime.layout import Layout
 
 
@@ -86,30 +86,20 @@ def _buffers(graph: fx.Graph, layout: Layout | None) -> Iterator[_Buffer]:
     """Yield what needs a slot, in order."""
     places = {node: at for at, node in enumerate(graph.nodes)}
     for node, at in places.items():
-        if node.target in _SLOTTED:
+        if takes_slot(node):
             end = _end(node)
             if end is not None and not is_in_place(node, layout):
                 yield _Buffer(node, end, at, places[end], nbytes(value(node)))
 
 
-_SLOTTED = frozenset({ops.all_gather, ops.reload_shard, ops.grad_buffer})
-
-
 def _write(buffer: _Buffer, slot: int) -> None:
-    node, end = buffer.node, buffer.end
-    node.args = (*node.args[:-1], slot) if _has_slot(node) else (*node.args, slot)
-    if end.target is ops.release:
-        end.args = (end.args[0], slot)
-
-
-def _has_slot(node: fx.Node) -> bool:
-    return len(node.args) == (5 if node.target is ops.grad_buffer else 4)
+    set_slot(buffer.node, slot)
+    if kind_of(buffer.end) is Kind.RELEASE:
+        set_slot(buffer.end, slot)
 
 
 def _end(node: fx.Node) -> fx.Node | None:
     """Return the node behind which the buffer is free, None where it leaves the call."""
-    if node.target is not ops.grad_buffer:
-        wait = next(u for u in node.users if u.target is ops.wait)
-        return next((u for u in wait.users if u.target is ops.release), None)
-    launch = next(u for u in users_after_views(node) if u.target in ops.REDUCES)
-    return next(u for u in launch.users if u.target is ops.wait)
+    if kind_of(node) is Kind.LAUNCH:
+        return next((u for u in wait_for(node).users if kind_of(u) is Kind.RELEASE), None)
+    return wait_for(next(u for u in users_after_views(node) if is_reduction(u)))

@@ -10,10 +10,10 @@ from torch import fx
 
 from zerofx.analysis.memory import peak_bytes
 from zerofx.errors import BudgetError
-from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
+from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
 from zerofx.sizes import format_bytes
@@ -112,7 +112,7 @@ def _candidates(program: Program) -> list[tuple[fx.Node, fx.Node]]:
 
 def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
     """Return the wait of each gathered bucket, the one nearest to the turn where there are two."""
-    waits = [n for n in graph.nodes if n.target is ops.wait and _delivers_whole(n.args[0])]
+    waits = [n for n in graph.nodes if kind_of(n) is Kind.WAIT and _delivers_whole(launch_of(n))]
     found: dict[int, fx.Node] = {}
     for node in waits:
         bucket = info(node).index
@@ -146,19 +146,20 @@ def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
 
 def _delivers_whole(launch: fx.Node) -> bool:
     """Say whether a launch makes a whole bucket: an all-gather, or a reload by its one owner."""
-    if launch.target is ops.all_gather:
-        return True
-    return launch.target is ops.reload_shard and not _is_sent(launch)
+    spec = spec_of(launch)
+    if spec is None or spec.stays:
+        return False
+    return spec.is_gather or (spec.is_reload and not _is_sent(launch))
 
 
 def _is_sent(launch: fx.Node) -> bool:
-    wait = next(u for u in launch.users if u.target is ops.wait)
-    return any(u.target is ops.all_gather for u in wait.users)
+    users = [spec_of(u) for u in wait_for(launch).users]
+    return any(spec is not None and spec.is_gather for spec in users)
 
 
 def _erase_moves(graph: fx.Graph, held: fx.Node) -> None:
     """Erase what brought a shard here that nothing takes any more: its reload, and its read."""
-    while held.target is ops.wait:
+    while kind_of(held) is Kind.WAIT:
         _erase_release(graph, held)
         launch = held.all_input_nodes[0]
         graph.erase_node(held)
@@ -168,5 +169,5 @@ def _erase_moves(graph: fx.Graph, held: fx.Node) -> None:
 
 def _erase_release(graph: fx.Graph, full: fx.Node) -> None:
     for user in list(full.users):
-        if user.target is ops.release:
+        if kind_of(user) is Kind.RELEASE:
             graph.erase_node(user)

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx import ops
 from zerofx.analysis.activations import Policy
 from zerofx.analysis.leaving import Leaving, chain, leaving
 from zerofx.errors import PlanError
-from zerofx.ir import ops
 from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
@@ -51,14 +51,8 @@ class OffloadActivations(Pass):
     least_bytes: int = 0
     host_budget_bytes: int | None = None
 
-    def spec(self) -> str:
-        options = [f"activations={self.activations}", f"everything={str(self.everything).lower()}"]
-        options += [f"values={len(self.values)}", f"distance={self.distance}"]
-        options += [
-            f"least_bytes={self.least_bytes}",
-            f"host_budget_bytes={self.host_budget_bytes}",
-        ]
-        return f"{self.name}{{{','.join(options)}}}".replace("None", "none")
+    def options(self) -> dict[str, object]:
+        return super().options() | {"values": len(self.values)}
 
     def run(self, program: Program) -> Report:
         if BACKWARD not in program.graphs:

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, set_info, value
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, kind_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.tiers import Tier
@@ -47,7 +48,8 @@ class OffloadShards(Pass):
         return Report(reloads + leaving > 0, f"{reloads} reloads, {leaving} gradients offloaded")
 
     def _reload(self, graph: fx.Graph, layout: Layout) -> int:
-        gathers = [n for n in graph.nodes if n.target is ops.all_gather]
+        found = [(n, spec_of(n)) for n in graph.nodes]
+        gathers = [n for n, spec in found if spec and spec.is_gather and not spec.stays]
         away = [n for n in gathers if layout.buckets[info(n).index].is_away]
         if layout.shard_size == 1:
             reloads = [_replace(graph, gather) for gather in away]
@@ -85,7 +87,7 @@ def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -
     _describe([launch, held], gather)
     gather.replace_input_with(shard, held)
     if not stays:
-        gathered = next(u for u in gather.users if u.target is ops.wait)
+        gathered = wait_for(gather)
         with graph.inserting_after(gathered):
             _describe([call(graph, ops.release, (held,))], gather)
     return launch
@@ -105,7 +107,7 @@ def _read(graph: fx.Graph, reload: fx.Node, before: fx.Node) -> None:
 def _offload_gradients(program: Program, layout: Layout) -> int:
     """Send the reduced slices of buckets that live off the device there, one at a time."""
     graph = program.graph(BACKWARD)
-    stored = [n for n in graph.nodes if n.target is ops.store_grad and _bucket(n, layout).is_away]
+    stored = [n for n in graph.nodes if kind_of(n) is Kind.STORE and _bucket(n, layout).is_away]
     launches = []
     for store in stored:
         reduced = store.all_input_nodes[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zerofx.errors import PlanError
-from zerofx.fields import whole
+from zerofx.fields import nearest, whole
 from zerofx.ir.program import Loop, Pool
 from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
@@ -41,6 +42,7 @@ class Setting:
     choices: what the plan's budget decided; None takes the plan's fields as they stand.
     loop: the steps that the budget is for. pool: slots that are there for other programs.
     margin_bytes: of the budget, left for what compiled regions take beyond their operators.
+    pipeline: the passes to run, as text; empty for all of them.
     """
 
     plan: Plan
@@ -51,14 +53,18 @@ class Setting:
     loop: Loop = field(default_factory=Loop)
     pool: Pool = field(default_factory=Pool)
     margin_bytes: int = 0
+    pipeline: str = ""
 
     def __post_init__(self) -> None:
         whole(1)("world_size", self.world_size)
         whole(1)("accumulation", self.loop.accumulation)
 
 
-# One pass a line, in the order they run, each with the reason for its place.
-ORDER: list[Callable[[Setting], Pass]] = [
+Make = Callable[[Setting], Pass]
+
+# One pass per line, in the order in which they run, each with the reason for its place. A memory
+# budget is decided between the two lists: what it decides are options of the second.
+PREPARE: list[Make] = [
     # first of all: it says what a parameter is, to whatever counts or compares them
     lambda s: Cast(precision=s.plan.precision),
     # before merge-tied, behind which the reference is taken: all else is proved against this graph
@@ -67,6 +73,8 @@ ORDER: list[Callable[[Setting], Pass]] = [
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
+]
+PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
     lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
     # before communication: cuts depend on units alone, so identical layers stay identical
@@ -144,11 +152,117 @@ def distance(setting: Setting) -> int:
     return setting.machine.prefetch if prefetch == "auto" else int(prefetch)
 
 
-def build(setting: Setting) -> list[Pass]:
-    """Build the plan's passes and check that each finds what it requires."""
-    passes = [make(setting) for make in ORDER]
-    check_order(passes)
-    return passes
+_ADDED: list[tuple[str, Make]] = []  # after the pass of this name
+
+
+@contextlib.contextmanager
+def added_pass(make: Make, after: str) -> Iterator[None]:
+    """Run a pass that is not in the lists after the one named `after`, while the block lasts."""
+    entry = (after, make)
+    _ADDED.append(entry)
+    try:
+        yield
+    finally:
+        _ADDED.remove(entry)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes of a setting. A memory budget is decided after `prepare`, before `place`."""
+
+    prepare: tuple[Pass, ...]
+    place: tuple[Pass, ...]
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return self.prepare + self.place
+
+    def __str__(self) -> str:
+        """Return the pipeline as text that `Setting.pipeline` takes back, one pass per line."""
+        return "\n".join(p.spec() for p in self.passes)
+
+
+def build(setting: Setting) -> Pipeline:
+    """Build the passes of a setting and check that each finds what it requires.
+
+    Raises:
+        PlanError: the pipeline's text is wrong, or a pass misses what it needs; both are named.
+    """
+    prepare, place = (_made(setting, makes) for makes in (PREPARE, PLACE))
+    if setting.pipeline:
+        undecided = replace(setting, choices=None)
+        asked = {p.name: p.shown() for p in _made(undecided, [*PREPARE, *PLACE])}
+        prepare, place = _chosen(setting.pipeline, prepare, place, asked)
+    check_order([*prepare, *place])
+    return Pipeline(tuple(prepare), tuple(place))
+
+
+def _made(setting: Setting, makes: Sequence[Make]) -> list[Pass]:
+    found: list[Pass] = []
+    for make in makes:
+        found.append(make(setting))
+        name = found[-1].name
+        found += [added(setting) for after, added in _ADDED if after == name]
+    return found
+
+
+def _chosen(
+    text: str,
+    prepare: Sequence[Pass],
+    place: Sequence[Pass],
+    asked: Mapping[str, Mapping[str, str]],
+) -> tuple[list[Pass], list[Pass]]:
+    """Return the passes that a text names, in its order, each with the options that it gives.
+
+    asked: by pass, what its options are before a budget decides. What a text repeats of them is
+        left to the budget.
+    """
+    known = {p.name: p for p in (*prepare, *place)}
+    found: list[Pass] = []
+    for name, options in parse(text):
+        if name not in known:
+            raise PlanError(f"pipeline: no pass is named {name!r}{nearest(name, known)}")
+        changed = {k: v for k, v in options.items() if v != asked[name].get(k)}
+        found.append(known[name].with_options(changed))
+    first = {p.name for p in prepare}
+    cut = next((i for i, p in enumerate(found) if p.name not in first), len(found))
+    return found[:cut], found[cut:]
+
+
+def parse(text: str) -> list[tuple[str, dict[str, str]]]:
+    """Read a pipeline: passes by line or divided by commas, options in braces, comments after #.
+
+        cast, fuse{patterns=none}, split{activations=keep}   # like this
+
+    Raises:
+        PlanError: a brace or an option is wrong; the place is shown.
+    """
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    found = []
+    for spec in (part for line in lines for part in _divided(line)):
+        name, brace, rest = spec.partition("{")
+        if brace and not rest.endswith("}"):
+            raise PlanError(f"pipeline: {spec!r} has no closing brace")
+        options = {}
+        for option in _divided(rest[:-1]):
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise PlanError(f"pipeline: {option!r} in {spec!r} is not of the form name=value")
+            options[key.strip()] = value.strip()
+        found.append((name.strip(), options))
+    return found
+
+
+def _divided(text: str) -> list[str]:
+    """Divide at the commas that are in no bracket; leave out what is empty."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[(") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
 
 
 def check_order(passes: Sequence[Pass]) -> None:

@@ -20,7 +20,6 @@ from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
 from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.order import Setting, build, distance
-from zerofx.passes.split import Split
 
 
 class Proof(Enum):
@@ -102,17 +101,22 @@ def run(
         PlanError: no pass has that name.
         BudgetError: memory_budget or host_budget is too small; the least that would do is said.
     """
-    passes = build(setting)
-    names = ["capture", *(p.name for p in passes)]
+    pipeline = build(setting)
+    names = ["capture", *(p.name for p in pipeline.passes)]
     if until is not None and until not in names:
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
-    last = names.index(until) if until is not None else len(passes)
+    last = names.index(until) if until is not None else len(pipeline.passes)
     program = program.clone()
     program.plan, program.machine = setting.plan, setting.machine
     program.loop, program.pool = setting.loop, setting.pool
-    source = program.clone()
-    recorded = functools.cache(lambda: _run_recorded(source, passes[:last]).history)
-    history = program.history
+    source, history = program.clone(), program.history
+    ran: list[Pass] = []
+    recorded = functools.cache(lambda: _run_recorded(source, ran).history)
+
+    def apply(p: Pass) -> None:
+        report = _apply(program, p, proof)
+        ran.append(p)
+        note(p.spec(), report.summary)
 
     def note(spec: str, summary: str) -> None:
         at = len(history)
@@ -121,13 +125,15 @@ def run(
 
     if not history:
         note("capture", program.model_name)
-    for i in range(last):
-        if isinstance(passes[i], Split) and _has_budget(program):
-            choices = _decided(program, setting)
-            passes[:] = build(replace(setting, choices=choices))
-            program.decisions = choices.decisions
-        report = _apply(program, passes[i], proof)
-        note(passes[i].spec(), report.summary)
+    for p in pipeline.prepare[:last]:
+        apply(p)
+    place = pipeline.place[: max(0, last - len(pipeline.prepare))]
+    if place and _has_budget(program):
+        choices = decide_budget(program, setting)
+        place = build(replace(setting, choices=choices)).place[: len(place)]
+        program.decisions = choices.decisions
+    for p in place:
+        apply(p)
     if proof is Proof.END:
         try:
             _prove(program)
@@ -146,7 +152,7 @@ def resume(program: Program, setting: Setting, after: str) -> Program:
     For pricing alone: nothing is proved or recorded. What was run before must be what `setting`
     would have run.
     """
-    passes = build(setting)
+    passes = build(setting).passes
     first = [p.name for p in passes].index(after) + 1
     program = program.clone()
     program.plan, program.machine = setting.plan, setting.machine
@@ -162,14 +168,15 @@ def _has_budget(program: Program) -> bool:
     return program.plan.memory_budget is not None and JOINT in program.graphs
 
 
-def _decided(program: Program, setting: Setting) -> Choices:
-    """Return what the budget decides for a program that is about to be split."""
+def decide_budget(program: Program, setting: Setting) -> Choices:
+    """Return what the plan's budget decides for a program that was prepared: a stage of its own.
+
+    It places the program on paper, with one choice after another, and measures each.
+    """
 
     def trial(choices: Choices) -> Program:
         tried = program.clone()
-        passes = build(replace(setting, choices=choices))
-        first = next(i for i, p in enumerate(passes) if isinstance(p, Split))
-        for p in passes[first:]:
+        for p in build(replace(setting, choices=choices)).place:
             _apply(tried, p, Proof.NONE)
         return tried
 

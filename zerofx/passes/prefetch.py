@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
 from zerofx.ir.meta import Phase, info
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, is_wait_of, kind_of
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -41,9 +41,8 @@ class PrefetchGathers(Pass):
         return Report(moved > 0, f"{moved} launches moved")
 
     def _launch_ahead(self, graph: fx.Graph, tiles: set[int]) -> int:
-        waits = [n for n in graph.nodes if n.target is ops.wait]
-        waits = [n for n in waits if n.args[0].target in ops.GATHERS]
-        steps = [n for n in waits if n.args[0].target is ops.all_gather] or waits
+        waits = [n for n in graph.nodes if is_wait_of(n, lambda launch: launch.is_gather)]
+        steps = [n for n in waits if is_wait_of(n, lambda launch: not launch.stays)] or waits
         counted = set(steps)
         ahead, moved = 0, 0  # `ahead`: how many steps stand before the wait
         for wait in waits:
@@ -69,7 +68,7 @@ class PrefetchGathers(Pass):
         before = steps[ahead - self.distance]
         if not {info(wait).index, info(before).index} <= tiles:
             return None
-        release = next((u for u in before.users if u.target is ops.release), None)
+        release = next((u for u in before.users if kind_of(u) is Kind.RELEASE), None)
         if release is None or wait < release:
             return None
         node, is_covered = release, False

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, users_after_views
 from zerofx.ir.meta import info, set_info
 from zerofx.ir.program import Program
+from zerofx.ir.spec import is_wait_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import spans
 
@@ -29,7 +30,7 @@ class Release(Pass):
         for gm in program.graphs.values():
             where = spans(gm.graph)
             for node in list(gm.graph.nodes):
-                if node.target is ops.wait and node.args[0].target is ops.all_gather:
+                if is_wait_of(node, lambda launch: launch.is_gather and not launch.stays):
                     _release(gm.graph, node, where)
                     released += 1
         return Report(released > 0, f"{released} releases")

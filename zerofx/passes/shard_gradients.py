@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Program

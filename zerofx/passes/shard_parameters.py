@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, erase_unused
 from zerofx.ir.meta import Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, is_reduction, kind_of
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -33,11 +33,11 @@ class SinkWaits(Pass):
         if BACKWARD not in program.graphs:
             return Report(False, "inference: no reductions")
         graph = program.graph(BACKWARD)
-        launches = [n for n in graph.nodes if n.target in ops.REDUCES]
+        launches = [n for n in graph.nodes if is_reduction(n)]
         moved = 0
         for i, launch in enumerate(launches):
-            wait = _only_user(launch, ops.wait)
-            store = _only_user(wait, ops.store_grad)
+            wait = _only_user(launch, Kind.WAIT)
+            store = _only_user(wait, Kind.STORE)
             later = launches[i + self.in_flight] if i + self.in_flight < len(launches) else None
             anchor = later if later is not None else graph.output_node()
             if later is not None and _is_tile(program, later):
@@ -56,12 +56,12 @@ def _is_tile(program: Program, launch: fx.Node) -> bool:
 def _buffer_of(launch: fx.Node) -> fx.Node:
     """Return the gradient buffer that a reduction sends."""
     node = launch
-    while node.target is not ops.grad_buffer:
+    while kind_of(node) is not Kind.MAKE:
         node = node.all_input_nodes[0]
     return node
 
 
-def _only_user(node: fx.Node, target: object) -> fx.Node:
-    users = [u for u in node.users if u.target is target]
-    assert len(users) == 1, f"{node} has {len(users)} users of kind {target}"
+def _only_user(node: fx.Node, kind: Kind) -> fx.Node:
+    users = [u for u in node.users if kind_of(u) is kind]
+    assert len(users) == 1, f"{node} has {len(users)} users of kind {kind.value}"
     return users[0]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Info, info, nbytes, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.spec import OpSpec, is_wait_of, spec_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Units
+from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class SpillActivations(Pass):
         if not self.enabled or BACKWARD not in program.graphs:
             return Report(False, "nothing goes farther than the host")
         graph = program.graph(FORWARD)
-        arrivals = [n for n in graph.nodes if n.target is ops.wait and _launch(n) is ops.offload]
+        arrivals = [n for n in graph.nodes if is_wait_of(n, _is_copy_to(Tier.HOST))]
         stored = _write_out(graph, arrivals)
         results = [stored.get(r, r) if r is not None else r for r in program.results(FORWARD)]
         set_results(graph, results)
@@ -46,8 +48,8 @@ class SpillActivations(Pass):
         return Report(num > 0, f"{num} values on NVMe, {size} bytes")
 
 
-def _launch(wait: fx.Node) -> object:
-    return wait.all_input_nodes[0].target
+def _is_copy_to(tier: Tier) -> Callable[[OpSpec], bool]:
+    return lambda spec: spec.is_copy and spec.lands is tier
 
 
 def _write_out(graph: fx.Graph, arrivals: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -88,7 +90,8 @@ def _runs(arrivals: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 def _read_back(graph: fx.Graph, distance: int) -> int:
     """Read each value before its reload; return how many there are."""
-    reloads = [n for n in graph.nodes if n.target is ops.reload]
+    to_device = _is_copy_to(Tier.DEVICE)
+    reloads = [n for n in graph.nodes if (spec := spec_of(n)) is not None and to_device(spec)]
     units = Units(graph, distance)
     gaps = {region: _gap(span.first) for region, span in units.spans.items()}
     reads = []

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role, set_info
 from zerofx.ir.program import FORWARD, Program

@@ -60,9 +60,9 @@ class Tile(Pass):
         summary = describe(program.params.values(), self.plan, self.world_size)
         return Report(bool(counts), summary)
 
-    def spec(self) -> str:
+    def options(self) -> dict[str, object]:
         tiling = self.plan.tiling
-        return f"{self.name}{{{tiling if isinstance(tiling, str) else dict(tiling)}}}"
+        return {"tiling": tiling if isinstance(tiling, str) else dict(tiling)}
 
 
 def _tile(program: Program, param: ParamInfo, count: int, is_asked_for: bool) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx import ops
 from zerofx.ir.graphs import call, regions, set_results, users_after_views
 from zerofx.ir.meta import Phase, Role, info, set_info
 from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.spec import Kind, OpSpec, kind_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -35,7 +37,7 @@ class UpdateInBackward(Pass):
             return Report(False, "the optimizer steps after backward")
         graph = program.graph(BACKWARD)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
-        stored = [n for n in graph.nodes if n.target is ops.store_grad]
+        stored = [n for n in graph.nodes if kind_of(n) is Kind.STORE]
         assert program.layout is not None and program.plan is not None
         followed = () if program.plan.offload.delayed else program.layout.far_buckets
         for node in stored:
@@ -75,11 +77,14 @@ def _readers(shard: fx.Node, is_followed: bool) -> list[fx.Node]:
     """
     found = list(users_after_views(shard))
     if is_followed:
-        for node in [n for n in found if n.target is ops.resident]:
+        for node in [n for n in found if _is(n, lambda s: s.stays and s.kind is Kind.MAKE)]:
             found += users_after_views(node)
-        for node in [n for n in found if n.target in ops.RELOADS]:
-            for near in [u for u in node.users if u.target is ops.wait]:
-                found += users_after_views(near)
-    for node in [n for n in found if n.target in ops.GATHERS | ops.RELOADS]:
-        found += [u for u in node.users if u.target is ops.wait]
-    return found
+        for node in [n for n in found if _is(n, lambda s: s.is_reload)]:
+            found += users_after_views(wait_for(node))
+    sent = [n for n in found if _is(n, lambda s: s.is_gather or s.is_reload)]
+    return found + [wait_for(node) for node in sent]
+
+
+def _is(node: fx.Node, test: Callable[[OpSpec], bool]) -> bool:
+    spec = spec_of(node)
+    return spec is not None and test(spec)

@@ -35,6 +35,7 @@ from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.spec import timed_calls
 from zerofx.recording.lanes import hand_out
 from zerofx.recording.memory import Metering, meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for
@@ -157,7 +158,9 @@ class _Recorder:
             is_named = self._profiler is not None or self._metering is not None
             steps = self._steps_of(bound.program) if is_named else ()
             names = [step.name for step in steps if step.graph == graph]
-            over[graph] = Stopwatch(graph, self._clock, self._starting, take, names, self._around)
+            over[graph] = Stopwatch(
+                graph, self._clock, timed_calls(), self._starting, take, names, self._around
+            )
         run.forward = over[FORWARD].over(run.forward)
         if run.backward is not None:
             run.backward = over[BACKWARD].over(run.backward)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
 from zerofx.runtime.param_piece import CastCopy
+from zerofx.runtime.schedule import Schedule, added_method
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -72,6 +74,13 @@ class Engine:
         self.refresh_shard = self.away.refresh
         self.read_shard = self.away.read
         self.offload_grad = self.gradients.offload
+
+    def __getattr__(self, name: str) -> Any:
+        method = added_method(name)
+        if method is None:
+            raise AttributeError(f"the engine has no call {name!r}")
+        bound = self.__dict__[name] = partial(method, self)
+        return bound
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
         """Make room for a program's slots; those used `in_forward` stay between calls."""
@@ -211,3 +220,8 @@ class Engine:
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's values of these tensors on every rank; all travel in one message."""
         return follow_rank_0(self.world, values)
+
+
+def _answers(engine: Engine) -> Schedule:
+    """Let the type checker see that an engine has all that a schedule calls."""
+    return engine

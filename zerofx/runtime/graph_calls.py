@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.engine import Engine
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.nvme_values import Spill, Stored
+
+if TYPE_CHECKING:
+    from zerofx.runtime.engine import Engine
 
 _Launched = Flight | Copy | Arrival | Spill
 _CURRENT = threading.local()
@@ -51,28 +54,29 @@ class GraphCalls:
         finally:
             _CURRENT.calls = before
 
-    def _launch(self, flight: _Launched, key: Tensor) -> Tensor:
+    def launch(self, flight: _Launched, key: Tensor) -> Tensor:
+        """Note a launch by the tensor that it will fill; return that."""
         self._pending.setdefault(key.data_ptr(), []).append(flight)
         return key
 
     def all_gather(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
         flight = self.engine.all_gather(shard, bucket, slot)
         assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
+        return self.launch(flight, flight.tensor)
 
     def refresh(self, shard: Tensor, bucket: int) -> Tensor:
         flight = self.engine.refresh(shard, bucket)
         assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
+        return self.launch(flight, flight.tensor)
 
     def reload_shard(self, shard: Tensor, bucket: int, slot: int) -> Tensor:
-        return self._moved(self.engine.reload_shard(shard, bucket, slot))
+        return self.moved(self.engine.reload_shard(shard, bucket, slot))
 
     def refresh_shard(self, shard: Tensor, bucket: int) -> Tensor:
-        return self._moved(self.engine.refresh_shard(shard, bucket))
+        return self.moved(self.engine.refresh_shard(shard, bucket))
 
     def read_shard(self, shard: Tensor, bucket: int) -> Tensor:
-        return self._moved(self.engine.read_shard(shard, bucket))
+        return self.moved(self.engine.read_shard(shard, bucket))
 
     def offload_grad(self, reduced: Tensor, bucket: int) -> Tensor:
         gradients = self.engine.gradients
@@ -80,11 +84,12 @@ class GraphCalls:
         flight = self.engine.offload_grad(None if is_kept else reduced, bucket)
         if flight.tensor is None:
             return torch.empty_like(reduced, device="cpu")
-        return self._moved(flight)
+        return self.moved(flight)
 
-    def _moved(self, flight: _Launched) -> Tensor:
+    def moved(self, flight: _Launched) -> Tensor:
+        """Note a launch that knows its own tensor."""
         assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
+        return self.launch(flight, flight.tensor)
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
         return self.engine.resident(shard, bucket)
@@ -117,7 +122,7 @@ class GraphCalls:
         if tensor is None:  # summed locally, or discarded: nothing will be stored
             layout = self.engine.layout
             tensor = packed.new_empty(layout.shard_numel(layout.buckets[bucket]))
-        return self._launch(flight, tensor)
+        return self.launch(flight, tensor)
 
     def store_grad(self, reduced: Tensor, bucket: int) -> Tensor:
         gradients = self.engine.gradients
@@ -132,20 +137,20 @@ class GraphCalls:
     def offload(self, x: Tensor) -> Tensor:
         flight = self.engine.offload(x)
         assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
+        return self.launch(flight, flight.tensor)
 
     def reload(self, host: Tensor) -> Tensor:
         flight = self.engine.reload(host)
         assert flight.tensor is not None
-        return self._launch(flight, flight.tensor)
+        return self.launch(flight, flight.tensor)
 
     def write_out(self, host: Tensor, name: str) -> Tensor:
         flight = self.engine.write_out(host, name)
         token = torch.empty(1, dtype=host.dtype).as_strided(host.shape, [0] * host.dim())
-        return self._launch(flight, token)
+        return self.launch(flight, token)
 
     def read_back(self, stored: Tensor) -> Tensor:
-        return self._moved(self.engine.read_back(_STORED[stored]))
+        return self.moved(self.engine.read_back(_STORED[stored]))
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         return self.engine.sync_buffers(values)

@@ -16,11 +16,6 @@ from typing import Any, Protocol
 import torch
 
 Around = Callable[[str], AbstractContextManager[Any]]
-VERBS = (
-    "all_gather", "refresh", "reduce_scatter", "all_reduce", "wait", "release", "pack", "update",
-    "sync_buffers", "offload", "reload", "write_out", "read_back", "reload_shard", "refresh_shard",
-    "read_shard", "offload_grad",
-)  # fmt: skip
 REGION = "region"
 
 
@@ -107,15 +102,16 @@ class Run:
 class Stopwatch:
     """Times the calls that one function of a schedule makes.
 
-    graph: "forward" or "backward". starts: is told before each run. done: takes each run, whole or
-        broken off. names: of the calls in their order, for `around`: it returns within what a call
-        of that name runs, None for nothing.
+    graph: "forward" or "backward". verbs: the engine's calls that are timed. starts: is told before
+        each run. done: takes each run, whole or broken off. names: of the calls in their order, for
+        `around`: it returns within what a call of that name runs, None for nothing.
     """
 
     def __init__(
         self,
         graph: str,
         clock: Clock,
+        verbs: Sequence[str],
         starts: Callable[[str], None],
         done: Callable[[Run], None],
         names: Sequence[str] = (),
@@ -123,6 +119,7 @@ class Stopwatch:
     ) -> None:
         self.graph = graph
         self._clock, self._starts, self._done = clock, starts, done
+        self._verbs = verbs
         self._names, self._around = names, around
         self._run: Run | None = None
         self._within: Around | None = None  # of the run under way
@@ -142,7 +139,7 @@ class Stopwatch:
             rt = watched_engines.get(engine)
             if rt is None:
                 rt = watched_engines[engine] = _Watched(engine, lambda f: f)
-                for verb in VERBS:
+                for verb in self._verbs:
                     setattr(rt, verb, self.timed(verb, getattr(engine, verb)))
             self._starts(self.graph)
             self._within = self._around()

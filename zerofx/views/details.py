@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from zerofx.analysis.steps import Schedule, Step
-from zerofx.ir import ops
 from zerofx.ir.dump_nodes import callee
 from zerofx.ir.graphs import is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe
 from zerofx.runtime.layout import Bucket
 
@@ -68,7 +68,7 @@ def _detail(
 
 
 def _region(step: Step, nodes: list[fx.Node]) -> Detail:
-    compute = [n for n in nodes if n.op == "call_function" and n.target not in ops.ALL]
+    compute = [n for n in nodes if n.op == "call_function" and spec_of(n) is None]
     compute = [n for n in compute if not is_glue(n)]
     inside = set(compute)
     leaving = [n for n in compute if any(u not in inside for u in n.users) and not is_alias(n)]
@@ -94,9 +94,9 @@ def _first_reader(launch: fx.Node, owner: Mapping[fx.Node, str]) -> str:
     todo, found = list(launch.users), ""
     while todo:
         node = todo.pop(0)
-        if node.target is ops.wait or node.target is ops.param_view or is_glue(node):
+        if kind_of(node) in (Kind.WAIT, Kind.VIEW) or is_glue(node):
             todo += node.users
-        elif node.op != "output" and node.target is not ops.release:
+        elif node.op != "output" and kind_of(node) is not Kind.RELEASE:
             found = owner.get(node, "")
             if found:
                 return found

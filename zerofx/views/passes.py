@@ -12,7 +12,10 @@ from zerofx.sizes import format_bytes
 
 @dataclass(frozen=True)
 class PassesView:
-    """The pipeline: (spec, purpose) of each pass; with a program, its history too."""
+    """The pipeline: (spec, purpose) of each pass; with a program, its history too.
+
+    Without a program its text is what `--pipeline` takes back.
+    """
 
     passes: tuple[tuple[str, str], ...]
     history: tuple[Entry, ...] = ()
@@ -25,8 +28,7 @@ class PassesView:
 
     def __str__(self) -> str:
         if not self.history:
-            numbered = enumerate(self.passes, 1)
-            return "\n".join(f"{k:02d} {spec}\n     {what}" for k, (spec, what) in numbered)
+            return "\n".join(f"{spec}\n    # {what}" for spec, what in self.passes)
         head = f"{'pass':<48}{'nodes':>7}{'sent':>12}{'peak':>12}   what it did"
         rows = [
             f"{f'{k:02d} ' + e.pass_spec:<48.47}{e.num_nodes:>7}{format_bytes(e.comm_bytes):>12}"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.ir import ops
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Kind, OpSpec, spec_of
 from zerofx.ir.text import as_text
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_values import Numbering
 from zerofx.sizes import format_bytes
 
-_COUNTED = {
-    "gathers": ops.GATHERS,
-    "copies between tiers": ops.COPIES | ops.MOVES,
-    "reductions": ops.REDUCES,
-    "updates": {ops.update},
-    "releases": {ops.release},
+_COUNTED: dict[str, Callable[[OpSpec], bool]] = {
+    "gathers": lambda op: op.is_gather,
+    "copies between tiers": lambda op: op.is_copy or op.is_move,
+    "reductions": lambda op: op.is_reduction,
+    "updates": lambda op: op.kind is Kind.UPDATE,
+    "releases": lambda op: op.kind is Kind.RELEASE,
 }
 
 
@@ -47,9 +48,8 @@ class ProofView:
         verify(program)
         nodes = [n for gm in program.graphs.values() for n in gm.graph.nodes]
         numbering = Numbering(program)
-        counts = {
-            what: sum(n.target in targets for n in nodes) for what, targets in _COUNTED.items()
-        }
+        called = [spec for n in nodes if (spec := spec_of(n)) is not None]
+        counts = {what: sum(map(counts_it, called)) for what, counts_it in _COUNTED.items()}
         return cls(
             program.model_name, program.world_size, len(nodes), len(numbering.of),
             len(numbering.outputs) if program.reference is not None else 0,

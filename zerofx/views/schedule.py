@@ -17,19 +17,13 @@ from zerofx.analysis.steps import Lane, Schedule, Step, schedule
 from zerofx.analysis.storage import Compiled
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse
+from zerofx.ir.spec import meanings
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.sizes import format_bytes
 
-LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)
-COPIES = (Lane.D2H, Lane.H2D, Lane.NVME, Lane.TO_NVME)  # shown where something is copied
+LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # shown always, others if used
 WIDTH = 24  # of the bar
-VERBS = {
-    "AG": "all-gather", "RS": "reduce-scatter", "AR": "all-reduce", "BC": "broadcast of buffers",
-    "D2H": "copy from device to host", "H2D": "copy from host to device", "RD": "read from NVMe",
-    "WR": "write to NVMe",
-}  # fmt: skip
-COLUMN = {Lane.COMPUTE: 26, Lane.GATHER: 20, Lane.REDUCE: 20, Lane.HOST: 6,
-          Lane.D2H: 20, Lane.H2D: 20, Lane.NVME: 20, Lane.TO_NVME: 20}  # fmt: skip
+COLUMN = {Lane.COMPUTE: 26, Lane.HOST: 6}  # characters; any other lane has 20
 
 
 @dataclass(frozen=True)
@@ -50,12 +44,12 @@ class ScheduleView:
     def lanes(self) -> tuple[Lane, ...]:
         """Return the lanes that are shown."""
         used = {step.lane for step in self.schedule.steps}
-        return LANES + tuple(lane for lane in COPIES if lane in used)
+        return LANES + tuple(lane for lane in Lane if lane in used and lane not in LANES)
 
     def lines(self) -> list[str]:
         """Return the timeline's lines, identical layers once."""
         steps = self.schedule.steps
-        head = "  ".join(f"{lane.value:<{COLUMN[lane]}}" for lane in self.lanes)
+        head = "  ".join(f"{lane.value:<{COLUMN.get(lane, 20)}}" for lane in self.lanes)
         peak = f"peak {format_bytes(self.peak_bytes)} at step {self.schedule.peak_step}"
         top = [f"# {self.title}", f"step  {head}  {'resident':<10} ({len(steps)} steps; {peak})"]
         return top + collapse(self._rows(), indent="      ") + self._legend()
@@ -77,7 +71,7 @@ class ScheduleView:
         }
         said = [f"{mark} {meaning}" for mark, (meaning, is_used) in marks.items() if is_used]
         used = {step.verb for step in steps}
-        verbs = [f"{verb} {meaning}" for verb, meaning in VERBS.items() if verb in used]
+        verbs = [f"{verb} {meaning}" for verb, meaning in meanings().items() if verb in used]
         return ["", *("  ".join(["     ", *words]) for words in (verbs, said) if words)]
 
     def _rows(self) -> list[Row]:
@@ -102,7 +96,7 @@ class ScheduleView:
         mark = "  <- peak" if is_peak else ""
 
         def write(layers: Layers) -> str:
-            shown = "  ".join(f"{cells[lane]:<{COLUMN[lane]}}" for lane in self.lanes)
+            shown = "  ".join(f"{cells[lane]:<{COLUMN.get(lane, 20)}}" for lane in self.lanes)
             last = layers[-1][0]
             until = f" .. {last}" if last != held else ""
             return f"{step.index:>4}  {shown}  {held:<10} {bar}{until}{mark}"

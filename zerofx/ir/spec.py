@@ -1,0 +1,410 @@
+"""What an op of zerofx is: one declaration that every part of the compiler asks.
+
+A pass inserts ops, codegen writes and reads them, verify proves them, the planner weighs and times
+them. None of these knows an op by name: each asks its `OpSpec`, which is declared once, in
+`zerofx/ops/`, or by a package outside. Only the op's own definition, the pass that inserts it and
+its method of the engine name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from zerofx.compat.graphs import OpOverload
+from zerofx.runtime.graph_calls import current_calls
+from zerofx.runtime.schedule import add_method
+from zerofx.runtime.tiers import Tier
+
+
+class Kind(Enum):
+    """What an op does in a schedule. A launch returns what only `wait` may read."""
+
+    LAUNCH = "launch"  # starts a transfer; its result may be read after its wait
+    WAIT = "wait"  # lets a transfer end; returns what it delivered
+    MAKE = "make"  # gives memory or a value at once
+    VIEW = "view"  # looks into a gathered bucket
+    PACK = "pack"  # writes gradients into its first argument
+    STORE = "store"  # gives a reduced slice to p.grad
+    UPDATE = "update"  # runs the optimizer over a shard, in place
+    RELEASE = "release"  # drops a gathered copy
+    SYNC = "sync"  # a collective that is launched and waited for in one
+
+
+STEPS = frozenset({Kind.LAUNCH, Kind.WAIT, Kind.RELEASE, Kind.PACK, Kind.UPDATE, Kind.SYNC})
+
+
+class Carries(Enum):
+    """What an op moves, makes or takes."""
+
+    PARAMETERS = "a bucket's parameters, whole"
+    SHARD = "this rank's shard of a bucket"
+    GRADIENTS = "a bucket's gradients, whole"
+    REDUCED = "this rank's slice of reduced gradients"
+    VALUE = "a value of the model's"  # numbered by itself, not by a bucket
+    BUFFERS = "the model's buffers"
+    NOTHING = "whatever its argument holds"
+
+
+class Holds(Enum):
+    """Where the content of a stretch of memory comes from, as verify follows it."""
+
+    GATHERED = "gathered"  # an all-gather: alive from launch to release
+    RESIDENT = "resident"  # refreshed in place: stays between calls
+    KEPT = "kept"  # gathered in forward, saved whole for backward
+    SHARD = "shard"  # this rank's slice of a bucket
+    PARAM = "parameter"  # a full parameter, before sharding
+    STATE = "state"  # a module buffer or user input that forward updates afterwards
+    PACKED = "packed"  # a gradient buffer, until its reduction has been waited for
+    REDUCED = "reduced"  # what a reduction delivers
+    LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
+    HOSTED = "hosted"  # its copy on the host
+    STORED = "stored"  # its copy on NVMe
+    RELOADED = "reloaded"  # and back on the device
+    STAGED = "shard read from NVMe"  # into host memory
+    NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
+
+
+class _InOrder(type):
+    """Lets a class be iterated over its instances, in the order in which they were made."""
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls._made.values())  # type: ignore[attr-defined]
+
+
+class Lane(str, metaclass=_InOrder):
+    """Where a step takes its time: one per name. Steps of one lane run one after the other.
+
+    An op that needs a lane of its own makes it: `Lane("block gather")`. Views, timelines and
+    recordings show it after those that are there.
+    """
+
+    _made: ClassVar[dict[str, Lane]] = {}
+
+    COMPUTE: ClassVar[Lane]
+    GATHER: ClassVar[Lane]
+    REDUCE: ClassVar[Lane]
+    HOST: ClassVar[Lane]
+    D2H: ClassVar[Lane]
+    H2D: ClassVar[Lane]
+    NVME: ClassVar[Lane]
+    TO_NVME: ClassVar[Lane]
+    UPDATE: ClassVar[Lane]
+
+    def __new__(cls, name: str) -> Lane:
+        if name not in cls._made:
+            cls._made[name] = super().__new__(cls, name)
+        return cls._made[name]
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lane, (str(self),)
+
+
+Lane.COMPUTE = Lane("compute")
+Lane.GATHER = Lane("gather")
+Lane.REDUCE = Lane("reduce")
+Lane.HOST = Lane("host")
+Lane.D2H = Lane("to host")
+Lane.H2D = Lane("from host")
+Lane.NVME = Lane("from nvme")
+Lane.TO_NVME = Lane("to nvme")
+Lane.UPDATE = Lane("host update")  # the optimizer over what lives off the device
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The proof erases the op: what it delivers is what was sent, bit for bit."""
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """The proof erases the op but notes its error.
+
+    relative: each element differs from what was sent by at most this, times the largest magnitude
+        of its block. block: that many neighbouring elements of a rank's part form a block.
+    """
+
+    relative: float
+    block: int
+
+    def __str__(self) -> str:
+        return f"within {self.relative:.3g} of the largest of {self.block} neighbours"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one launch moves. what: the collective's kind or the copy's lane of traffic."""
+
+    what: str
+    nbytes: int
+    itemsize: int
+
+
+def _nothing_moved(*_: Any) -> list[Moved]:
+    return []
+
+
+def _takes_no_time(walk: Any, node: fx.Node) -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class OpSpec:
+    """All that is known of one op.
+
+    What torch needs
+        schema: as torch.library takes it. fake: the shape rule. run: what a graph's node does when
+        a graph is run: `run(calls, *args)`, with `runtime.graph_calls.GraphCalls`. has_effect: the
+        node stays where nothing reads its result.
+    What it is
+        kind, carries; axis: the mesh axis that it communicates over, "" for a rank's own. bucket,
+        slot: positions of these arguments, None for none. stays: what it delivers lies in memory
+        that stays between calls. in_backward: it belongs into backward only. lands: the tier in
+        which its result lies. takes: what it may be given although no other op may read that.
+    In time
+        lane, verb ("AG") and what the verb means. task: appends its tasks to a
+        `analysis.task_walk.Walk`. sends: the collectives of a node, `moves`: its copies between
+        tiers, both as `Moved` (see `analysis.traffic`).
+    In memory
+        hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
+        for the wait of a launch. is_static: dropping its result frees nothing. adds, frees: bytes
+        of the device that the op takes and gives back, for the columns of a dump.
+    Names and code
+        stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
+        which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
+        op that the engine has no method for. write: its statement, `read`: the reverse (see
+        `codegen.schedule.Function`, `codegen.load_calls.Calls`). place: before its unit in dumps.
+    In the proof
+        order: checks it and notes what it does to memory (see `ir.order.Order`); end: what its
+        wait checks. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
+        `Exact` or `Bounded`. oracle: for the independent executor of the tests.
+    """
+
+    schema: str
+    kind: Kind
+    fake: Callable[..., Any]
+    run: Callable[..., Any]
+    order: Callable[[Any, fx.Node], None]
+    erase: Callable[[Any, fx.Node], Any]
+    has_effect: bool = False
+
+    carries: Carries = Carries.NOTHING
+    axis: str = ""
+    bucket: int | None = None
+    slot: int | None = None
+    stays: bool = False
+    in_backward: bool = False
+    lands: Tier = Tier.DEVICE
+    takes: frozenset[Holds] = frozenset()
+
+    lane: Lane | None = None
+    verb: str = ""
+    means: str = ""
+    task: Callable[[Any, fx.Node], None] = _takes_no_time
+    sends: Callable[[Any, fx.Node, int], list[Moved]] = _nothing_moved
+    moves: Callable[[Any, str, fx.Node], list[Moved]] = _nothing_moved
+
+    hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
+    arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
+    is_static: Callable[[fx.Node, Any], bool] = field(default=lambda node, layout: False)
+    adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
+    frees: Callable[[fx.Node], int] = field(default=lambda node: 0)
+    frees_at_wait: bool = False  # of the device: what it was given
+
+    stem: str = ""
+    arrives_as: Callable[[fx.Node], str] | None = None
+    method: str = ""
+    runtime: Callable[..., Any] | None = None
+    write: Callable[[Any, fx.Node], tuple[str, ...]] | None = None
+    read: Callable[..., Any] | None = None
+    place: str = ""
+    is_quiet: bool = False  # shown by dumps at level "nodes" only
+
+    end: Callable[[Any, fx.Node, fx.Node], None] | None = None
+    precision: Exact | Bounded = Exact()
+    oracle: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The op's name: `all_gather`."""
+        return self.schema.split("(")[0]
+
+    @property
+    def call(self) -> str:
+        """The method of the engine that emitted code calls."""
+        return self.method or self.name
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks must launch it together."""
+        return bool(self.axis)
+
+    @property
+    def is_value(self) -> bool:
+        """Whether what it moves is numbered as a value, not as a bucket."""
+        return self.carries is Carries.VALUE
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it brings a bucket's parameters together from several ranks."""
+        return self.kind is Kind.LAUNCH and self.carries is Carries.PARAMETERS
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether it reduces a bucket's gradients."""
+        return self.kind is Kind.LAUNCH and self.carries is Carries.GRADIENTS
+
+    @property
+    def is_reload(self) -> bool:
+        """Whether it brings a rank's shard to the device."""
+        is_shard = self.kind is Kind.LAUNCH and self.carries is Carries.SHARD
+        return is_shard and self.lands is Tier.DEVICE
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a launch of a rank's own that moves a value of the model's."""
+        return self.kind is Kind.LAUNCH and self.is_value
+
+    @property
+    def is_move(self) -> bool:
+        """Whether it is a launch of a rank's own that moves a shard or a reduced slice."""
+        return self.kind is Kind.LAUNCH and not self.is_agreed and not self.is_value
+
+
+# -- the registry ---------------------------------------------------------------------------------
+_LIB = torch.library.Library("zerofx", "DEF")
+_SPECS: dict[OpOverload, OpSpec] = {}
+
+
+def define(spec: OpSpec) -> OpOverload:
+    """Register an op with torch and with zerofx; return what graphs call.
+
+    Raises:
+        ValueError: an op of this name is there already.
+    """
+    name = spec.name
+    if any(known.name == name for known in _SPECS.values()):
+        raise ValueError(f"an op named {name} is there already. Give the new one another name.")
+
+    def real(*args: Any, **kwargs: Any) -> Any:
+        return spec.run(current_calls(), *args, **kwargs)
+
+    _LIB.define(spec.schema)
+    _LIB.impl(name, real if _asks_engine(spec) else spec.fake, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerofx::{name}", spec.fake, lib=_LIB)
+    op: OpOverload = getattr(torch.ops.zerofx, name).default
+    if spec.has_effect:
+        has_side_effect(op)
+    if spec.runtime is not None:
+        add_method(spec.call, spec.runtime)
+    _SPECS[op] = spec
+    return op
+
+
+def _asks_engine(spec: OpSpec) -> bool:
+    return spec.kind is not Kind.VIEW  # a view is the same for every engine
+
+
+def spec_of(node: fx.Node) -> OpSpec | None:
+    """Return the spec of the op that a node calls, None for compute and everything else."""
+    return _SPECS.get(node.target)  # type: ignore[call-overload]
+
+
+def target_of(spec: OpSpec) -> OpOverload:
+    """Return what graphs call for a spec."""
+    return next(op for op, known in _SPECS.items() if known is spec)
+
+
+def specs() -> tuple[OpSpec, ...]:
+    """Return the specs of all ops, in the order in which they were declared."""
+    return tuple(_SPECS.values())
+
+
+def timed_calls() -> tuple[str, ...]:
+    """Return the engine's methods that are a step of a schedule each."""
+    return tuple(spec.call for spec in specs() if spec.kind in STEPS)
+
+
+def meanings() -> dict[str, str]:
+    """Return what each verb of a launch means, in the order of the lanes."""
+    order = list(Lane)
+    told = [spec for spec in specs() if spec.verb and spec.lane is not None]
+    told.sort(key=lambda s: (order.index(s.lane), s.kind is Kind.SYNC))  # type: ignore[arg-type]
+    return {spec.verb: spec.means for spec in told}
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """Return what the op of a node does, None for nodes that call no op of zerofx."""
+    spec = spec_of(node)
+    return None if spec is None else spec.kind
+
+
+def launch_of(wait: fx.Node) -> fx.Node:
+    """Return the launch that a wait ends."""
+    return wait.all_input_nodes[0]
+
+
+def launched(node: fx.Node) -> OpSpec | None:
+    """Return the spec of the launch that a wait ends; None for nodes that are no wait of one."""
+    if kind_of(node) is not Kind.WAIT:
+        return None
+    return spec_of(launch_of(node))
+
+
+def is_wait_of(node: fx.Node, test: Callable[[OpSpec], bool]) -> bool:
+    """Say whether a node waits for a launch whose spec passes a test."""
+    spec = launched(node)
+    return spec is not None and test(spec)
+
+
+def wait_for(launch: fx.Node) -> fx.Node:
+    """Return the wait of a launch."""
+    return next(u for u in launch.users if kind_of(u) is Kind.WAIT)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Say whether a node launches the reduction of a bucket's gradients."""
+    spec = spec_of(node)
+    return spec is not None and spec.is_reduction
+
+
+def takes_slot(node: fx.Node) -> bool:
+    """Say whether a node's result may lie in a slot."""
+    spec = spec_of(node)
+    return spec is not None and spec.slot is not None and spec.kind is not Kind.RELEASE
+
+
+def slot_of(node: fx.Node) -> int:
+    """Return the slot that a node's result lies in, or that it gives back; -1 for none."""
+    spec = spec_of(node)
+    position = None if spec is None else spec.slot
+    if position is None or len(node.args) <= position:
+        return -1
+    return node.args[position]  # type: ignore[return-value]
+
+
+def set_slot(node: fx.Node, slot: int) -> None:
+    """Write a slot into a node that names one."""
+    spec = spec_of(node)
+    assert spec is not None and spec.slot is not None, f"{node} names no slot"
+    node.args = (*node.args[: spec.slot], slot)
+
+
+def bucket_of(node: fx.Node) -> int:
+    """Return the bucket that a node names, -1 for none."""
+    spec = spec_of(node)
+    position = None if spec is None else spec.bucket
+    return -1 if position is None else node.args[position]  # type: ignore[return-value]

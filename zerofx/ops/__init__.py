@@ -1,0 +1,33 @@
+"""The ops that passes insert: each declared once, with all that the compiler asks of it.
+
+An op is an `OpSpec` (zerofx/ir/spec.py): its schema and shape rule, what a graph's node and emitted
+code call, its name, its lane and its price, what it does to memory, how it is proved. A family of
+ops is one file. They lie above codegen and the planner, whose types their rules use, and below the
+passes, which insert them; whoever only asks about a node imports `zerofx.ir.spec`.
+
+`dtype` says where a number format changes: a gather casts the shard before it travels, packing
+casts gradients into their buffer's format, storing casts the reduced slice to the shard's. It is
+left out where nothing changes. The engine takes the formats from the layout.
+"""
+
+from zerofx.ops.buffers import sync_buffers as sync_buffers
+from zerofx.ops.gathers import all_gather as all_gather
+from zerofx.ops.gathers import param_view as param_view
+from zerofx.ops.gathers import refresh as refresh
+from zerofx.ops.gathers import release as release
+from zerofx.ops.gathers import resident as resident
+from zerofx.ops.gradients import all_reduce as all_reduce
+from zerofx.ops.gradients import grad_buffer as grad_buffer
+from zerofx.ops.gradients import pack as pack
+from zerofx.ops.gradients import reduce_scatter as reduce_scatter
+from zerofx.ops.gradients import store_grad as store_grad
+from zerofx.ops.gradients import update as update
+from zerofx.ops.shards import offload_grad as offload_grad
+from zerofx.ops.shards import read_shard as read_shard
+from zerofx.ops.shards import refresh_shard as refresh_shard
+from zerofx.ops.shards import reload_shard as reload_shard
+from zerofx.ops.values import offload as offload
+from zerofx.ops.values import read_back as read_back
+from zerofx.ops.values import reload as reload
+from zerofx.ops.values import write_out as write_out
+from zerofx.ops.waits import wait as wait

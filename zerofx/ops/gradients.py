@@ -1,0 +1,650 @@
+"""Gradients: packed into a bucket's buffer, reduced, stored where the user sees them, and used.
+
+`grad_buffer` takes the flat buffer, `pack` writes gradients into it, `reduce_scatter` (or
+`all_reduce`, where nothing is sharded) launches the reduction, `store_grad` gives the result to
+p.grad. `update` runs the optimizer over a shard, in place: what backward does if the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.analysis.places import Places
+from zerofx.analysis.storage import Category, Storage, landing_dtype
+from zerofx.analysis.task_steps import update_beside
+from zerofx.analysis.task_walk import Walk
+from zerofx.codegen.load_calls import Calls
+from zerofx.codegen.schedule import Function
+from zerofx.codegen.text import wrap_list
+from zerofx.ir.graphs import is_in_place
+from zerofx.ir.meta import info, nbytes, value
+from zerofx.ir.order import FULL, Buffer, Order, argument
+from zerofx.ir.program import Program
+from zerofx.ir.spec import (
+    Carries,
+    Holds,
+    Kind,
+    Lane,
+    Moved,
+    OpSpec,
+    define,
+    slot_of,
+    spec_of,
+)
+from zerofx.ir.verify_fault import name_of, user_line
+from zerofx.ir.verify_values import Numbering, Packed
+from zerofx.ops.gathers import erase_to_nothing, is_lasting
+from zerofx.ops.waits import same
+from zerofx.runtime.collectives import all_reduce_bytes
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.tiers import Tier
+
+_Format = torch.dtype | None
+
+
+# -- what torch needs -----------------------------------------------------------------------------
+def _fake_grad_buffer(
+    like: Tensor, bucket: int, numel: int, zero: bool, slot: int = -1, *, dtype: _Format = None
+) -> Tensor:
+    return like.new_empty(numel, dtype=dtype)
+
+
+def _run_grad_buffer(
+    calls: Any, like: Tensor, bucket: int, numel: int, zero: bool, slot: int = -1,
+    *, dtype: _Format = None,
+) -> Tensor:  # fmt: skip
+    return calls.grad_buffer(bucket, zero, slot)
+
+
+def _fake_store_grad(reduced: Tensor, bucket: int, *, dtype: _Format = None) -> Tensor:
+    return torch.empty_like(reduced, dtype=dtype)
+
+
+# -- code -----------------------------------------------------------------------------------------
+def _write_grad_buffer(w: Function, node: fx.Node) -> tuple[str, ...]:
+    where = info(node)
+    zero = ", zero=True" if node.args[3] else ""
+    call = f"rt.grad_buffer(bucket={where.index}{zero}, slot={slot_of(node)})"
+    return f"{w.bind(node)} = {call}", where.unit, f"+{w.size(node)}"
+
+
+def _read_grad_buffer(r: Calls, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
+    b = r.bucket(bucket)
+    node = r.value(r.shards[bucket], "the shard")
+    slots = () if slot == -1 else (slot,)
+    made = r.append(
+        grad_buffer, node, bucket, b.numel, zero, *slots,
+        named=_cast(b, b.reduce_dtype), **r.of_bucket(b),
+    ).meta["val"]  # fmt: skip
+    r.filling[id(made)] = bucket
+    return made
+
+
+def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Return the dtype argument where gradients travel in another format than the shards'."""
+    return {"dtype": dtype} if bucket.reduce_dtype is not bucket.dtype else None
+
+
+def _write_pack(w: Function, node: fx.Node) -> tuple[str, ...]:
+    flat: Any
+    grads: Any
+    offsets: Any
+    flat, grads, offsets = node.args
+    assert w.program.layout is not None
+    bucket = w.program.layout.buckets[info(node).index]
+    places = {p.offset: i for i, p in enumerate(bucket.params)}
+    positions = tuple(places[o] for o in offsets)
+    w.names.share(node, flat)
+    head = f"rt.pack({w.bind(flat)}, {bucket.index}, {positions}, "
+    return (f"{head}{wrap_list([w.bind(g) for g in grads], len(head) + 5)})",)
+
+
+def _read_pack(
+    r: Calls, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
+) -> None:
+    if r.filling.get(id(buffer), bucket) != bucket:
+        mine = r.filling[id(buffer)]
+        raise r.refuse(f"rt.pack names bucket {bucket}, but the buffer is that of bucket {mine}")
+    node = r.value(buffer, "the gradient buffer")
+    offsets = [p.offset for p in r.members(bucket, params)]
+    given = [r.value(g, "a gradient") for g in grads]
+    r.append(pack, node, given, offsets, **r.of_bucket(r.bucket(bucket)))
+
+
+def _write_reduce(w: Function, node: fx.Node) -> tuple[str, ...]:
+    packed: Any
+    packed, bucket, _, scale = node.args
+    call = f"rt.{w.method(node)}({w.bind(packed)}, bucket={bucket}, scale={scale!r})"
+    return f"{w.bind(node)} = {call}", info(node).unit
+
+
+def _read_reduce_scatter(r: Calls, buffer: Tensor, bucket: int, scale: float) -> Any:
+    return _read_reduce(r, reduce_scatter, buffer, bucket, scale)
+
+
+def _read_all_reduce(r: Calls, buffer: Tensor, bucket: int, scale: float) -> Any:
+    return _read_reduce(r, all_reduce, buffer, bucket, scale)
+
+
+def _read_reduce(r: Calls, target: Any, buffer: Tensor, bucket: int, scale: float) -> Any:
+    b = r.bucket(bucket)
+    node = r.value(buffer, "the gradient buffer")
+    numel = r.layout.shard_numel(b)
+    return r.launch(r.append(target, node, bucket, numel, scale, **r.of_bucket(b)))
+
+
+def _write_store(w: Function, node: fx.Node) -> tuple[str, ...]:
+    reduced = w.bind(node.all_input_nodes[0])
+    return f"rt.store_grad({reduced}, bucket={info(node).index})", info(node).unit
+
+
+def _read_store(r: Calls, reduced: Tensor, bucket: int) -> None:
+    b = r.bucket(bucket)
+    node = r.value(reduced, "the reduced slice")
+    r.stored[bucket] = r.append(store_grad, node, bucket, named=_cast(b, b.dtype), **r.of_bucket(b))
+
+
+def _write_update(w: Function, node: fx.Node) -> tuple[str, ...]:
+    stored, shard = node.all_input_nodes
+    call = f"rt.update({w.buffer(shard)}, bucket={info(node).index})"
+    return call, info(node).unit, f"-{w.size(stored)}"
+
+
+def _read_update(r: Calls, shard: Tensor, bucket: int) -> None:
+    node = r.value(shard, f"the shard of bucket {bucket}")
+    stored = r.stored.get(bucket)
+    if stored is None:
+        raise r.refuse(f"rt.update of bucket {bucket} comes before rt.store_grad of it")
+    r.append(update, stored, node, bucket, **r.of_bucket(r.bucket(bucket)))
+
+
+# -- time -----------------------------------------------------------------------------------------
+def _task_grad_buffer(w: Walk, node: fx.Node) -> None:
+    if node.args[3]:
+        price = w.found.prices.touch(nbytes(value(node)))
+        w.found.computes("pack", f"zero b{info(node).index}", price, info(node))
+
+
+def _task_pack(w: Walk, node: fx.Node) -> None:
+    size = sum(nbytes(value(g)) for g in node.all_input_nodes[1:])
+    price = w.found.prices.touch(2 * size)
+    w.found.computes("pack", f"pack b{info(node).index}", price, info(node))
+
+
+def _task_reduce(w: Walk, node: fx.Node) -> None:
+    bucket = w.bucket(node)
+    if not w.reduces(bucket):
+        size = 3 * nbytes(value(node.all_input_nodes[0]))
+        price = w.found.prices.touch(size)
+        w.found.computes("store", f"sum b{bucket.index}", price, info(node))
+        return
+    shard = nbytes(value(node))
+    if w.layout.shard_size > 1:
+        w.collective(node, "reduce_scatter", shard * w.layout.shard_size)
+    if w.layout.replicate_size > 1:
+        if node in w.behind:  # of what the other axis delivered
+            w.arrive(node, shard, w.layout.shard_size)
+        w.collective(node, "all_reduce", shard, replicas=True)
+
+
+def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Moved]:
+    """Return what a reduction sends: over the shard axis, then over the replicate axis."""
+    assert program.layout is not None
+    shards, replicas, out = program.layout.shard_size, program.layout.replicate_size, value(node)
+    found = []
+    if shards > 1:
+        found.append(Moved("reduce_scatter", nbytes(out) * (shards - 1), out.element_size()))
+    if replicas > 1:
+        sent = all_reduce_bytes(out, rank // shards, replicas)
+        found.append(Moved("all_reduce", sent, out.element_size()))
+    return found
+
+
+def _task_store(w: Walk, node: fx.Node) -> None:
+    """Append what brings a reduced slice to p.grad: nothing where it was reduced there."""
+    bucket = w.bucket(node)
+    if not w.reduces(bucket):
+        return
+    adds = w.found.micro > 0
+    landed = landing_dtype(w.program, bucket) if bucket.is_away else bucket.reduce_dtype
+    arrived = w.data(node)
+    if adds or landed is not bucket.dtype:
+        numel = w.layout.shard_numel(bucket)
+        size = numel * (landed.itemsize + (1 + adds) * bucket.dtype.itemsize)
+        name = f"store b{bucket.index}"
+        if bucket.is_away:
+            price = w.found.prices.touch(size, Tier.HOST)
+            w.found.hosts("store", name, price, info(node), arrived)
+        else:
+            price = w.found.prices.touch(size)
+            w.found.computes("store", name, price, info(node))
+    w.stored[bucket.index] = arrived[0] if arrived else w.found.compute
+
+
+def _task_update(w: Walk, node: fx.Node) -> None:
+    bucket = w.bucket(node)
+    if bucket.is_away:
+        needs = [t for t in [w.stored.get(bucket.index)] if t is not None]
+        w.updates.append(update_beside(w.found, w.layout, bucket, needs))
+        return
+    numel = w.layout.shard_numel(bucket)
+    price = w.found.prices.update(Tier.DEVICE, numel)
+    w.found.computes("update", f"update b{bucket.index}", price, info(node))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+def _hold_grad_buffer(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    if is_in_place(node, p.program.layout) and not p.packs_apart:
+        return ()  # the gradient's own memory
+    name = info(node).unit or node.name
+    return p.own(node, Category.GRADIENTS, value(node), time, slot_of(node), name=name)
+
+
+def _hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    if p.home(node) is not Tier.DEVICE:  # until it has left
+        return p.own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
+    if not p.reduces_apart(node):
+        return ()  # the gradient's shard, or what is lent for it
+    return hold_first(p, node, time)
+
+
+def hold_first(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return what the first argument lies in: the result is that."""
+    return p.held[node.all_input_nodes[0]]
+
+
+def _is_reduced_static(node: fx.Node, layout: Layout | None) -> bool:
+    """Say whether what a reduction delivers lies in p.grad, and not off the device."""
+    assert layout is not None
+    return not layout.buckets[info(node).index].is_away
+
+
+# -- proof ----------------------------------------------------------------------------------------
+def _order_grad_buffer(o: Order, node: fx.Node) -> None:
+    bucket = o.bucket(node)
+    o.numel(node, bucket.numel, f"bucket {bucket.index}")
+    o.dtype(node, bucket.reduce_dtype, f"a gradient of bucket {bucket.index} on its way")
+    before = o.filling.get(bucket.index)
+    if before is not None and before.packed:
+        o.fail(
+            node,
+            f"{node.name} is a second gradient buffer of bucket {bucket.index} "
+            f"({bucket.label()}), after {before.made.name}; pack into that one",
+        )
+    buffer = Buffer(Holds.PACKED, node, bucket.index, slot_of(node))
+    buffer.zeroed = bool(argument(node, 3))
+    o.filling[bucket.index] = buffer
+    o.add(node, buffer)
+    o.claim(node, buffer)
+
+
+def _order_pack(o: Order, node: fx.Node) -> None:
+    grads: Any
+    offsets: Any
+    buffer = _packed_buffer(o, node)
+    bucket = o.layout.buckets[buffer.bucket]
+    _, grads, offsets = node.args
+    if len(grads) != len(offsets):
+        o.fail(node, f"{node.name} packs {len(grads)} gradients at {len(offsets)} offsets")
+    if buffer.reduced is not None:
+        o.fail(
+            node,
+            f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
+            f"{buffer.reduced.name} has reduced it; move the reduction behind the last pack",
+        )
+    for grad, offset in zip(grads, offsets, strict=True):
+        _order_packed(o, node, buffer, bucket, grad, offset)
+    o.roots.set(node, buffer)
+
+
+def _packed_buffer(o: Order, node: fx.Node) -> Buffer:
+    packed: Any = node.args[0]
+    buffers = o.roots[packed]
+    spec = spec_of(packed)
+    is_whole = spec is not None and (spec.kind is Kind.PACK or _is_grad_buffer(spec))
+    if len(buffers) != 1 or buffers[0].kind is not Holds.PACKED or not is_whole:
+        o.fail(node, f"{node.name} is given {packed}, which is no gradient buffer")
+    return buffers[0]
+
+
+def _is_grad_buffer(spec: OpSpec) -> bool:
+    return spec.kind is Kind.MAKE and spec.carries is Carries.GRADIENTS
+
+
+def _order_packed(
+    o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket, grad: fx.Node, offset: int
+) -> None:
+    param = bucket.at.get(offset)
+    if param is None:
+        o.fail(
+            node,
+            f"{node.name} packs {name_of(grad)} at offset {offset}, where bucket "
+            f"{bucket.index} ({bucket.label()}) has no parameter",
+        )
+    given = value(grad)
+    if tuple(given.shape) != param.shape or given.dtype != bucket.compute_dtype:
+        o.fail(
+            node,
+            f"the gradient packed for {param.name} is {given.dtype}{list(given.shape)}; the "
+            f"parameter is {bucket.compute_dtype}{list(param.shape)} ({user_line(grad)})",
+        )
+    before = buffer.packed.get(offset, grad)
+    if before is not grad:
+        o.fail(
+            node,
+            f"the gradient of {param.name} is packed twice: {name_of(before)}, then "
+            f"{name_of(grad)} ({user_line(grad)})",
+        )
+    if o.expected is not None and offset not in o.expected.get(bucket.index, {}):
+        o.fail(node, f"{node.name} packs a gradient of {param.name}, which has none")
+    buffer.packed[offset] = grad
+
+
+def _order_reduce(o: Order, node: fx.Node) -> None:
+    bucket, buffer = o.bucket(node), _packed_buffer(o, node)
+    label = f"bucket {bucket.index} ({bucket.label()})"
+    if buffer.bucket != bucket.index:
+        o.fail(node, f"{node.name} reduces as {label} the gradients of bucket {buffer.bucket}")
+    if bucket.index in o.reduced:
+        first = o.reduced[bucket.index].made.name
+        o.fail(node, f"{label} is reduced twice: by {first} and by {node.name}")
+    spec = spec_of(node)
+    assert spec is not None
+    is_whole = o.layout.shard_size == 1
+    if (spec.axis == "replicate") != is_whole:
+        wanted = "all_reduce" if is_whole else "reduce_scatter"
+        o.fail(
+            node,
+            f"{label} is sharded over {o.layout.shard_size} ranks: its reduction is "
+            f"{wanted}, not {spec.name}",
+        )
+    o.numel(node, o.layout.shard_numel(bucket), f"a shard of bucket {bucket.index}")
+    _order_scale(o, node, label)
+    _order_complete(o, node, buffer, bucket)
+    buffer.reduced, buffer.landed = node, False
+    made = Buffer(Holds.REDUCED, node, bucket.index, landed=False, source=buffer)
+    made.is_away = o.is_away(bucket)
+    o.reduced[bucket.index] = made
+    o.add(node, made)
+
+
+def _order_scale(o: Order, node: fx.Node, label: str) -> None:
+    scale, world = argument(node, 3), o.program.world_size
+    if scale != 1.0 / world:
+        o.fail(
+            node,
+            f"{label} is reduced at scale {scale!r}; the mean over {world} ranks is "
+            f"1/{world} = {1.0 / world!r}",
+        )
+
+
+def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> None:
+    expected = (o.expected or {}).get(bucket.index, {})
+    missing = [p for offset, p in expected.items() if offset not in buffer.packed]
+    if missing:
+        o.fail(
+            node,
+            f"{node.name} reduces bucket {bucket.index} before the gradient of "
+            f"{missing[0].name} is packed; move it behind the last pack of the bucket",
+        )
+    if len(buffer.packed) < len(bucket.params) and not buffer.zeroed:
+        rest = next(p.name for p in bucket.params if p.offset not in buffer.packed)
+        o.fail(
+            node,
+            f"{node.name} reduces bucket {bucket.index}, where nothing was packed for {rest}: "
+            f"make {buffer.made.name} with zero=True",
+        )
+
+
+def reduced_slice(o: Order, node: fx.Node, bucket: Bucket, verb: str) -> Buffer:
+    """Return the reduced gradients that a node is given, which must be those of its bucket."""
+    reduced: Any = node.args[0]
+    buffers = o.roots[reduced]
+    if len(buffers) != 1 or buffers[0].kind is not Holds.REDUCED:
+        o.fail(node, f"{node.name} {verb} {reduced}, which no reduction delivered")
+    if buffers[0].bucket != bucket.index:
+        o.fail(
+            node,
+            f"{node.name} {verb} the reduced gradients of bucket {buffers[0].bucket} as those "
+            f"of bucket {bucket.index} ({bucket.label()})",
+        )
+    return buffers[0]
+
+
+def _order_store(o: Order, node: fx.Node) -> None:
+    reduced: Any = node.args[0]
+    bucket = o.bucket(node)
+    buffer = reduced_slice(o, node, bucket, "stores")
+    if buffer.is_away and reduced.args[0] is not buffer.offloaded:
+        o.fail(
+            node,
+            f"{node.name} stores {o.label(buffer)} as it lies on the device; its bucket "
+            "lives elsewhere: store what offload_grad's wait returns",
+        )
+    if buffer.stored is not None:
+        o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it")
+    o.dtype(node, bucket.dtype, f"a stored gradient of bucket {bucket.index}")
+    buffer.stored = node
+
+
+def _order_update(o: Order, node: fx.Node) -> None:
+    stored: Any
+    shard: Any
+    stored, shard = node.args[:2]
+    bucket = o.bucket(node)
+    label = f"bucket {bucket.index} ({bucket.label()})"
+    if bucket.index in o.updates:
+        first = o.updates[bucket.index].name
+        o.fail(node, f"{label} is updated twice: by {first} and by {node.name}")
+    reduced = o.reduced.get(bucket.index)
+    if reduced is None or reduced.stored is not stored:
+        o.fail(node, f"{node.name} updates {label} with {stored}, which is not its gradient")
+    held = o.roots[shard]
+    is_shard = shard.op == "placeholder" and len(held) == 1 and held[0].kind is Holds.SHARD
+    if not is_shard or held[0].bucket != bucket.index:
+        o.fail(node, f"{node.name} updates {label}, but is given {shard} as its shard")
+    for buffer in o.buffers:
+        is_sent = buffer.kind in (*FULL, Holds.STAGED, Holds.NEAR) and not buffer.landed
+        if buffer.bucket == bucket.index and is_sent:
+            o.fail(
+                node,
+                f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "
+                "sends it; move the update behind the wait",
+            )
+    held[0].updated = o.updates[bucket.index] = node
+    if _is_followed(o, bucket.index):
+        for buffer in o.buffers:
+            if buffer.bucket == bucket.index and buffer.kind in (Holds.RESIDENT, Holds.NEAR):
+                buffer.updated = node
+
+
+def _is_followed(o: Order, bucket: int) -> bool:
+    """Tell whether what an update leaves of a bucket goes into the copies that stay."""
+    layout, plan = o.program.layout, o.program.plan
+    is_delayed = plan is not None and plan.offload.delayed
+    return layout is not None and not is_delayed and bucket in layout.far_buckets
+
+
+def _erase_buffer(numbering: Numbering, node: fx.Node) -> Any:
+    return Packed(node.args[1])  # type: ignore[arg-type]
+
+
+def _erase_pack(numbering: Numbering, node: fx.Node) -> Any:
+    flat: Any
+    grads: Any
+    offsets: Any
+    flat, grads, offsets = node.args
+    packed = numbering.of[flat]
+    assert isinstance(packed, Packed), f"{node} packs into what is no gradient buffer"
+    for grad, offset in zip(grads, offsets, strict=True):
+        packed.contents[offset] = (str(numbering.of[grad]), node)
+    return packed
+
+
+def _erase_reduce(numbering: Numbering, node: fx.Node) -> Any:
+    packed = numbering.of[node.args[0]]  # type: ignore[index]
+    assert isinstance(packed, Packed), f"{node} reduces what is no gradient buffer"
+    return Packed(packed.bucket, dict(packed.contents))
+
+
+def _erase_store(numbering: Numbering, node: fx.Node) -> Any:
+    stored = same(numbering, node)
+    numbering.give(node, stored)
+    return stored
+
+
+def holds_gradients(node: fx.Node) -> bool:
+    """Say whether a node takes the flat buffer of a bucket's gradients."""
+    spec = spec_of(node)
+    return spec is not None and _is_grad_buffer(spec)
+
+
+# -- the ops --------------------------------------------------------------------------------------
+grad_buffer = define(
+    OpSpec(
+        schema="grad_buffer(Tensor like, int bucket, int numel, bool zero, int slot=-1, *, "
+        "ScalarType? dtype=None) -> Tensor",
+        kind=Kind.MAKE,
+        carries=Carries.GRADIENTS,
+        bucket=1,
+        slot=4,
+        in_backward=True,
+        takes=frozenset({Holds.SHARD}),
+        fake=_fake_grad_buffer,
+        run=_run_grad_buffer,
+        task=_task_grad_buffer,
+        hold=_hold_grad_buffer,
+        is_static=is_lasting,
+        adds=lambda node: nbytes(value(node)),
+        is_quiet=True,
+        stem="grads",
+        write=_write_grad_buffer,
+        read=_read_grad_buffer,
+        order=_order_grad_buffer,
+        erase=_erase_buffer,
+    )
+)
+pack = define(
+    OpSpec(
+        schema="pack(Tensor(a!) buffer, Tensor[] grads, int[] offsets) -> Tensor(a!)",
+        kind=Kind.PACK,
+        carries=Carries.GRADIENTS,
+        in_backward=True,
+        takes=frozenset({Holds.PACKED}),
+        fake=lambda buffer, grads, offsets: buffer,
+        run=lambda calls, buffer, grads, offsets: calls.pack(buffer, grads, offsets),
+        has_effect=True,
+        lane=Lane.COMPUTE,
+        task=_task_pack,
+        hold=hold_first,
+        stem="packed",
+        write=_write_pack,
+        read=_read_pack,
+        order=_order_pack,
+        erase=_erase_pack,
+    )
+)
+reduce_scatter = define(
+    OpSpec(
+        schema="reduce_scatter(Tensor packed, int bucket, int numel, float scale) -> Tensor",
+        kind=Kind.LAUNCH,
+        carries=Carries.GRADIENTS,
+        axis="shard",
+        bucket=1,
+        in_backward=True,
+        takes=frozenset({Holds.PACKED}),
+        fake=lambda packed, bucket, numel, scale: packed.new_empty(numel),
+        run=lambda calls, packed, bucket, numel, scale: calls.reduce(packed, bucket, scale),
+        has_effect=True,
+        lane=Lane.REDUCE,
+        verb="RS",
+        means="reduce-scatter",
+        task=_task_reduce,
+        sends=_sends_reduce,
+        hold=_hold_reduced,
+        is_static=_is_reduced_static,
+        stem="reduce",
+        arrives_as=lambda wait: f"reduced_{info(wait).index}",
+        place="reduce",
+        write=_write_reduce,
+        read=_read_reduce_scatter,
+        order=_order_reduce,
+        erase=_erase_reduce,
+    )
+)
+all_reduce = define(
+    OpSpec(
+        schema="all_reduce(Tensor packed, int bucket, int numel, float scale) -> Tensor",
+        kind=Kind.LAUNCH,
+        carries=Carries.GRADIENTS,
+        axis="replicate",
+        bucket=1,
+        in_backward=True,
+        takes=frozenset({Holds.PACKED}),
+        fake=lambda packed, bucket, numel, scale: packed.new_empty(numel),
+        run=lambda calls, packed, bucket, numel, scale: calls.reduce(packed, bucket, scale),
+        has_effect=True,
+        lane=Lane.REDUCE,
+        verb="AR",
+        means="all-reduce",
+        task=_task_reduce,
+        sends=_sends_reduce,
+        hold=_hold_reduced,
+        is_static=_is_reduced_static,
+        stem="reduce",
+        arrives_as=lambda wait: f"reduced_{info(wait).index}",
+        place="reduce",
+        write=_write_reduce,
+        read=_read_all_reduce,
+        order=_order_reduce,
+        erase=_erase_reduce,
+    )
+)
+store_grad = define(
+    OpSpec(
+        schema="store_grad(Tensor reduced, int bucket, *, ScalarType? dtype=None) -> Tensor",
+        kind=Kind.STORE,
+        carries=Carries.REDUCED,
+        bucket=1,
+        in_backward=True,
+        takes=frozenset({Holds.REDUCED}),
+        fake=_fake_store_grad,
+        run=lambda calls, reduced, bucket, *, dtype=None: calls.store_grad(reduced, bucket),
+        has_effect=True,
+        task=_task_store,
+        hold=hold_first,
+        is_static=is_lasting,
+        is_quiet=True,
+        stem="stored",
+        write=_write_store,
+        read=_read_store,
+        order=_order_store,
+        erase=_erase_store,
+    )
+)
+update = define(
+    OpSpec(
+        schema="update(Tensor stored, Tensor(a!) shard, int bucket) -> ()",
+        kind=Kind.UPDATE,
+        carries=Carries.SHARD,
+        bucket=2,
+        in_backward=True,
+        takes=frozenset({Holds.SHARD}),
+        fake=lambda stored, shard, bucket: None,
+        run=lambda calls, stored, shard, bucket: calls.update(stored, shard, bucket),
+        has_effect=True,
+        lane=Lane.COMPUTE,
+        task=_task_update,
+        hold=hold_first,
+        frees=lambda node: nbytes(value(node.all_input_nodes[0])),
+        stem="update",
+        write=_write_update,
+        read=_read_update,
+        order=_order_update,
+        erase=erase_to_nothing,
+    )
+)
