@@ -156,7 +156,10 @@ def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
-    """Return the concrete classes of the package with exactly one concrete subclass in it."""
+    """Return the concrete classes of the package with exactly one concrete subclass in it.
+
+    A class that is named like its base in torch (`Adam`) is no subclass of itself.
+    """
     children: dict[str, list[str]] = defaultdict(list)
     abstract: set[str] = {"Protocol"}
     names: Counter[str] = Counter()
@@ -176,7 +179,7 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
         for base, subs in children.items()
         if base in names
         and base not in abstract
-        and len([s for s in subs if s not in abstract]) == 1
+        and len([s for s in subs if s not in abstract and s != base]) == 1
     )
 
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 import zerofx
 from zerofx.demo.measure import PeakMemory
 from zerofx.errors import OptimizerError, ShardError
-from zerofx.runtime.param_boxes import boxes_of
+from zerofx.runtime.param_checkpoint import boxes_of
 from zerofx.runtime.param_tensor import ShardedTensor
 
 TORCHS = ["adamw", "sgd"]

@@ -75,7 +75,7 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     """
     source = args[0]
     if is_called_by_stager():
-        return wrap(local_tensor(source).new_empty(0, **kwargs), source._piece)
+        return wrap(local_tensor(source).new_empty(0, **kwargs), source.zfx)
     return func(local_tensor(source), *args[1:], **kwargs)
 
 
