@@ -12,8 +12,10 @@ from zerofx.analysis.storage import (
     CATEGORY_OF,
     Category,
     Storage,
+    is_scaled,
     is_view,
     landing_dtype,
+    sent_as,
     slot_of,
     span_bytes,
 )
@@ -23,6 +25,9 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import reduction
+from zerofx.runtime.policy.reduction import End
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 
@@ -136,24 +141,21 @@ class Places:
 
     def _sent(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return what a reload holds until its wait: what was read for it, or a cast of that."""
-        bucket = self._bucket(node)
-        if bucket.is_cast and bucket.source is Tier.NVME:
+        if sent_as(self.program, self._bucket(node)) is SentAs.CAST:
             return self._own(node, Category.HOST, value(node), time, name="cast copy")
         return self.held[node.all_input_nodes[0]]
 
     def _reduces_apart(self, node: fx.Node) -> bool:
         """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
-        layout = self.program.layout
-        return (
-            self.packs_apart
-            and layout is not None
-            and layout.reduces_in_place(layout.buckets[info(node).index])
-        )
+        if self.program.layout is None:
+            return False
+        end = reduction.end_of(self.program.layout, self._bucket(node), self.packs_apart)
+        return end is End.PACKED
 
     def _landing(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
         """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
-        bucket = self._bucket(node)
-        if landing_dtype(self.program, bucket) is bucket.dtype and not self.packs_apart:
+        scaled = is_scaled(self.program)
+        if reduction.lands_in_gradient(self._bucket(node), scaled, self.packs_apart):
             return (self._nothing(node, time),)
         return self._own(node, Category.HOST, value(node), time)
 
@@ -172,8 +174,8 @@ class Places:
         """
         if self._home(node) is Tier.DEVICE or self.graph == BACKWARD:
             return ()
-        if not self._bucket(node).is_cast or self.program.plan.offload.delayed:
-            return ()  # it is the shard that travels, or its copy that stays
+        if sent_as(self.program, self._bucket(node)) is not SentAs.CAST:
+            return ()
         if node.target is ops.refresh_shard:
             return self._nothing(node, time), *self._own(node, Category.HOST, value(node), time)
         assert self.program.layout is not None  # the copy to this rank's slice is waited for there

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.analysis.steps import LANES_OF, VERBS, Lane
-from zerofx.analysis.storage import landing_dtype
+from zerofx.analysis.storage import is_scaled, landing_dtype, sent_as
 from zerofx.analysis.task import Price, TaskList
 from zerofx.analysis.task_steps import update_beside
 from zerofx.ir import ops
@@ -24,6 +24,8 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import dense_bytes
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import reduction
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 _WAYS = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.NVME: "RD", Lane.TO_NVME: "WR"}
@@ -138,7 +140,8 @@ class Walk:
     def _reduces(self, bucket: Bucket) -> bool:
         loop = self.program.loop
         is_last = self.found.micro == loop.accumulation - 1
-        return is_last or not loop.no_sync or self.program.plan.stage > 1 or bucket.is_away
+        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan.stage)
+        return is_last or not can_wait
 
     def sync(self, node: fx.Node) -> None:
         size = sum(map(nbytes, value(node)))
@@ -153,12 +156,12 @@ class Walk:
     def _reload(self, node: fx.Node, size: int) -> None:
         """Append a shard's way to the device, cast before it leaves where it must be."""
         bucket = self.bucket(node)
-        stays = bucket.source is Tier.HOST and (bucket.is_cast or bucket.home is Tier.NVME)
-        if (bucket.is_cast or stays) and bucket.index not in self.cast:
+        what = sent_as(self.program, bucket)
+        if what is not SentAs.SHARD and bucket.index not in self.cast:
             passed = self.layout.shard_numel(bucket) * bucket.dtype.itemsize + size
             price = self.found.prices.touch(passed, Tier.HOST)
             self.found.hosts("cast", f"cast b{bucket.index}", price, info(node), self._data(node))
-            if stays:
+            if what is SentAs.COPY:
                 self.cast.add(bucket.index)
         self._copy(node, Lane.H2D, size)
 
@@ -228,10 +231,10 @@ class Walk:
         bucket = self.bucket(node)
         if not self._reduces(bucket):
             return
-        adds = self.found.micro > 0
+        adds, scaled = self.found.micro > 0, is_scaled(self.program)
         landed = landing_dtype(self.program, bucket) if bucket.is_away else bucket.reduce_dtype
         arrived = self._data(node)
-        if adds or landed is not bucket.dtype:
+        if reduction.is_stored_apart(self.layout, bucket, scaled, adds):
             numel = self.layout.shard_numel(bucket)
             size = numel * (landed.itemsize + (1 + adds) * bucket.dtype.itemsize)
             name = f"store b{bucket.index}"

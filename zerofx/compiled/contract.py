@@ -89,12 +89,6 @@ def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
     }
 
 
-def forward_slots(program: Program) -> set[int]:
-    """Return the slots that forward gathers into."""
-    gathers = [n for n in program.graph(FORWARD).nodes if n.target is ops.all_gather]
-    return {n.args[3] for n in gathers if len(n.args) == 4 and n.args[3] >= 0}
-
-
 def written_out(program: Program) -> dict[str, int]:
     """Return the bytes of each value that forward lets wait on NVMe, by name."""
     nodes = [n for n in program.graph(FORWARD).nodes if n.target is ops.write_out]

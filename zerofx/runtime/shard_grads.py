@@ -80,13 +80,11 @@ class GradShard:
                 return True
         return False
 
-    def rest(self, least_bytes: int) -> None:
+    def rest(self) -> None:
         """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        stays = self._sleep is None or self.flat.nbytes < least_bytes
-        if self._asleep or stays or any(p.grad is not None for p in self.params):
+        if self._sleep is None or self._asleep or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
-            assert self._sleep is not None
             self._sleep(self.flat)
             self._asleep = True
 
@@ -98,7 +96,7 @@ class GradShard:
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
         self.clear()
-        self.rest(0)
+        self.rest()
 
     def clear(self) -> None:
         """Set every p.grad to None."""

@@ -10,6 +10,7 @@ from zerofx.compat.tensors import keep_version
 from zerofx.errors import GradientError
 from zerofx.runtime.param_piece import Ledger, Piece
 from zerofx.runtime.param_tensor import wrap
+from zerofx.runtime.policy import resting
 from zerofx.runtime.shard_grads import GradShard
 from zerofx.runtime.tiers import Tier
 
@@ -66,11 +67,11 @@ class StoreGrads:
         return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:
-        """Free large gradient shards that no p.grad shows."""
+        """Free gradient shards that no p.grad shows, as `policy/resting.py` has it."""
         if self._ledger.updates is not None:
             return  # freed by each update
         for shard in self.shards.values():
-            shard.rest(self._layout.rest_bytes)
+            shard.rest()
 
     # -- updates inside backward ----------------------------------------------------------------
     def begin_updates(self) -> None:
@@ -115,7 +116,7 @@ class StoreGrads:
         def run() -> None:
             with keep_version(flat):  # it tells what others write
                 update()
-            shard.rest(0)
+            shard.rest()
 
         return run
 
@@ -129,12 +130,16 @@ class StoreGrads:
         if shard is None:
             names, members = self._layout.owners[block], self._layout.blocks[block]
             first = members[0]
+            sleep, wake = self._homes.sleep_and_wake(first)
+            in_backward = self._ledger.updates is not None
+            is_freed = resting.frees_gradient(self._layout, first, in_backward)
             shard = GradShard(
                 [self._params[n] for n in names],
                 lambda: self._homes.gradient(first, self._layout.block_numel(members)),
                 lambda flat: self._views_of(names, flat),
                 [b.index for b in members],
-                *self._homes.rests(first),
+                sleep if is_freed else None,
+                wake,
             )
             self.shards[block] = shard
         return shard
