@@ -78,7 +78,7 @@ def update_staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> l
     """
     moved = passing(program, optimizer_bytes)
     if not is_beside(program):
-        return [_staged(p, life.end, life.end) for p in _largest(moved, staging.IN_STEP)]
+        return [_staged(p, life.end, life.end) for p in _largest(moved, staging.at_once_in_step())]
     reduced, updated = _times(life, ops.REDUCES), _times(life, {ops.update})
     here = [p for p in moved if p.index in updated]
     here.sort(key=lambda p: updated[p.index])

@@ -135,8 +135,8 @@ class Places:
             return self._casting(node, time)
         if target is ops.resident:
             return ()  # a copy that stays
-        if target is ops.release:
-            return ()
+        if target in (ops.release, ops.store_grad):
+            return ()  # what is stored lies in p.grad
         return self.held[next(iter(node.all_input_nodes))]
 
     def _sent(self, node: fx.Node, time: int) -> tuple[Storage, ...]:

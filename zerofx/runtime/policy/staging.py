@@ -7,8 +7,12 @@ from enum import Enum
 
 READS_AHEAD = 1  # in step(): buckets that are read while one is updated
 WRITES_BEHIND = 1  # in step(): buckets that are written while one is updated
-IN_STEP = READS_AHEAD + 1 + WRITES_BEHIND
 IN_BACKWARD = 2  # one is updated, and the next one is read
+
+
+def at_once_in_step() -> int:
+    """Return how many buckets have host memory at once in `step()`."""
+    return READS_AHEAD + 1 + WRITES_BEHIND
 
 
 class Move(Enum):
