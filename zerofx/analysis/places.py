@@ -22,10 +22,10 @@ from zerofx.analysis.storage import (
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import FORWARD, Program
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.layout import Bucket
-from zerofx.runtime.policy import reduction
+from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.reduction import End
 from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
@@ -168,11 +168,9 @@ class Places:
         return self._own(node, Category.GRADIENTS, wide, time, name="reduced slice, unscaled")
 
     def _casting(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what a copy that stays is made of: a cast of the shard on the host, for the way.
-
-        Forward makes it; a later refresh of the same step finds the copy current.
-        """
-        if self._home(node) is Tier.DEVICE or self.graph == BACKWARD:
+        """Return what a copy that stays is made of: a cast of the shard on the host, for the way."""
+        is_away = self._home(node) is not Tier.DEVICE
+        if not is_away or not shard_copies.refresh_moves(self.graph == FORWARD):
             return ()
         if sent_as(self.program, self._bucket(node)) is not SentAs.CAST:
             return ()

@@ -24,7 +24,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import dense_bytes
 from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.policy import reduction
+from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
@@ -97,8 +97,8 @@ class Walk:
     # -- launches ---------------------------------------------------------------------------
     def gather(self, node: fx.Node) -> None:
         if node.target is ops.refresh:
-            if self.found.micro or info(node).phase.value == BACKWARD:
-                return  # current since the first forward behind an update
+            if not self._refresh_moves(node):
+                return
             bucket = self.bucket(node)
             if bucket.is_away:
                 self._reload(node, nbytes(value(node)) // self.layout.shard_size)
@@ -149,9 +149,12 @@ class Walk:
         self.found.ended.add(self.found.sends(Lane.REDUCE, "BC buffers", price, Price()))
 
     def reload_shard(self, node: fx.Node) -> None:
-        is_stale = self.found.micro == 0 and info(node).phase.value != BACKWARD
-        if node.target is ops.reload_shard or (is_stale and self.found.graph == FORWARD):
+        if node.target is ops.reload_shard or self._refresh_moves(node):
             self._reload(node, nbytes(value(node)))
+
+    def _refresh_moves(self, node: fx.Node) -> bool:
+        in_forward = self.found.graph == FORWARD and info(node).phase.value != BACKWARD
+        return shard_copies.refresh_moves(in_forward, self.found.micro)
 
     def _reload(self, node: fx.Node, size: int) -> None:
         """Append a shard's way to the device, cast before it leaves where it must be."""

@@ -14,10 +14,11 @@ from torch import fx
 from zerofx.analysis.storage import landing_dtype
 from zerofx.ir import ops
 from zerofx.ir.meta import info, nbytes, value
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.runtime.collectives import KINDS, all_reduce_bytes
 from zerofx.runtime.homes import ADAMW_STATES, staged_bytes
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
+from zerofx.runtime.policy import exchange, shard_copies
 from zerofx.runtime.tiers import Tier
 
 LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
@@ -105,8 +106,8 @@ def _copies(program: Program, graph: str, node: fx.Node) -> list[tuple[str, int,
         if layout is None or not layout.buckets[info(node).index].is_away:
             return []
         nbytes_moved //= layout.shard_size
-    if node.target is ops.refresh_shard and graph == BACKWARD:
-        return []  # forward's is current
+    if node.target is ops.refresh_shard and not shard_copies.refresh_moves(graph == FORWARD):
+        return []
     itemsize = copied.element_size()
     if node.target is ops.offload_grad:
         assert program.layout is not None
@@ -129,12 +130,14 @@ def _collectives(program: Program, node: fx.Node, rank: int) -> list[tuple[str, 
     shards, replicas = layout.shard_size, layout.replicate_size
     if node.target in ops.GATHERS and shards > 1:
         full = value(node)
-        return [("all_gather", nbytes(full) // shards * (shards - 1), full.element_size())]
+        sent = exchange.part_sent(nbytes(full) // shards, shards)
+        return [("all_gather", sent, full.element_size())]
     if node.target in ops.REDUCES:
         out = value(node)
         found = []
         if shards > 1:
-            found.append(("reduce_scatter", nbytes(out) * (shards - 1), out.element_size()))
+            sent = exchange.part_sent(nbytes(out), shards)
+            found.append(("reduce_scatter", sent, out.element_size()))
         if replicas > 1:
             sent = all_reduce_bytes(out, rank // shards, replicas)
             found.append(("all_reduce", sent, out.element_size()))

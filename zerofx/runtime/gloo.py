@@ -61,7 +61,7 @@ class GlooAxis(Axis):
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         size, numel = self.size, shard.numel()
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
-        self._lane.count("all_gather", shard.nbytes * (size - 1))
+        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
         if self._algorithm("all_gather", out.nbytes, size) == "native":
             return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
@@ -76,7 +76,7 @@ class GlooAxis(Axis):
     ) -> Work:
         size, numel = self.size, out.numel()
         assert full.numel() == numel * size, f"{label}: {full.numel()} != {size} * {numel}"
-        self._lane.count("reduce_scatter", out.nbytes * (size - 1))
+        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
         is_native = self._algorithm("reduce_scatter", full.nbytes, size) == "native"
         receives = exchange.reduce_scatter_receives(numel, size, is_native)
         loans = self._borrow(receives.at_launch, full.dtype)

@@ -1,4 +1,4 @@
-"""What a rank receives and sends in a collective over gloo, in elements.
+"""What a rank receives in a collective over gloo, and what it sends in any, in elements.
 
 A direct exchange is one message per pair of ranks; a native one is a single call of the library.
 """
@@ -41,6 +41,11 @@ def all_reduce_receives(numel: int, rank: int, size: int) -> Receives:
 def slice_numel(numel: int, rank: int, size: int) -> int:
     """Return the elements of a rank's slice, cut as `Tensor.tensor_split` cuts."""
     return numel // size + (rank < numel % size)
+
+
+def part_sent(part: int, size: int) -> int:
+    """Return what a rank sends in an all-gather of its part, or a reduce-scatter into parts."""
+    return part * (size - 1)
 
 
 def all_reduce_sent(numel: int, rank: int, size: int) -> int:

@@ -29,3 +29,13 @@ def sent_as(bucket: Bucket, delayed: bool) -> SentAs:
     if (delayed and bucket.trainable) or (bucket.source is Tier.HOST and is_apart):
         return SentAs.COPY
     return SentAs.CAST if bucket.is_cast else SentAs.SHARD
+
+
+def refresh_moves(in_forward: bool, micro: int = 0) -> bool:
+    """Tell whether a refresh moves anything in the steady state: an optimizer steps once per step.
+
+    A copy that stays is outdated by a step. The first forward after it makes the copy current, and
+    so it is for backward and for later micro-batches. The runtime sees this by counting writes
+    (`AwayShards`, `Engine.refresh`), so that a loop that never steps moves less.
+    """
+    return in_forward and micro == 0
