@@ -168,7 +168,7 @@ class Places:
         return self._own(node, Category.GRADIENTS, wide, time, name="reduced slice, unscaled")
 
     def _casting(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what a copy that stays is made of: a cast of the shard on the host, for the way."""
+        """Return the cast of a shard on the host of which a copy that stays is made, if any."""
         is_away = self._home(node) is not Tier.DEVICE
         if not is_away or not shard_copies.refresh_moves(self.graph == FORWARD):
             return ()

@@ -44,6 +44,7 @@ class AwayShards:
         self, store: ShardStore, slots: SlotPool, host: HostTier, delayed: bool = False
     ) -> None:
         self._store, self._slots, self._host, self._delayed = store, slots, host, delayed
+        self._sent_as = [shard_copies.sent_as(b, delayed) for b in store.layout.buckets]
         self._published: dict[int, int] = {}  # bucket -> how often
         self._updated: dict[int, int] = {}  # bucket on NVMe -> how often
         self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
@@ -134,8 +135,7 @@ class AwayShards:
 
         Of what lives on NVMe and is gathered from the host, that copy is all that lies there.
         """
-        b = self._store.layout.buckets[bucket]
-        sent_as = shard_copies.sent_as(b, self._delayed)
+        b, sent_as = self._store.layout.buckets[bucket], self._sent_as[bucket]
         if sent_as is SentAs.SHARD:
             return shard
         stays = sent_as is SentAs.COPY

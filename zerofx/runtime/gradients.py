@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,15 @@ class Gradients:
         self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
         self._slices = receive_buffers(store.world.device)  # where some reductions end
         self._loans: dict[int, Loan[Tensor]] = {}  # bucket in flight -> its slice
+        layout, either = self._layout, (False, True)
+        self._packs_in_gradient = {  # (reduces, is_set) -> for each bucket
+            (r, s): [reduction.packs_in_gradient(layout, b, s, r) for b in layout.buckets]
+            for r, s in product(either, either)
+        }
+        self._ends = {  # (is_set, in_slot) -> for each bucket
+            (s, i): [reduction.end_of(layout, b, s, i) for b in layout.buckets]
+            for s, i in product(either, either)
+        }
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
         self._labels = [label("reduction", b) for b in self._layout.buckets]
@@ -158,12 +168,11 @@ class Gradients:
         return buffer
 
     def _own_place(self, bucket: int) -> Tensor | None:
-        b = self._layout.buckets[bucket]
         reduces = not (self.no_sync or self.discards or self._sums.holds(bucket))
-        if not reduction.packs_in_gradient(self._layout, b, is_set=False, reduces=reduces):
+        if not self._packs_in_gradient[reduces, False][bucket]:
             return None
         target, is_set = self._store.grads.target(bucket)
-        if not reduction.packs_in_gradient(self._layout, b, is_set):
+        if not self._packs_in_gradient[reduces, is_set][bucket]:
             return None
         self._targets[bucket] = target, False, frozenset()
         return target
@@ -201,8 +210,7 @@ class Gradients:
         if bucket not in self._targets:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
-        b, in_slot = self._layout.buckets[bucket], self._slots.owns(buffer)
-        end = reduction.end_of(self._layout, b, accumulate, in_slot)
+        end = self._ends[accumulate, self._slots.owns(buffer)][bucket]
         if end is End.GRADIENT:
             out = target
         elif end is End.PACKED:
