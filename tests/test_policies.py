@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,13 @@ def held(plan: dict[str, Any], patch: Patch | None) -> tuple[Figures, Figures]:
         return planned(model), real
 
 
+@cache
+def as_is() -> tuple[Figures, Figures]:
+    return held({}, None)
+
+
 def both(plan: dict[str, Any], patch: Patch) -> tuple[Figures, ...]:
-    return *held(plan, None), *held(plan, patch)
+    return *(held(plan, None) if plan else as_is()), *held(plan, patch)
 
 
 def planned(model: CompiledModule) -> Figures:
@@ -98,7 +104,8 @@ def free_bytes(scratch: Scratch[Any]) -> int:
 
 def follow(pool: Pool, plan: dict[str, Any], patch: Patch, *changes: str, ranks: int = 2) -> None:
     """Check that planned and measured are one, also under a patch, which `changes` some of it."""
-    for expected, real, patched, real_patched in pool.run(ranks, both, plan, patch):
+    answers = pool.run(ranks, both, plan, patch) if ranks > 1 else [both(plan, patch)]
+    for expected, real, patched, real_patched in answers:
         assert expected == real
         assert patched == real_patched
         assert {name for name in patched if patched[name] != expected[name]} == {*changes}
@@ -169,7 +176,7 @@ def leaves_narrow(changed: pytest.MonkeyPatch) -> None:
 
 def test_the_format_in_which_gradients_leave(pool: Pool) -> None:
     scaled = {"precision": "fp16", "offload": ON_HOST}
-    follow(pool, scaled, leaves_narrow, "sent", "places", ranks=1)
+    follow(pool, scaled, leaves_narrow, "sent", ranks=1)
 
 
 def sums(plan: dict[str, Any], patch: Patch | None) -> tuple[int, int]:
