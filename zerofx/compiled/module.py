@@ -24,6 +24,7 @@ from zerofx.ir.program import Program
 from zerofx.passes.order import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.shards import ShardStore
 
 
@@ -117,8 +118,7 @@ class CompiledModule(nn.Module):
                 "accumulate"
             )
         gradients, before = self._engine.gradients, self._engine.gradients.no_sync
-        is_put_off = self._setting.plan.stage <= 1 and not self._engine.store.is_away
-        gradients.no_sync = is_put_off and self._engine.world.size > 1
+        gradients.no_sync = reduction.is_put_off(self._engine.layout, self._setting.plan.stage)
         try:
             yield
         finally:

@@ -21,6 +21,8 @@ from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.policy import staging
+from zerofx.runtime.policy.staging import Move
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
@@ -81,29 +83,29 @@ def _update_staged(
     update: Callable[[Groups], None],
     check: Callable[[NvmeError | None], None],
 ) -> None:
-    coming, problem = map(_Stage, far), None
-    stage = following = None
-    for _ in far:
+    problem: NvmeError | None = None
+    stages: dict[int, _Stage] = {}  # what is in host memory
+    for move, k in staging.step_order(len(far)):
         arrived: Groups = []
         try:
-            if problem is None:
-                stage = following or next(coming)
-                following = next(coming, None)  # its reads begin
-                arrived = stage.arrived()
+            if problem is None and move is Move.READ:
+                stages[k] = _Stage(far[k])
+            elif problem is None and move is Move.UPDATE:
+                arrived = stages[k].arrived()
+            elif problem is None:
+                stages.pop(k).written(stages.values())
         except NvmeError as error:
             problem = error
-        check(problem)
-        with contextlib.nullcontext() if stage is None else stage.noted():
-            update(arrived)
-        del arrived  # which holds the bucket's memory
-        assert stage is not None
-        try:
-            stage.leave()
-        except NvmeError as error:
-            problem = error
+        if move is Move.UPDATE:
+            check(problem)  # which raises it, on the other ranks too if those wait for this one
+            with stages[k].noted():
+                update(arrived)
+            del arrived  # which holds the bucket's memory
+            try:
+                stages[k].leave()
+            except NvmeError as error:
+                problem = error
     _alone(problem)
-    for groups in far:
-        _home_of(groups).join()
 
 
 class _Stage:
@@ -118,6 +120,7 @@ class _Stage:
         self._coming: dict[str, Arrival] = {k: self._take(k) for k in kinds}
         self._home.drop_early(self._bucket.index)  # states that this optimizer does not have
         self._held: dict[str, Tensor] = {}
+        self._num_writes = 0
 
     def _take(self, kind: str) -> Arrival:
         return self._home.take(kind, self._bucket.index, self._bucket.dtype)
@@ -139,11 +142,15 @@ class _Stage:
         return beside.updating(f"b{self._bucket.index}", beside.launched_ns())
 
     def leave(self) -> None:
-        """Launch the writes; those of the bucket before have ended when this returns."""
+        """Launch the writes, which hold the bucket's memory until they have ended."""
         for kind, values in self._held.items():
             self._home.write(kind, self._bucket.index, values)
-        self._home.join(leave=len(self._held))
+        self._num_writes = len(self._held)
         self._held.clear()
+
+    def written(self, later: Iterable[_Stage]) -> None:
+        """Wait for the writes, but not for those of stages that left later."""
+        self._home.join(leave=sum(s._num_writes for s in later if s._home is self._home))
 
 
 def _runs(groups: Groups) -> Iterator[FlatRun]:

@@ -26,6 +26,7 @@ from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.faults import sized
 from zerofx.runtime.nvme.folder import free_bytes, prepare
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import together
 from zerofx.runtime.world import World
@@ -69,8 +70,9 @@ class Homes:
         self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(parts)} buckets")
         try:
             self._reserve(PARAMETERS, self._far)
-            if keeps and self._trained:
-                self._reserve(GRADIENTS, self._trained)
+            kept = [b for b in far if reduction.gradient_tier(b[0], not keeps) is Tier.NVME]
+            if trained := self._trained & {b[0].index for b in kept}:
+                self._reserve(GRADIENTS, trained)
         except BaseException:
             self.nvme.close()
             raise
@@ -137,14 +139,13 @@ class Homes:
         ranges.append((offset, offset + numel, owner))
         return held
 
-    def rests(self, bucket: Bucket) -> tuple[Callable[[Tensor], None] | None, Callable[..., None]]:
-        """Return how a bucket's gradient is freed between steps, and made usable again.
-
-        What waits for its step on the host keeps its memory; what is on its way to NVMe does not.
-        """
+    def sleep_and_wake(
+        self, bucket: Bucket
+    ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        """Return how a bucket's gradient is freed between steps, and made usable again."""
         if bucket.home is Tier.DEVICE:
             return shrink, regrow
-        return (self._drop_pages if bucket.home is Tier.NVME else None), _nothing
+        return self._drop_pages, _nothing
 
     def _drop_pages(self, flat: Tensor) -> None:
         if (held := self._maps.get(flat.data_ptr())) is not None:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.copy_lanes import Lane, lanes_for
-from zerofx.runtime.free_places import FreePlaces
 from zerofx.runtime.host_memory import Place
 from zerofx.runtime.nvme.request import Request
+from zerofx.runtime.policy.borrowing import FreeBuffers
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
@@ -75,7 +75,7 @@ class HostTier:
         self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
         self.beside: Beside | None = None
         self._lanes = lanes
-        self._free: FreePlaces[Place] = FreePlaces()
+        self._free: FreeBuffers[Place] = FreeBuffers()
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
         self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
@@ -84,7 +84,7 @@ class HostTier:
     def nbytes(self) -> int:
         """Bytes of all places, lent or free."""
         with self._lock:
-            return self._free.nbytes + sum(p.nbytes for p, _ in self._lent.values())
+            return self._free.size + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
@@ -222,7 +222,7 @@ class HostTier:
     def _take(self, nbytes: int) -> Place:
         """Return a free place that fits, else a new one."""
         with self._lock:
-            free = self._free.take(nbytes)
+            free, _ = self._free.take(nbytes)
         return Place(nbytes, self.device) if free is None else free
 
     def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
@@ -236,7 +236,7 @@ class HostTier:
         return tensor
 
 
-def _give_back(places: tuple[Any, dict[int, Any], FreePlaces[Place]], at: int, _: Any) -> None:
+def _give_back(places: tuple[Any, dict[int, Any], FreeBuffers[Place]], at: int, _: Any) -> None:
     lock, lent, free = places
     with lock:
         place, _ = lent.pop(at)

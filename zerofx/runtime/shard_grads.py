@@ -13,6 +13,7 @@ from zerofx.compat.tensors import keep_version, require_grad, storage_uses
 from zerofx.errors import GradientError
 from zerofx.runtime.homes import regrow, shrink
 from zerofx.runtime.param_piece import Ledger, ParameterPiece
+from zerofx.runtime.policy import resting
 from zerofx.runtime.tiers import Tier
 
 
@@ -79,13 +80,11 @@ class GradShard:
                 return True
         return False
 
-    def rest(self, least_bytes: int) -> None:
+    def rest(self) -> None:
         """Free the flat's memory while no gradient is set or held elsewhere; views stay."""
-        stays = self._sleep is None or self.flat.nbytes < least_bytes
-        if self._asleep or stays or any(p.grad is not None for p in self.params):
+        if self._sleep is None or self._asleep or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
-            assert self._sleep is not None
             self._sleep(self.flat)
             self._asleep = True
 
@@ -97,7 +96,7 @@ class GradShard:
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
         self.clear()
-        self.rest(0)
+        self.rest()
 
     def clear(self) -> None:
         """Set every p.grad to None."""
@@ -216,11 +215,11 @@ class StoreGrads:
         return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:
-        """Free large gradient shards that no p.grad shows."""
+        """Free gradient shards that no p.grad shows, as `policy/resting.py` has it."""
         if self._ledger.updates is not None:
             return  # freed by each update
         for shard in self.shards.values():
-            shard.rest(self._layout.rest_bytes)
+            shard.rest()
 
     # -- updates inside backward ----------------------------------------------------------------
     def begin_updates(self) -> None:
@@ -265,7 +264,7 @@ class StoreGrads:
         def run() -> None:
             with keep_version(flat):  # it tells what others write
                 update()
-            shard.rest(0)
+            shard.rest()
 
         return run
 
@@ -279,12 +278,16 @@ class StoreGrads:
         if shard is None:
             names, members = self._layout.owners[block], self._layout.blocks[block]
             first = members[0]
+            sleep, wake = self._homes.sleep_and_wake(first)
+            in_backward = self._ledger.updates is not None
+            is_freed = resting.frees_gradient(self._layout, first, in_backward)
             shard = GradShard(
                 [self._params[n] for n in names],
                 [self._pieces[n] for n in names],
                 lambda: self._homes.gradient(first, self._layout.block_numel(members)),
                 [b.index for b in members],
-                *self._homes.rests(first),
+                sleep if is_freed else None,
+                wake,
             )
             self.shards[block] = shard
         return shard

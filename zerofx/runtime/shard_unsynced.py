@@ -16,6 +16,7 @@ from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import wrap
+from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
     from zerofx.runtime.layout import Bucket
@@ -88,8 +89,8 @@ class _Sum:
 
     def __init__(self, store: ShardStore, block: tuple[Bucket, ...], buffer: Tensor) -> None:
         """Begin with zeros in the shards' format, not the one that gradients travel in."""
-        numel = sum(b.numel for b in block)
-        full = torch.zeros(numel, dtype=block[0].dtype, device=buffer.device)
+        numel, dtype = reduction.sum_form(block)
+        full = torch.zeros(numel, dtype=dtype, device=buffer.device)
         self._parts = dict(
             zip([b.index for b in block], full.tensor_split(len(block)), strict=True)
         )
@@ -142,7 +143,7 @@ class LocalSums:
 
     def __init__(self, store: ShardStore) -> None:
         self._store = store
-        self._is_sharded = store.layout.shard_size > 1
+        self._lie_apart = reduction.sums_lie_apart(store.layout)
         self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
         self._sums: dict[int, _Sum] = {}  # by block
 
@@ -156,7 +157,7 @@ class LocalSums:
     ) -> None:
         """Add a packed bucket of which `names` have gradients to the sum, which is unscaled."""
         self._scales[bucket] = scale
-        if not self._is_sharded:
+        if not self._lie_apart:
             target, accumulate = self._store.grads.target(bucket)
             if accumulate:
                 target.add_(buffer, alpha=1.0 / loss_scale)
@@ -216,7 +217,7 @@ class LocalSums:
         return dict(sorted(self._scales.items()))
 
     def _is_waiting(self, bucket: int) -> bool:
-        if self._is_sharded:
+        if self._lie_apart:
             held = self._sums.get(self._store.layout.block_of[bucket])
             return held is not None and bool(held.forget_cleared())
         names = self._store.layout.buckets[bucket].names
