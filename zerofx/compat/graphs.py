@@ -35,6 +35,7 @@ __all__ = [
     "op_argument",
     "op_name",
     "pytree",
+    "schema_of",
     "with_effects",
 ]
 
@@ -49,6 +50,11 @@ def op_argument(node: torch.fx.Node, name: str) -> Any:
 
 
 OpNamespace: type = type(torch.ops.aten)
+
+
+def schema_of(target: Any) -> Any:
+    """Return the schema of an operator: its arguments, results and what it writes; else None."""
+    return getattr(target, "_schema", None)
 
 
 def op_name(op: OpOverload) -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
+from zerofx.compat.modules import load_own_state, share_containers
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
 from zerofx.compiled.full_state import sharded_state_of, state_of
 from zerofx.compiled.hooks import HookWatch
@@ -37,10 +38,8 @@ class CompiledModule(nn.Module):
     def __init__(self, model: nn.Module, setting: Setting, engine: Engine) -> None:
         super().__init__()
         self.__dict__["_model"] = model
-        for container in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[container] = model.__dict__[container]
+        share_containers(self, model)
         self.training = model.training
-        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         # Past __setattr__, which would set what the model calls by the same name.
         self.__dict__["_setting"], self.__dict__["_engine"] = setting, engine
         self.__dict__["_programs"] = ProgramTable(model, setting, engine)
@@ -147,9 +146,7 @@ class CompiledModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load what the model itself holds as it does: with its hooks and its own extra state."""
-        for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, *args)
-        self._model._load_from_state_dict(state_dict, prefix, *args)
+        load_own_state(self, self._model, state_dict, prefix, *args)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.

@@ -19,6 +19,8 @@ from zerofx.capture.signature import Signature, describe_difference, describe_si
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
+from zerofx.compat.modules import own_buffers
+from zerofx.compat.tensors import version_of
 from zerofx.compiled.blame import Blame
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.budget import (
@@ -74,7 +76,7 @@ class Constants:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         counted = [t for t in tensors if not t.is_inference()]  # those count no versions
-        self._read = [(weakref.ref(t), t._version) for t in counted]
+        self._read = [(weakref.ref(t), version_of(t)) for t in counted]
 
     def __bool__(self) -> bool:
         return bool(self._read)
@@ -83,7 +85,7 @@ class Constants:
         """Tell whether one was written to since."""
         for ref, version in self._read:
             tensor = ref()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and version_of(tensor) != version:
                 return True
         return False
 
@@ -379,7 +381,7 @@ class ProgramTable:
         owners: list[tuple[str, dict[str, Any], str]] = []
         for name in program.buffers:
             path, _, key = name.rpartition(".")
-            owners.append((name, self._model.get_submodule(path)._buffers, key))
+            owners.append((name, own_buffers(self._model.get_submodule(path)), key))
         return lambda: {name: held[key] for name, held, key in owners}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.compat.graphs import schema_of
 from zerofx.ir import ops
 from zerofx.ir.graphs import is_alias
 
@@ -160,7 +161,7 @@ def _nodes(argument: Any) -> Iterator[fx.Node]:
 
 @functools.cache
 def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     found = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None)
     # views that hide it in their schema (_unsafe_view) look into their first argument
     return found or tuple((0, a.name) for a in arguments[:1])

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofx.compat.callers import DTensor
+from zerofx.compat.modules import own_children, own_parameters, put_parameter
 from zerofx.compat.tensors import local_tensor, raw_data
 from zerofx.errors import ShardError
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.param_tensor import ShardedTensor
-from zerofx.runtime.shard_tree import ParameterTree, put
+from zerofx.runtime.shard_tree import ParameterTree
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _REBUILD = (
@@ -40,7 +41,7 @@ def _watch_assignments() -> None:
 
 
 def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
-    held = _assigned.get(id(module._parameters))
+    held = _assigned.get(id(own_parameters(module)))
     if held is not None:
         held[key] = param
 
@@ -62,8 +63,9 @@ class Bindings:
         self._ledger, self._params, self._views = ledger, params, views
         self._shapes = {name: p.shape for name, p in params.items()}
         self._bound = list(tree.bindings())
+        self._holders = [module for _, module, _ in self._bound]
         self._modules = list(tree.modules.items())
-        self._children = [m._modules for m in tree.modules.values()]
+        self._children = [own_children(m) for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
         # what carries each piece: its local tensor, or the parameter itself
         self._carriers = [
@@ -72,7 +74,7 @@ class Bindings:
         self._pointers = [t.data_ptr() for t in self._carriers]
         _watch_assignments()
         for module in {id(m): m for _, m, _ in self._bound}.values():
-            key = id(module._parameters)
+            key = id(own_parameters(module))
             _assigned[key] = {}
             weakref.finalize(module, _assigned.pop, key, None)
 
@@ -89,8 +91,9 @@ class Bindings:
         if self._children != self._expected:
             self._compare_children()
         params = self._params
-        for name, module, key in self._bound:
-            if module._parameters.get(key) is not params[name]:
+        holders = map(own_parameters, self._holders)
+        for (name, module, key), held in zip(self._bound, holders, strict=True):
+            if held.get(key) is not params[name]:
                 self._restore(name, module, key)
         if [t.data_ptr() for t in self._carriers] != self._pointers:
             self._return_storages()
@@ -105,7 +108,7 @@ class Bindings:
     # -- submodules ---------------------------------------------------------------------------
     def _compare_children(self) -> None:
         for i, (path, owner) in enumerate(self._modules):
-            before, now = self._expected[i], owner._modules
+            before, now = self._expected[i], own_children(owner)
             prefix = f"{path}." if path else ""
             for key, child in before.items():
                 if now.get(key) is not child:
@@ -116,8 +119,8 @@ class Bindings:
 
     # -- parameters ---------------------------------------------------------------------------
     def _restore(self, name: str, module: nn.Module, key: str) -> None:
-        found: Any = module._parameters.get(key, getattr(module, key, None))
-        assigned = _assigned[id(module._parameters)]
+        found: Any = own_parameters(module).get(key, getattr(module, key, None))
+        assigned = _assigned[id(own_parameters(module))]
         is_assigned = assigned.get(key) is found
         ours = self._params[name]
         if not isinstance(found, Tensor):
@@ -154,7 +157,7 @@ class Bindings:
                 )
         places = [(m, k) for other, m, k in self._bound if other == name]
         for other_module, other_key in places:
-            other = other_module._parameters.get(other_key)
+            other = own_parameters(other_module).get(other_key)
             if other is not found and (other is ours or not _equal(other, found)):
                 raise ShardError(
                     f"{name}: it is held in {len(places)} places, and one of them now holds "
@@ -166,8 +169,8 @@ class Bindings:
         if found.requires_grad != ours.requires_grad:
             ours.requires_grad_(found.requires_grad)
         for module, key in places:
-            put(module, key, ours)
-            _assigned[id(module._parameters)].pop(key, None)
+            put_parameter(module, key, ours)
+            _assigned[id(own_parameters(module))].pop(key, None)
 
     def _return_storages(self) -> None:
         for (name, view), carrier in zip(self._views.items(), self._carriers, strict=True):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.compat.autograd import has_gradient_hooks
+from zerofx.compat.modules import own_buffers, own_parameters, put_parameter
 from zerofx.compat.tensors import memory_range
 from zerofx.errors import ShardError
 from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedTensor
@@ -30,7 +31,7 @@ class ParameterTree:
         self.modules = dict(model.named_modules())
         names: dict[int, str] = {}
         for module_name, module in self.modules.items():
-            for key, param in module._parameters.items():
+            for key, param in own_parameters(module).items():
                 if param is None:
                     continue
                 full_name = f"{module_name}.{key}" if module_name else key
@@ -81,7 +82,7 @@ class ParameterTree:
         for name, param in self.params.items():
             found.append((*memory_range(param), name, True))
         for path, module in self.modules.items():
-            for key, buffer in module._buffers.items():
+            for key, buffer in own_buffers(module).items():
                 if buffer is None or nn.parameter.is_lazy(buffer) or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
@@ -98,7 +99,7 @@ class ParameterTree:
     def place(self, name: str, new: nn.Parameter) -> None:
         """Put `new` wherever parameter `name` is held."""
         for module, key in self.holders[name]:
-            put(module, key, new)
+            put_parameter(module, key, new)
         self.params[name] = new
 
     def bindings(self) -> Iterator[tuple[str, nn.Module, str]]:
@@ -131,13 +132,6 @@ def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
         f"{one} and {other} share memory but are two tensors, and sharding would silently untie "
         f"them; {way}; to keep them apart, give one a copy (its .data.clone())"
     )
-
-
-def put(module: nn.Module, key: str, param: nn.Parameter) -> None:
-    """Set a module's parameter in place; an RNN's list of flat weights follows."""
-    module._parameters[key] = param
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:

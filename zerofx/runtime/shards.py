@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 from zerofx.runtime.nvme_space import claim_space
@@ -185,7 +186,7 @@ class ShardStore:
     # -- what the user may have changed -------------------------------------------------------
     def poll_writes(self) -> int:
         """Notice writes that torch counted in the flat shards' versions; return `writes`."""
-        versions = sum(s._version for s in self.shards)
+        versions = sum(map(version_of, self.shards))
         if versions != self._versions:
             self._versions = versions
             self.ledger.note_write()
@@ -212,7 +213,7 @@ class ShardStore:
         with torch.inference_mode(False), torch.no_grad():
             views = {name: self.local_view(name) for name in self.params}
         self._bindings = Bindings(tree, self.ledger, self.params, views)
-        self._versions = sum(s._version for s in self.shards)
+        self._versions = sum(map(version_of, self.shards))
 
 
 def _is_far(layout: Layout) -> bool:

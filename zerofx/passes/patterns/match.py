@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.compat.graphs import op_name
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, set_info, value
 
@@ -112,7 +113,7 @@ class Fusion:
 def _named(node: fx.Node) -> fx.Node:
     """Give a call the name that a captured one has: its op's, without the overload."""
     with node.graph.inserting_after(node):
-        base = node.target._schema.name.split("::")[1]
+        base = op_name(node.target)[1]  # type: ignore[arg-type]
         named = node.graph.create_node("call_function", node.target, node.args, name=base)
     named.meta = node.meta
     node.graph.erase_node(node)
