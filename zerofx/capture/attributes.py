@@ -122,7 +122,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def recomputed(module: nn.Module) -> frozenset[str]:
-    """Return the attributes that a forward sets anew each time before it reads them.
+    """Return the attributes that every forward sets before it reads them.
 
     `nn.LSTM` keeps its flat weights, the hook forms of weight and spectral norm their product.
     """

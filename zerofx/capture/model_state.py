@@ -28,7 +28,7 @@ _requires_grad = attrgetter("requires_grad")
 class Reading:
     """Named values of a model at one time, as part of a key.
 
-    A reading is made anew only where a value has changed: calls in a row share one, which is
+    A new reading is made only if a value has changed: calls in a row share one, which is
     compared by identity and has been hashed before.
     """
 

@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def finish(self, results: tuple[Any, ...], line: int) -> fx.GraphModule:
-        """Close the graph: the result tuple (of this line), and no getitems that nobody reads."""
+        """Close the graph: the result tuple (of this line), and no unread getitems."""
         set_info(self.graph.output(results), place=f"schedule.py:{line}")
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:

@@ -70,7 +70,7 @@ def argument_names(op: Any) -> tuple[str, ...]:
 
 
 def known_values(mode: FakeTensorMode) -> MutableMapping[Any, torch.Tensor]:
-    """Return a table of fake values that lies on their mode, and drops those that nobody holds.
+    """Return a table of fake values that lies on their mode, and drops the unused ones.
 
     It may not hold them itself: they hold their mode, through C++ where no collector looks.
     """

@@ -18,7 +18,7 @@ _NONE = object()
 class LazyState(OrderedDict[str, Any]):
     """Full plain tensors under the model's own names, each made when its key is read.
 
-    Nothing is kept: every read makes the tensor anew, so that a loop over `items()` holds one at a
+    Nothing is kept: every read makes a new tensor, so that a loop over `items()` holds one at a
     time. On several ranks a read is a collective call, which all ranks make in the same order; one
     that reads something else, or goes on alone, is named. Pickles (`torch.save`), copies, `dict()`
     and `load_state_dict` see an ordinary dict, all of whose values are then there at once.

@@ -124,7 +124,7 @@ class CompiledModule(nn.Module):
             gradients.no_sync = before
 
     def refresh(self) -> None:
-        """Gather every resident parameter anew at the next forward; wait for delayed updates."""
+        """Gather every resident parameter again at the next forward; wait for delayed updates."""
         self._engine.store.settle()
         self._engine.forget_resident()
 
@@ -177,7 +177,7 @@ class CompiledModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
         """Run `to`, `half`, `cuda` and the like: accepted where they leave the shards as they are.
 
-        Buffers take another dtype, upon which the next call compiles anew; nothing moves.
+        Buffers take another dtype, so the next call compiles again; nothing moves.
         """
         check_shards_stay(self._engine, fn)
         convert_buffers(self._model, fn)
@@ -260,7 +260,7 @@ class CompiledModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the model's own attributes on the model; what was compiled with the old is dropped.
 
-        Programs have the values of attributes baked in, so the next call captures anew.
+        Programs have the values of attributes baked in, so the next call captures again.
         """
         model = self.__dict__.get("_model")
         if model is None or name in self.__dict__ or hasattr(CompiledModule, name):

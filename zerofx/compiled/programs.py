@@ -126,14 +126,14 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self._constants: dict[Key, Constants] = {}  # of programs that read some
-        self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
+        self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
 
-        Under a budget a program is compiled anew once the loop turns out to accumulate gradients,
+        Under a budget a program is compiled again once the loop turns out to accumulate gradients,
         if it would take too much beside them.
         """
         if key in self._constants and self._constants[key].have_changed():

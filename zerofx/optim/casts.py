@@ -32,7 +32,7 @@ class StepCasts:
             self._count(run, 1)
 
     def place_for(self, run: Run) -> Tensor | None:
-        """Return where a run's new parameters must also go, rounded; None if nobody needs them."""
+        """Return where a run's new parameters must also go, rounded; None if nothing needs them."""
         copy = self._copies.get(_key(run))
         if copy is None:
             return None

@@ -17,7 +17,7 @@ from zerofx.runtime.sharded_parameter import ReplicatedParameter
 from zerofx.runtime.updates import Updates, check_optimizer
 
 _PLAN = "Plan(update='in-backward')"
-Owner = tuple[Ledger | None, Bucket | None]  # whose a parameter is: nobody's if not compiled
+Owner = tuple[Ledger | None, Bucket | None]  # whose a parameter is: None if not compiled
 
 
 class StepsInBackward:
@@ -144,7 +144,7 @@ class StepsInBackward:
             ledger.pending.join()
 
     def _note_load(self) -> None:
-        """Take over anew after a load; no step is owed for what came before it."""
+        """Take over again after a load; no step is owed for what came before it."""
         self._options = None
         self.update_in_backward()
         for updates in self._updates:

@@ -90,7 +90,7 @@ class LaidOut:
         return work
 
     def _layout(self, number: int) -> Group:
-        """Return the layout of a group, made anew where parameters or states are not as they were.
+        """Return the layout of a group, made again if parameters or states have changed.
 
         States that were loaded, or that torch's own optimizer made, are taken into flat tensors.
         """

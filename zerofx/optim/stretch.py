@@ -162,7 +162,7 @@ class Stretch:
             self._runs = [self._run(i, j) for i, j in split_by_steps(pattern, self.steps)]
             self._pattern = pattern
         found = self._runs
-        if self.is_first:  # those that are made for this step know it; the next are made anew
+        if self.is_first:  # those that are made for this step know it; the next are new
             self.is_first, self._runs = False, None
         return [(run, self._flat_grad(locals_[run.first], run)) for run in found]
 

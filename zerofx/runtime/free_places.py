@@ -1,4 +1,4 @@
-"""Places of host memory that nobody uses: the one that fits best, or none."""
+"""Unused places of host memory: the one that fits best, or none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Foreach and fused calls: unwrapped to plain lists of pieces, they run once.
 
-An optimizer step is a handful of these; reading the lists through `map` keeps what stands between
+An optimizer step is a handful of these; reading the lists through `map` keeps the overhead between
 it and torch at some microseconds a call.
 """
 

@@ -42,7 +42,7 @@ class Ledger:
     homes: hands out memory for what lives with a bucket, on the bucket's tier.
     pending: updates on the host that run beside the schedule.
     updates: where backward updates the parameters itself, who does it there.
-    half_made: what ended an update over NVMe on some rank, as all of them know; a load mends it.
+    half_made: what ended an update over NVMe on some rank, as all of them know; a load repairs it.
     aliases: of parameters, as `p.data` handed them out.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
     """

@@ -141,7 +141,7 @@ class ShardedTensor(DTensor):
         """Return the flat piece itself.
 
         Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
-        first `to_local()` on, resident parameters are gathered anew after every backward. After
+        first `to_local()` on, resident parameters are gathered again after every backward. After
         any other write, call `model.refresh()`.
 
         torch's `set_model_state_dict` and `set_optimizer_state_dict` with `broadcast_from_rank0`
@@ -346,7 +346,7 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = 
     """Raise for an operation that a piece cannot answer.
 
     Raises:
-        ShardError: always; it names the operation, the parameter, its piece and the way out.
+        ShardError: always; it names the operation, the parameter, its piece and the fix.
     """
     target = find_sharded(args)
     if target is None:

@@ -81,7 +81,7 @@ class GradShard:
         return False
 
     def rest(self, least_bytes: int) -> None:
-        """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
+        """Free the flat's memory while no gradient is set or held; views stay."""
         stays = self._sleep is None or self.flat.nbytes < least_bytes
         if self._asleep or stays or any(p.grad is not None for p in self.params):
             return

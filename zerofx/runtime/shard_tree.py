@@ -43,7 +43,7 @@ class ParameterTree:
         """Raise unless every parameter is plain, initialised or on meta, and without gradient.
 
         Raises:
-            ShardError: names the parameter and the way out.
+            ShardError: names the parameter and the fix.
         """
         for name, param in self.params.items():
             if isinstance(param, (ShardedTensor, ReplicatedParameter)):

@@ -62,7 +62,7 @@ class StoreGrads:
 
     @property
     def are_shown(self) -> bool:
-        """Whether a gradient of an earlier backward stands, told by one parameter a bucket."""
+        """Whether there is a gradient of an earlier backward, told by one parameter a bucket."""
         return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:
@@ -88,7 +88,7 @@ class StoreGrads:
                 )
 
     def prepare_update(self, bucket: int) -> None:
-        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        """Begin to bring what a bucket's update takes into host memory, if it is on NVMe."""
         b = self._layout.buckets[bucket]
         if b.home is Tier.NVME:
             assert self._homes.nvme is not None

@@ -68,7 +68,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 class SaveSteps:
     """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`.
 
-    fetch: what lies far away is brought by it, one tensor at a time.
+    fetch: brings what lies on another tier, one tensor at a time.
     """
 
     def __init__(
