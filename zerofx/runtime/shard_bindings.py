@@ -63,7 +63,7 @@ class Bindings:
         self._ledger, self._params, self._views = ledger, params, views
         self._shapes = {name: p.shape for name, p in params.items()}
         self._bound = list(tree.bindings())
-        self._holders = [module for _, module, _ in self._bound]
+        self._held = [(n, m, key, own_parameters(m)) for n, m, key in self._bound]
         self._modules = list(tree.modules.items())
         self._children = [own_children(m) for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
@@ -91,8 +91,7 @@ class Bindings:
         if self._children != self._expected:
             self._compare_children()
         params = self._params
-        holders = map(own_parameters, self._holders)
-        for (name, module, key), held in zip(self._bound, holders, strict=True):
+        for name, module, key, held in self._held:
             if held.get(key) is not params[name]:
                 self._restore(name, module, key)
         if [t.data_ptr() for t in self._carriers] != self._pointers:
