@@ -37,6 +37,7 @@ from zerofx.demo.gpt import GPT, GPTConfig
 PACKAGE = Path(zerofx.__file__).parent
 CONFIG = GPTConfig(layers=2, width=32, heads=2, seq=16)
 FOLDER_LIMIT = 16
+FOREIGN = ("torch", "nn")  # where classes of the same names as ours may come from
 RANKS = 2
 IMPORTS_TIMED = 8
 TOOLS = "calibrate cli demo doctor predicting recording searching targets trial views".split()
@@ -168,7 +169,8 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
             if not isinstance(node, ast.ClassDef):
                 continue
             names[node.name] += 1
-            bases = [ast.unparse(b).split("[")[0].rpartition(".")[2] for b in node.bases]
+            named = [ast.unparse(b).split("[")[0] for b in node.bases]
+            bases = [b.rpartition(".")[2] for b in named if b.split(".")[0] not in FOREIGN]
             text = ast.unparse(node)
             if "abstractmethod" in text or "Protocol" in bases or "ABC" in bases:
                 abstract.add(node.name)

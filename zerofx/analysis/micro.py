@@ -15,7 +15,7 @@ class Before(str, Enum):
     """What stands of the gradients of earlier micro-batches when one begins.
 
     REDUCED is what p.grad shows, to which the backward adds. SUMS are whole gradients, which
-    no_sync has summed on this rank and nobody has reduced.
+    no_sync has summed on this rank and no rank has reduced.
     """
 
     NOTHING = "nothing"

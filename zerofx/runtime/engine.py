@@ -107,7 +107,7 @@ class Engine:
             raise
 
     def forget_slots(self) -> None:
-        """Give back the room of all programs' slots, until they are reserved anew."""
+        """Give back the room of all programs' slots, until they are reserved again."""
         self._forward_slots.clear()
         self.slots.clear()
         self.views.clear()

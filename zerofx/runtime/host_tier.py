@@ -106,7 +106,7 @@ class HostTier:
     ) -> tuple[Tensor, Tensor]:
         """Return (host memory as bytes, `numel` elements of it from byte `start` on).
 
-        The host may fill both at once. They are lent until nobody holds the elements.
+        The host may fill both at once. They are borrowed until the elements are dropped.
         """
         form = torch.empty(numel, dtype=dtype, device="meta")
         place = self._take(nbytes)
@@ -115,7 +115,7 @@ class HostTier:
         return place.memory[:nbytes], self._lend(place, form, dense_bytes(form), start)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return host memory of the form of `like`, lent until nobody holds the tensor."""
+        """Return host memory of the form of `like`, borrowed until the tensor is dropped."""
         form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
         nbytes = dense_bytes(form)
         return self._lend(self._take(nbytes), form, nbytes)
@@ -226,7 +226,7 @@ class HostTier:
         return Place(nbytes, self.device) if free is None else free
 
     def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
-        """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
+        """Return a tensor of the form of `like`; the place is free again once it is dropped."""
         flat = place.memory[start : start + nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
         places = self._lock, self._lent, self._free

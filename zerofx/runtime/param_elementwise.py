@@ -18,6 +18,13 @@ from typing import Any
 
 import torch
 
+from zerofx.compat.optim import (
+    foreach_names,
+    fused_adagrad_,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
+)
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_refuse import op_name
@@ -225,7 +232,7 @@ abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos c
 expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt
 sigmoid sign sin sinh sqrt sub tan tanh trunc zero
 """.split()
-FUSED = ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]
+FUSED = [f.__name__ for f in (fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_)]
 
 # Read over whole lists: mapping these costs a third of a comprehension.
 _piece = attrgetter("zfx")
@@ -296,8 +303,8 @@ def _local_kwargs(func: Any, base: Any, kwargs: dict[str, Any]) -> dict[str, Any
     return {k: _local_list(v, base, func) for k, v in kwargs.items()}
 
 
-register([f"_foreach_{name}" for name in FOREACH], foreach)
-register([f"_foreach_{name}_" for name in FOREACH], foreach_)
+register(foreach_names(FOREACH), foreach)
+register(foreach_names(FOREACH, in_place=True), foreach_)
 register(FUSED, foreach_)
 
 

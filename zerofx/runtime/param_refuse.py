@@ -1,4 +1,4 @@
-"""The errors for what a piece of a parameter cannot do: each names the way out."""
+"""The errors for what a piece of a parameter cannot do: each names the fix."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from zerofx.compat.tensors import (
     local_dtype,
     local_tensor,
     new_dtensor,
+    set_local_tensor,
 )
 from zerofx.errors import ShardError
 from zerofx.runtime.param_checkpoint import box_at, chunks, write_items
@@ -346,7 +347,7 @@ def _leave_aliases(target: ShardedTensor, value: torch.Tensor, is_own: bool) -> 
     if is_own:
         return
     for alias in aliases.take_back(name):
-        alias._local_tensor = local_tensor(alias).clone()
+        set_local_tensor(alias, local_tensor(alias).clone())
         alias._aliases = False
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.modules import RESETS, own_buffers, own_parameters
 from zerofx.errors import ShardError
 from zerofx.runtime.buffers import share_buffers
 from zerofx.runtime.shard_tree import ParameterTree, attributes_of
@@ -125,7 +126,7 @@ def initialise_from_meta(
                 _keep_slice(store, tree, name, original)
             store.homes.rest()
             for name in buffers:
-                if _is_unset(module._buffers[name.rpartition(".")[2]]):
+                if _is_unset(own_buffers(module)[name.rpartition(".")[2]]):
                     unset[name] = module
         for tensor, value in kept:
             tensor.copy_(value)
@@ -149,12 +150,12 @@ def _leave_for_later(
             on_meta.discard(name)
             store.adopt(tree, name, tree.params[name])
     for path, module in tree.modules.items():
-        for key, buffer in module._buffers.items():
+        for key, buffer in own_buffers(module).items():
             name = f"{path}.{key}".removeprefix(".")
             if buffer is not None and name in on_meta and name in given:
                 found.add(id(module))
                 on_meta.discard(name)
-                module._buffers[key] = torch.zeros_like(buffer, device=store.world.device)
+                own_buffers(module)[key] = torch.zeros_like(buffer, device=store.world.device)
     return found
 
 
@@ -201,7 +202,7 @@ def _num_required(func: Hook) -> int:
 
 def _resets_of(module: nn.Module, hook: Hook | None) -> list[Hook]:
     """Return what initialises a module: its own reset first, then the enclosing hook."""
-    names = ("reset_parameters", "_reset_parameters", "_init_weights")
+    names = (*RESETS, "_init_weights")
     found = [getattr(module, n, None) for n in names]
     own = [f for f in found if callable(f) and _num_required(f) == 0][:1]
     if hook is None:
@@ -234,16 +235,16 @@ class _Pending(nn.Parameter):
 
 
 def _held_by(module: nn.Module, tree: ParameterTree) -> list[tuple[str, list[Any]]]:
-    mine = {id(p) for p in module._parameters.values() if p is not None}
+    mine = {id(p) for p in own_parameters(module).values() if p is not None}
     return [(n, tree.holders[n]) for n, p in tree.params.items() if id(p) in mine]
 
 
 def _materialise_buffers(module: nn.Module, path: str, on_meta: set[str]) -> list[str]:
     done = []
-    for key, buffer in module._buffers.items():
+    for key, buffer in own_buffers(module).items():
         name = f"{path}.{key}" if path else key
         if buffer is not None and name in on_meta:
-            module._buffers[key] = _unset_like(buffer)
+            own_buffers(module)[key] = _unset_like(buffer)
             done.append(name)
     return done
 

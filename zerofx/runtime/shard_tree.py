@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor
+from zerofx.compat.modules import own_buffers, own_children, own_parameters, put_parameter
 from zerofx.compat.tensors import memory_range, raw_data
 from zerofx.errors import ShardError
 from zerofx.runtime.param_piece import Ledger, ParameterPiece, piece_of
@@ -38,7 +39,7 @@ class ParameterTree:
         self.modules = dict(model.named_modules())
         names: dict[int, str] = {}
         for module_name, module in self.modules.items():
-            for key, param in module._parameters.items():
+            for key, param in own_parameters(module).items():
                 if param is None:
                     continue
                 full_name = f"{module_name}.{key}" if module_name else key
@@ -89,7 +90,7 @@ class ParameterTree:
         for name, param in self.params.items():
             found.append((*memory_range(param), name, True))
         for path, module in self.modules.items():
-            for key, buffer in module._buffers.items():
+            for key, buffer in own_buffers(module).items():
                 if buffer is None or nn.parameter.is_lazy(buffer) or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
@@ -106,7 +107,7 @@ class ParameterTree:
     def place(self, name: str, new: nn.Parameter) -> None:
         """Put `new` wherever parameter `name` is held."""
         for module, key in self.holders[name]:
-            put(module, key, new)
+            put_parameter(module, key, new)
         self.params[name] = new
 
     def bindings(self) -> Iterator[tuple[str, nn.Module, str]]:
@@ -141,13 +142,6 @@ def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
     )
 
 
-def put(module: nn.Module, key: str, param: nn.Parameter) -> None:
-    """Set a module's parameter in place; an RNN's list of flat weights follows."""
-    module._parameters[key] = param
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-
-
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
     """Return what users and libraries hung on a parameter (`p.no_weight_decay = True`)."""
     ours = ("zfx", "_grad")
@@ -176,7 +170,7 @@ def _watch_assignments() -> None:
 
 
 def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
-    held = _assigned.get(id(module._parameters))
+    held = _assigned.get(id(own_parameters(module)))
     if held is not None:
         held[key] = param
 
@@ -198,8 +192,9 @@ class Bindings:
     ) -> None:
         self._ledger, self._params, self._views = ledger, params, views
         self._bound = list(tree.bindings())
+        self._holders = [module for _, module, _ in self._bound]
         self._modules = list(tree.modules.items())
-        self._children = [m._modules for m in tree.modules.values()]
+        self._children = [own_children(m) for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
         # what carries each piece: its local tensor, or the parameter itself
         self._carriers = [pieces[name].local(p) for name, p in params.items()]
@@ -207,7 +202,7 @@ class Bindings:
         self._pointers = [t.data_ptr() for t in self._carriers]
         _watch_assignments()
         for module in {id(m): m for _, m, _ in self._bound}.values():
-            key = id(module._parameters)
+            key = id(own_parameters(module))
             _assigned[key] = {}
             weakref.finalize(module, _assigned.pop, key, None)
 
@@ -224,8 +219,9 @@ class Bindings:
         if self._children != self._expected:
             self._compare_children()
         params = self._params
-        for name, module, key in self._bound:
-            if module._parameters.get(key) is not params[name]:
+        holders = map(own_parameters, self._holders)
+        for (name, module, key), held in zip(self._bound, holders, strict=True):
+            if held.get(key) is not params[name]:
                 self._restore(name, module, key)
         if [t.data_ptr() for t in self._carriers] != self._pointers:
             self._return_storages()
@@ -240,7 +236,7 @@ class Bindings:
     # -- submodules ---------------------------------------------------------------------------
     def _compare_children(self) -> None:
         for i, (path, owner) in enumerate(self._modules):
-            before, now = self._expected[i], owner._modules
+            before, now = self._expected[i], own_children(owner)
             prefix = f"{path}." if path else ""
             for key, child in before.items():
                 if now.get(key) is not child:
@@ -251,8 +247,8 @@ class Bindings:
 
     # -- parameters ---------------------------------------------------------------------------
     def _restore(self, name: str, module: nn.Module, key: str) -> None:
-        found: Any = module._parameters.get(key, getattr(module, key, None))
-        assigned = _assigned[id(module._parameters)]
+        found: Any = own_parameters(module).get(key, getattr(module, key, None))
+        assigned = _assigned[id(own_parameters(module))]
         is_assigned = assigned.get(key) is found
         ours = self._params[name]
         if not isinstance(found, Tensor):
@@ -289,7 +285,7 @@ class Bindings:
                 )
         places = [(m, k) for other, m, k in self._bound if other == name]
         for other_module, other_key in places:
-            other = other_module._parameters.get(other_key)
+            other = own_parameters(other_module).get(other_key)
             if other is not found and (other is ours or not _equal(other, found)):
                 raise ShardError(
                     f"{name}: it is held in {len(places)} places, and one of them now holds "
@@ -301,8 +297,8 @@ class Bindings:
         if found.requires_grad != ours.requires_grad:
             ours.requires_grad_(found.requires_grad)
         for module, key in places:
-            put(module, key, ours)
-            _assigned[id(module._parameters)].pop(key, None)
+            put_parameter(module, key, ours)
+            _assigned[id(own_parameters(module))].pop(key, None)
 
     def _return_storages(self) -> None:
         rows = zip(self._views.items(), self._carriers, self._shapes, strict=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import wrap
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerofx.runtime.layout import Bucket
     from zerofx.runtime.shards import ShardStore
 
-_ZERO = ("zero_", "_foreach_zero_")
+_ZERO = ("zero_", foreach_zero_.__name__)
 _READABLE = ("device", "dtype", "layout", "requires_grad", "is_complex")
 
 
@@ -52,7 +52,7 @@ class Unreduced(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if op in _ZERO and not kwargs:
-            for tensor in args[0] if op == "_foreach_zero_" else args:
+            for tensor in args[0] if op == foreach_zero_.__name__ else args:
                 _zero(tensor)
             return args[0]
         raise GradientError(

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
 from zerofx.runtime.homes import claim_space
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
@@ -168,7 +169,7 @@ class ShardStore:
     # -- what the user may have changed -------------------------------------------------------
     def poll_writes(self) -> int:
         """Notice writes that torch counted in the flat shards' versions; return `writes`."""
-        versions = sum(s._version for s in self.shards)
+        versions = sum(map(version_of, self.shards))
         if versions != self._versions:
             self._versions = versions
             self.ledger.note_write()
@@ -195,7 +196,7 @@ class ShardStore:
         with torch.inference_mode(False), torch.no_grad():
             views = {name: self.local_view(name) for name in self.params}
         self._bindings = Bindings(tree, self.ledger, self.params, self.pieces, views)
-        self._versions = sum(s._version for s in self.shards)
+        self._versions = sum(map(version_of, self.shards))
 
 
 def _is_far(layout: Layout) -> bool:

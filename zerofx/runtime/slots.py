@@ -81,7 +81,7 @@ class SlotPool:
         return tensor
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether this very tensor is what `take` returns for a slot, every step anew."""
+        """Say whether this very tensor is what `take` returns for a slot in every step."""
         return id(tensor) in self._owned
 
     def rest(self, frees: Callable[[int, int], bool]) -> None:

@@ -188,7 +188,7 @@ class World:
             axis.rest(frees)
 
     def drain(self) -> None:
-        """Wait for everything still in flight: after an exception, before buffers are used anew.
+        """Wait for everything still in flight: after an exception, before buffers are used again.
 
         After a DesyncError what is in flight is given up: it would never end. Nor is one raised
         here over the exception that `report_failure` told of; the next call raises it.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from zerofx.compat.modules import own_buffers, unsaved_buffers
 from zerofx.errors import SnapshotError
 from zerofx.runtime.param_checkpoint import FlatPiece
 from zerofx.runtime.param_piece import ParameterPiece, is_cut
@@ -29,8 +30,8 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the model's state, shared ones under their first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
+        for key, buffer in own_buffers(module).items():
+            if buffer is not None and key not in unsaved_buffers(module):
                 found.setdefault(id(buffer), (f"{path}.{key}" if path else key, buffer))
     return dict(found.values())
 
