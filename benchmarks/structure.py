@@ -37,6 +37,7 @@ from zerofx.demo.gpt import GPT, GPTConfig
 PACKAGE = Path(zerofx.__file__).parent
 CONFIG = GPTConfig(layers=2, width=32, heads=2, seq=16)
 FOLDER_LIMIT = 16
+FOREIGN = ("torch", "nn")  # where classes of the same names as ours may come from
 RANKS = 2
 IMPORTS_TIMED = 8
 TOOLS = "calibrate cli demo doctor predicting recording searching targets trial views".split()
@@ -156,7 +157,10 @@ def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
-    """Return the concrete classes of the package with exactly one concrete subclass in it."""
+    """Return the concrete classes of the package with exactly one concrete subclass in it.
+
+    A class that is named like its base in torch (`Adam`) is no subclass of itself.
+    """
     children: dict[str, list[str]] = defaultdict(list)
     abstract: set[str] = {"Protocol"}
     names: Counter[str] = Counter()
@@ -165,7 +169,8 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
             if not isinstance(node, ast.ClassDef):
                 continue
             names[node.name] += 1
-            bases = [ast.unparse(b).split("[")[0].rpartition(".")[2] for b in node.bases]
+            named = [ast.unparse(b).split("[")[0] for b in node.bases]
+            bases = [b.rpartition(".")[2] for b in named if b.split(".")[0] not in FOREIGN]
             text = ast.unparse(node)
             if "abstractmethod" in text or "Protocol" in bases or "ABC" in bases:
                 abstract.add(node.name)
@@ -176,7 +181,7 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
         for base, subs in children.items()
         if base in names
         and base not in abstract
-        and len([s for s in subs if s not in abstract]) == 1
+        and len([s for s in subs if s not in abstract and s != base]) == 1
     )
 
 

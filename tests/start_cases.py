@@ -21,7 +21,7 @@ import zerofx
 from zerofx import api
 from zerofx.compiled import programs
 from zerofx.errors import ZerofxError
-from zerofx.runtime import groups, hosts, nvme_space, shard_init
+from zerofx.runtime import groups, homes, hosts, shard_init
 from zerofx.runtime.world import World
 
 GPT = CASES["gpt"]
@@ -35,7 +35,7 @@ INSIDE: dict[str, tuple[Any, str]] = {
     "agreement": (World, "agree"),
     "weights": (shard_init, "_take_bucket"),
     "capture": (programs, "capture"),
-    "folder": (nvme_space, "prepare"),
+    "folder": (homes, "prepare"),
 }
 
 

@@ -11,7 +11,7 @@ from pool import Pool
 from training import loss_of
 
 import zerofx
-from zerofx.runtime.free_places import FreePlaces
+from zerofx.runtime.policy.borrowing import FreeBuffers
 
 STATES = {"optimizer": "nvme"}
 ALL = {"optimizer": "nvme", "parameters": "nvme"}
@@ -65,11 +65,12 @@ def test_inside_backward_they_are_what_may_be_needed(
 
 
 def test_the_smallest_that_fits_is_lent_and_what_is_too_small_makes_room() -> None:
-    free: FreePlaces[str] = FreePlaces()
+    free: FreeBuffers[str] = FreeBuffers()
     for nbytes, name in ((10, "a"), (20, "b"), (20, "c")):
         free.give_back(nbytes, name)
-    assert free.nbytes == 50
-    assert free.take(15) in ("b", "c")
-    assert free.take(10) == "a"
-    assert free.take(30) is None and free.nbytes == 0  # the last one has gone
-    assert free.take(1) is None
+    assert free.size == 50
+    assert free.take(15)[0] in ("b", "c")
+    assert free.take(10) == ("a", None)
+    found, dropped = free.take(30)
+    assert found is None and dropped in ("b", "c") and free.size == 0
+    assert free.take(1) == (None, None)

@@ -1,4 +1,4 @@
-"""Imports go one way, foreign packages stay in their rooms, private torch stays in compat.
+"""Imports go one way, and foreign packages stay in their rooms.
 
 Read from the syntax trees, so that imports inside functions and under TYPE_CHECKING count too.
 """
@@ -35,8 +35,9 @@ BELOW: dict[str, set[str]] = {
     "ir": {"runtime", "hardware"} | LEAVES,
     "analysis": {"ir", "hardware"},
     "views": {"analysis"},
-    "passes": {"analysis", "ir", "plan", "hardware"},
     "codegen": {"ir"},
+    "ops": {"analysis", "codegen", "ir"},
+    "passes": {"ops", "analysis", "ir", "plan", "hardware"},
     "capture": {"ir"},
     "compiled": {"capture", "passes", "codegen", "runtime", "plan"},
     "snapshot": {"compiled", "runtime"},
@@ -162,47 +163,6 @@ def test_foreign_packages_are_declared_and_in_their_rooms(path: Path) -> None:
         )
 
 
-def is_private(part: str) -> bool:
-    return part.startswith("_") and not part.endswith("__")
-
-
-def private_torch(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of each private part of torch that a file imports or reaches."""
-    roots: dict[str, str] = {}  # local name -> the dotted torch name it stands for
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                name = f"{base}.{alias.name}".lstrip(".")
-                if name.split(".")[0] != "torch":
-                    continue
-                if any(map(is_private, name.split("."))):
-                    yield node.lineno, name
-                if alias.asname or base:
-                    roots[alias.asname or alias.name] = name
-                else:
-                    roots["torch"] = "torch"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            parts: list[str] = []
-            head: ast.expr = node
-            while isinstance(head, ast.Attribute):
-                parts.insert(0, head.attr)
-                head = head.value
-            name = ".".join([roots.get(head.id, ""), *parts]) if isinstance(head, ast.Name) else ""
-            # Operators are data of the graphs, and many ATen names begin with an underscore.
-            if name.startswith("torch.") and not name.startswith("torch.ops."):
-                yield node.lineno, name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_private_torch_is_reached_through_compat_only(path: Path) -> None:
-    if path.parent == PACKAGE / "compat":
-        return
-    found = [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in private_torch(path)]
-    assert not found, "move these behind a function in zerofx/compat/: " + "; ".join(found)
-
-
 def defines_a_pass(path: Path) -> bool:
     return any(
         isinstance(node, ast.ClassDef)
@@ -237,22 +197,8 @@ def test_patterns_are_no_passes() -> None:
             )
 
 
-def test_the_rules_are_seen(tmp_path: Path) -> None:
-    """The reader sees what the rules are about: aliases, nested imports, relative imports."""
-    path = tmp_path / "sample.py"
-    path.write_text(
-        "import torch.distributed as dist\n"
-        "from torch import fx\n"
-        "def f():\n"
-        "    from torch._inductor import config\n"
-        "    dist._functional_collectives.x(fx.Node._args, torch.nn.functional.relu.__name__)\n"
-        "    return torch.ops.aten._softmax.default, f._private\n"
-    )
-    assert sorted(private_torch(path)) == [
-        (4, "torch._inductor.config"),
-        (5, "torch.distributed._functional_collectives"),
-        (5, "torch.fx.Node._args"),
-    ]
+def test_the_rules_are_seen() -> None:
+    """Rooms are read from names, and what a room may import is followed downwards."""
     assert room_of("zerofx") == "zerofx"
     assert room_of("zerofx.passes.base") == "passes"
     assert "api" not in allowed("passes") and "ir" in allowed("views")

@@ -234,7 +234,7 @@ def without_a_folder(folder: str) -> str:
         return real(mine, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerofx.runtime.nvme_space.prepare", elsewhere)
+        patch.setattr("zerofx.runtime.homes.prepare", elsewhere)
         with pytest.raises(NvmeError) as caught:
             made_in(folder)
     return str(caught.value)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from zerofx.optim.clip import _sum, divisor
 from zerofx.optim.flat import near
-from zerofx.runtime.param_gather import gather_full
-from zerofx.runtime.param_norms import gather_partials
+from zerofx.runtime.param_piece import ParameterPiece
 from zerofx.runtime.shard_state import iter_full_state
 
 META, HOST = torch.device("meta"), torch.device("cpu")
@@ -45,11 +44,11 @@ def piece() -> Any:
 
 
 def norms_of_what_is_on_the_host() -> None:
-    gather_partials(SimpleNamespace(_piece=piece()), torch.ones(2), "norms")  # type: ignore[arg-type]
+    ParameterPiece.gather_partials(piece(), torch.ones(2), "norms")
 
 
 def the_whole_of_a_parameter() -> None:
-    gather_full(torch.ones(3), piece())
+    ParameterPiece.whole(piece(), torch.ones(3))
 
 
 def the_whole_state() -> None:

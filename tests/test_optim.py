@@ -173,7 +173,9 @@ def test_a_step_takes_one_run_a_bucket() -> None:
     def body(model: nn.Module, store: ShardStore, world: World) -> list[int]:
         optimizer = zerofx.optim.AdamW(model.parameters())
         deliver(store, gradients(model, 0))
-        (work,) = optimizer._works([optimizer._layout(0)], is_stepped)
+        (work,) = optimizer._groups.works(
+            optimizer, optimizer._groups.current(optimizer), is_stepped
+        )
         return [run.numel for run, _ in work]
 
     (numels,) = on_ranks(1, body)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.demo.measure import PeakMemory
-from zerofx.optim.casts import StepCasts
+from zerofx.optim.flat import StepCasts
 from zerofx.runtime.bucketing import UnitParam, unit_layout
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.shards import ShardStore
@@ -210,7 +210,7 @@ def check_freed() -> None:
     with counted() as found:
         loop = settled(found)
         optimizer, params = loop.optimizer, list(loop.model.parameters())
-        copies = params[0]._ledger.copies  # type: ignore[attr-defined]
+        copies = params[0].zfx.ledger.copies  # type: ignore[attr-defined]
         assert all(c.full is not None for c in copies.values())
         del loop
         gc.collect()

@@ -9,9 +9,8 @@ import torch
 from shard_cases import on_ranks, small_model, whole
 from torch import Tensor, nn
 
-from zerofx.runtime.param_elementwise import POINTWISE
-from zerofx.runtime.param_foreach import FOREACH
-from zerofx.runtime.sharded_parameter import ShardedTensor
+from zerofx.runtime.param_elementwise import FOREACH, POINTWISE
+from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 

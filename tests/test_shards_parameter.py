@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.errors import ShardError
-from zerofx.runtime.sharded_parameter import ReplicatedParameter, ShardedParameter
+from zerofx.runtime.param_parameter import ReplicatedParameter, ShardedParameter
+from zerofx.runtime.param_piece import is_cut, piece_of
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.world import World
 
@@ -37,6 +38,27 @@ def test_it_is_a_parameter_and_a_dtensor_of_the_global_shape() -> None:
         assert {id(p) for p in model.parameters()} == {id(p) for p in store.params.values()}
 
     on_ranks(2, body)
+
+
+def test_what_callers_ask_is_answered_by_its_piece() -> None:
+    def body(model: nn.Module, store: ShardStore, world: World) -> None:
+        full = gradients(model, 0)
+        deliver(store, full)
+        for name, param in store.params.items():
+            piece = piece_of(param)
+            assert piece is not None and piece is store.pieces[name] and piece.name == name
+            assert is_cut(param) == is_cut(param.grad) == piece.is_cut == (world.size > 1)
+            local = piece.local(param).detach().reshape(-1)
+            assert local.data_ptr() == store.local_view(name).data_ptr()
+            shown = piece.show(local)
+            assert (shown.shape, type(shown)) == (param.shape, type(param.grad))
+            gradient = piece.local(param.grad)
+            assert torch.equal(gradient.reshape(-1), piece.cut(full[name].reshape(-1)))
+            assert torch.equal(piece.whole(gradient.reshape(-1)), full[name])
+        assert piece_of(nn.Parameter(torch.ones(2))) is None
+
+    on_ranks(1, body)
+    on_ranks(3, body)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

@@ -17,9 +17,8 @@ from training import loss_of
 
 import zerofx
 from zerofx.errors import DesyncError, ShardError
+from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
 from zerofx.runtime.shard_state import (
-    FlatPiece,
-    flat_piece,
     flat_state,
     full_state,
     full_tensor,

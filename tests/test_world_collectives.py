@@ -108,10 +108,10 @@ def scratch_is_reused() -> int:
     full, out = torch.ones(2 * 4096), torch.empty(4096)
     with torch.inference_mode():
         world.reduce_scatter(out, full, 1.0).wait()
-    lent = [t for free in world._shard._scratch._free.values() for t in free]  # type: ignore
+    lent = [loan.buffer for free in world._shard._scratch._free.values() for loan in free]  # type: ignore
     for _ in range(5):
         world.reduce_scatter(out, full, 1.0).wait()
-    again = [t for free in world._shard._scratch._free.values() for t in free]  # type: ignore
+    again = [loan.buffer for free in world._shard._scratch._free.values() for loan in free]  # type: ignore
     assert not again[0].is_inference()
     return len(again) if again[0] is lent[0] else -1
 

@@ -35,8 +35,8 @@ from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.grid import check_mesh
 from zerofx.runtime.groups import StartUp, place
+from zerofx.runtime.homes import check_folder
 from zerofx.runtime.layout import Layout
-from zerofx.runtime.nvme_space import check_folder
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.steps import describe

@@ -1,4 +1,4 @@
-"""How user-written fields are checked: one reader a kind, each error naming field and way out.
+"""How user-written fields are checked: one reader per kind; each error names the field and the fix.
 
 A reader takes (where, value), returns the value in its one stored form, or raises PlanError.
 `spec_field` ties a reader to a dataclass field; `read_fields` runs them from `__post_init__`.
@@ -69,7 +69,7 @@ def covers(pattern: str, name: str) -> bool:
 
 
 def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
-    """Build the error of one bad value: field, value, allowed values, way out."""
+    """Build the error of one bad value: field, value, allowed values, fix."""
     return PlanError(
         f"{where} = {value!r}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
     )

@@ -80,7 +80,7 @@ class Plan:
 
     Raises:
         PlanError: a field is unknown, out of range, or contradicts another; the message names
-            the field, its value, what is allowed, and the way out.
+            the field, its value, what is allowed, and the fix.
     """
 
     stage: int = spec_field(3, one_of(0, 1, 2, 3))

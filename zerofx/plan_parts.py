@@ -131,6 +131,11 @@ class Precision:
             return cls(**cls.NAMED[one_of(*cls.NAMED)(where, value)])
         raise refuse(where, value, "are 'fp32', 'bf16', 'fp16', a mapping or a Precision")
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether zerofx itself scales the loss."""
+        return self.loss_scale not in (None, "external")
+
     def to_plain(self) -> Any:
         """Return the name of this precision where it has one, else its fields."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

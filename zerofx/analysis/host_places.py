@@ -17,12 +17,13 @@ from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Kind, is_reduction, kind_of
-from zerofx.runtime.free_places import FreePlaces
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import staging
+from zerofx.runtime.policy.borrowing import FreeBuffers
+from zerofx.runtime.policy.staging import Move
 from zerofx.runtime.tiers import Tier
 
 ROUNDS = 4  # steps after which places that still grow are taken as they are
-IN_STEP, IN_BACKWARD = 3, 2  # buckets on NVMe that pass through host memory at once
 STAGING = "update staging"
 
 Event = tuple[int, Any]  # (bytes taken, or 0 where it is given back; what it is)
@@ -79,13 +80,13 @@ def update_staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> l
     """
     moved = passing(program, optimizer_bytes)
     if not is_beside(program):
-        return [_staged(p, life.end, life.end) for p in _largest(moved, IN_STEP)]
+        return [_staged(p, life.end, life.end) for p in _largest(moved, staging.at_once_in_step())]
     reduced = _times(life, is_reduction)
     updated = _times(life, lambda n: kind_of(n) is Kind.UPDATE)
     here = [p for p in moved if p.index in updated]
     here.sort(key=lambda p: updated[p.index])
     birth = min((reduced[p.index] for p in here), default=0)
-    return [_staged(p, birth, life.end) for p in _largest(here, IN_BACKWARD)]
+    return [_staged(p, birth, life.end) for p in _largest(here, staging.IN_BACKWARD)]
 
 
 def _largest(moved: Sequence[Passing], num: int) -> Sequence[Passing]:
@@ -117,7 +118,7 @@ def place_bytes(program: Program, lent: Sequence[Storage], optimizer_bytes: int)
     beside = is_beside(program)
     inside = [s for s in lent if beside or s.name != STAGING]
     events = [*_of_graphs(inside, moved), *(() if beside else _of_step(list(moved.values())))]
-    places: FreePlaces[int] = FreePlaces()
+    places: FreeBuffers[int] = FreeBuffers()
     total = -1
     for _ in range(ROUNDS):
         before, total = total, _lend(places, events)
@@ -126,17 +127,16 @@ def place_bytes(program: Program, lent: Sequence[Storage], optimizer_bytes: int)
     return max(total, 0)
 
 
-def _lend(places: FreePlaces[int], events: Iterable[Event]) -> int:
+def _lend(places: FreeBuffers[int], events: Iterable[Event]) -> int:
     """Lend and take back; return the most bytes that places took."""
     held: dict[Any, int] = {}
-    most = total = places.nbytes
+    most = total = places.size
     for nbytes, key in events:
         if nbytes:
-            before = places.nbytes
-            found = places.take(nbytes)
+            found, dropped = places.take(nbytes)
             held[key] = nbytes if found is None else found
-            if found is None:  # and one that was too small may have gone
-                total += nbytes - (before - places.nbytes)
+            if found is None:
+                total += nbytes - (dropped or 0)
                 most = max(most, total)
         else:
             size = held.pop(key)
@@ -166,20 +166,13 @@ def _of_graphs(lent: Sequence[Storage], moved: dict[int, Passing]) -> Iterator[E
 def _of_step(moved: Sequence[Passing]) -> Iterator[Event]:
     """Yield what `step()` lends: each bucket's reads begin before the update of the one before."""
 
-    def taken(k: int) -> Iterator[Event]:
-        if k < len(moved):
+    for move, k in staging.step_order(len(moved)):
+        if move is Move.READ:
             yield from ((nbytes, (k, part)) for part, nbytes in enumerate(moved[k].sizes))
-
-    def given(k: int) -> Iterator[Event]:
-        if 0 <= k < len(moved):
+        elif move is Move.UPDATE:
+            yield from _casts(moved[k])
+        else:
             yield from ((0, (k, part)) for part in range(len(moved[k].sizes)))
-
-    yield from taken(0)
-    for k, p in enumerate(moved):
-        yield from taken(k + 1)
-        yield from _casts(p)
-        yield from given(k - 1)  # once its writes have ended
-    yield from given(len(moved) - 1)
 
 
 def _casts(p: Passing) -> Iterator[Event]:

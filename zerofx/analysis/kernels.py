@@ -58,7 +58,7 @@ class Kernel:
 def kernels(nodes: Sequence[fx.Node], compiled: bool, on_cpu: bool = True) -> tuple[Kernel, ...]:
     """Return the kernels of a region's nodes, as Inductor fuses them or op by op.
 
-    on_cpu: Inductor makes CPU code, which lays out what it convolves anew.
+    on_cpu: Inductor makes CPU code, which copies what it convolves to another layout.
     """
     work = [n for n in nodes if _works(n)]
     alone = [n for n in work if not compiled or _is_apart(n)]

@@ -29,7 +29,7 @@ class MeasuredSpan:
         it has arrived, unless it `is_own`: noted as it began to move and had arrived. The launch
         and the wait are spans too: what the host, or the compute, gave.
     nbytes: what was noted to move.
-    host_us: how long the host was in the call. ops: the dearest operators within, with their times.
+    host_us: how long the host was in the call. ops: its most expensive operators, with their times.
     places: its begin and end in each step recorded, None where a step had none.
     """
 

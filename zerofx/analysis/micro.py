@@ -8,13 +8,14 @@ from enum import Enum
 from zerofx.errors import PlanError
 from zerofx.ir.program import BACKWARD, Program
 from zerofx.ir.spec import Kind, kind_of
+from zerofx.runtime.policy import reduction
 
 
 class Before(str, Enum):
     """What stands of the gradients of earlier micro-batches when one begins.
 
     REDUCED is what p.grad shows, to which the backward adds. SUMS are whole gradients, which
-    no_sync has summed on this rank and nobody has reduced.
+    no_sync has summed on this rank and no rank has reduced.
     """
 
     NOTHING = "nothing"
@@ -61,9 +62,9 @@ def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tu
             "parameters inside every backward; use update='step' to accumulate"
         )
     layout = program.layout
-    is_sharded = layout is not None and layout.shard_size > 1
-    is_away = layout is not None and any(b.is_away for b in layout.buckets)
-    if not (no_sync and is_sharded and program.plan.stage <= 1) or is_away:
+    if layout is None or not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
+        return (Micro(Before.REDUCED),)
+    if not reduction.sums_lie_apart(layout):  # then they take what reduced gradients take
         return (Micro(Before.REDUCED),)
     first = Micro(Before.SUMS if accumulation > 2 else Before.NOTHING, reduces=False)
     return first, Micro(Before.SUMS)

@@ -13,12 +13,16 @@ from zerofx.analysis.storage import (
     Category,
     Storage,
     is_view,
+    sent_as,
     span_bytes,
 )
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import FORWARD, Program
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import reduction, shard_copies
+from zerofx.runtime.policy.reduction import End
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 
@@ -99,23 +103,18 @@ class Places:
         return self.given[key]
 
     def is_cast_on_way(self, node: fx.Node) -> bool:
-        """Say whether a copy that stays is made of a cast of the shard on the host, for the way.
-
-        Forward makes it; a later refresh of the same step finds the copy current.
-        """
-        if self.home(node) is Tier.DEVICE or self.graph == BACKWARD:
+        """Say whether a refresh makes a cast of a shard on the host, for the way to the device."""
+        is_away = self.home(node) is not Tier.DEVICE
+        if not is_away or not shard_copies.refresh_moves(self.graph == FORWARD):
             return False
-        # else it is the shard that travels, or its copy that stays
-        return self.bucket(node).is_cast and not self.program.plan.offload.delayed
+        return sent_as(self.program, self.bucket(node)) is SentAs.CAST
 
     def reduces_apart(self, node: fx.Node) -> bool:
         """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
-        layout = self.program.layout
-        return (
-            self.packs_apart
-            and layout is not None
-            and layout.reduces_in_place(layout.buckets[info(node).index])
-        )
+        if self.program.layout is None:
+            return False
+        end = reduction.end_of(self.program.layout, self.bucket(node), self.packs_apart)
+        return end is End.PACKED
 
     def bucket(self, node: fx.Node) -> Bucket:
         """Return the bucket that a node is about."""

@@ -1,64 +1,74 @@
-"""What reductions are lent: buffers to receive into, kept for later ones, freed at the end."""
+"""What reductions borrow: buffers to receive into, kept for later ones, freed at the end.
+
+The rules are the runtime's own (`runtime/policy`): this walk borrows stand-ins that have only a
+size, in the order in which the runtime borrows buffers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.storage import Category, Lifetimes, Storage
-from zerofx.hardware import Hardware
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
+from zerofx.runtime.layout import Layout
+from zerofx.runtime.policy import exchange, reduction, resting
+from zerofx.runtime.policy.borrowing import Loan, Scratch
+from zerofx.runtime.policy.exchange import Receives
+from zerofx.runtime.policy.reduction import End
 
 
 @dataclass(eq=False)
 class _Buffer:
-    numel: int
-    dtype: torch.dtype
+    """A stand-in for a buffer: how large it is, and from when to when it is held."""
+
+    nbytes: int
     birth: int
     death: int
-    bucket: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    bucket: str
 
 
-@dataclass
 class _Pool:
-    """Buffers of one kind, lent as runtime/collectives.py's Scratch lends them."""
+    """Buffers of one kind, borrowed as the runtime borrows them.
 
-    name: str
-    end: int
-    rest_bytes: int
-    free: list[_Buffer] = field(default_factory=list)
-    made: list[_Buffer] = field(default_factory=list)
+    name: of its storages. end: the last time of a micro-batch.
+    """
 
-    def take(self, numel: int, dtype: torch.dtype, time: int, bucket: str) -> _Buffer:
-        free = [b for b in self.free if b.dtype is dtype]
-        fitting = [b for b in free if b.numel >= numel]
-        if fitting:
-            found = min(fitting, key=lambda b: b.numel)
-            self.free.remove(found)
-            return found
-        if free:  # a larger one takes a smaller one's place
-            gone = max(free, key=lambda b: b.numel)
-            self.free.remove(gone)
-            gone.death = time - 1
-        made = _Buffer(numel, dtype, time, self.end, bucket)
-        self.made.append(made)
-        return made
+    def __init__(self, name: str, end: int, layout: Layout) -> None:
+        self.name, self._end, self._layout = name, end, layout
+        self._scratch: Scratch[_Buffer] = Scratch(self._make, self._dropped)
+        self._time, self._unit = 0, ""
+        self.made: list[_Buffer] = []
+
+    def borrow(self, sizes: Iterable[int], launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
+        """Borrow buffers of so many elements for a reduction, in its format."""
+        self._time, self._unit = time, info(launch).unit
+        return [self._scratch.borrow(numel, value(launch).dtype) for numel in sizes]
+
+    def give_back(self, loans: Iterable[Loan[_Buffer]]) -> None:
+        self._scratch.give_back(loans)
 
     def rest(self) -> None:
         """End a step: large buffers are freed, small ones are there when the next one begins."""
-        self.free = [b for b in self.free if b.nbytes < self.rest_bytes]
-        self.made = list(self.free)
-        for buffer in self.free:
+        self._time = 0
+        self._scratch.rest(lambda nbytes: resting.frees(self._layout, nbytes))
+        self.made = [b for b in self.made if b.death == self._end]
+        for buffer in self.made:
             buffer.birth = 0
+
+    def _make(self, numel: int, dtype: torch.dtype) -> _Buffer:
+        made = _Buffer(numel * dtype.itemsize, self._time, self._end, self._unit)
+        self.made.append(made)
+        return made
+
+    def _dropped(self, buffer: _Buffer) -> None:
+        buffer.death = self._time - 1
 
 
 def lent_buffers(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
@@ -77,15 +87,14 @@ def lent_buffers(program: Program, life: Lifetimes, micro: Micro) -> list[Storag
 
 
 class _Walk:
-    """Runs through backwards, lending as the runtime lends."""
+    """Runs through backwards, borrowing as the runtime borrows."""
 
     def __init__(self, program: Program, life: Lifetimes) -> None:
         assert program.layout is not None
         self.life, self.layout = life, program.layout
         self.hardware = program.hardware
-        rest_bytes = self.layout.rest_bytes
         self.shard, self.replicate, self.slices = (
-            _Pool(name, life.end, rest_bytes)
+            _Pool(name, life.end, self.layout)
             for name in ("receive buffer", "receive buffer", "reduced slice")
         )
 
@@ -102,60 +111,44 @@ class _Walk:
             pool.rest()
         if not micro.reduces:
             return
-        lent: dict[fx.Node, list[_Buffer]] = {}
-        ends: dict[int, list[_Buffer]] = {}  # bucket -> the slice in which its reduction ends
+        lent: dict[fx.Node, list[Loan[_Buffer]]] = {}
+        ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice its reduction ends in
+        is_set = micro.before is Before.REDUCED
         for time, (_, node) in enumerate(self.life.nodes):
             if is_reduction(node):
-                if self._ends_apart(node, micro):
+                bucket = self.layout.buckets[info(node).index]
+                if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
                     size = [value(node).numel()]
-                    ends[info(node).index] = _take(self.slices, node, size, time)
+                    ends[bucket.index] = self.slices.borrow(size, node, time)
                 if self.hardware.backend == "gloo":
                     lent[node] = self._launch(node, time)
             elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
                 self._wait(launch, lent.pop(launch), time)
             elif kind_of(node) is Kind.STORE:
-                self.slices.free += ends.pop(info(node).index, [])
+                self.slices.give_back(ends.pop(info(node).index, []))
 
-    def _ends_apart(self, launch: fx.Node, micro: Micro) -> bool:
-        """Tell whether a reduction ends in neither p.grad nor the buffer that it was packed in."""
-        bucket = self.layout.buckets[info(launch).index]
-        is_added = micro.before is Before.REDUCED and not self.layout.reduces_in_place(bucket)
-        return not bucket.is_away and (is_added or bucket.reduce_dtype is not bucket.dtype)
+    def _launch(self, launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
+        if self.layout.shard_size == 1:
+            return self.replicate.borrow(self._all_reduce(launch).at_launch, launch, time)
+        out, ranks = value(launch), self.layout.shard_size
+        way = self.hardware.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks)
+        receives = exchange.reduce_scatter_receives(out.numel(), ranks, way == "native")
+        return self.shard.borrow(receives.at_launch, launch, time)
 
-    def _launch(self, launch: fx.Node, time: int) -> list[_Buffer]:
-        shards, replicas = self.layout.shard_size, self.layout.replicate_size
-        if shards > 1:
-            return _take(self.shard, launch, _scattered(launch, shards, self.hardware), time)
-        return _take(self.replicate, launch, _landing(launch, replicas), time)
+    def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:
+        if self.layout.shard_size == 1:
+            more = self.replicate.borrow(self._all_reduce(launch).at_end, launch, time)
+            self.replicate.give_back([*lent, *more])
+            return
+        self.shard.give_back(lent)
+        if self.layout.replicate_size > 1:  # starts when the first has ended
+            receives = self._all_reduce(launch)
+            sizes = receives.at_launch + receives.at_end
+            self.replicate.give_back(self.replicate.borrow(sizes, launch, time))
 
-    def _wait(self, launch: fx.Node, lent: list[_Buffer], time: int) -> None:
-        shards, replicas = self.layout.shard_size, self.layout.replicate_size
-        pool = self.shard if shards > 1 else self.replicate
-        sizes = _landing(launch, replicas)
-        if shards == 1 and replicas > 2:
-            pool.free += _take(pool, launch, sizes[:1], time)
-        pool.free += lent
-        if shards > 1 and replicas > 1:  # starts when the first has ended
-            self.replicate.free += _take(
-                self.replicate, launch, sizes + sizes[: replicas > 2], time
-            )
-
-
-def _take(pool: _Pool, launch: fx.Node, sizes: list[int], time: int) -> list[_Buffer]:
-    return [pool.take(n, value(launch).dtype, time, info(launch).unit) for n in sizes]
-
-
-def _scattered(launch: fx.Node, ranks: int, hardware: Hardware) -> list[int]:
-    """Return the numels that a reduce-scatter over `ranks` receives into."""
-    out = value(launch)
-    if hardware.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks) == "direct":
-        return [out.numel()] * (ranks - 1)
-    return [out.numel() * ranks]
-
-
-def _landing(launch: fx.Node, ranks: int) -> list[int]:
-    """Return the numels that an all-reduce over `ranks` receives into: whole, or by slices."""
-    numel = value(launch).numel()
-    if ranks == 1:
-        return []
-    return [numel] if ranks == 2 else [-(-numel // ranks)] * (ranks - 1)
+    def _all_reduce(self, launch: fx.Node) -> Receives:
+        """Return what an all-reduce over the replicas receives: none if there is one replica."""
+        ranks = self.layout.replicate_size
+        if ranks == 1:
+            return Receives(())
+        return exchange.all_reduce_receives(value(launch).numel(), 0, ranks)

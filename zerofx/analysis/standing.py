@@ -8,13 +8,22 @@ from itertools import zip_longest
 from zerofx.analysis.host_places import update_staging
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.scratch import lent_buffers
-from zerofx.analysis.storage import CATEGORY_OF, Category, Lifetimes, Storage, span_bytes
+from zerofx.analysis.storage import (
+    CATEGORY_OF,
+    Category,
+    Lifetimes,
+    Storage,
+    forward_slots,
+    sent_as,
+    span_bytes,
+)
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import Program
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.tiers import Tier
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import reduction, resting
+from zerofx.runtime.policy.shard_copies import SentAs
 
 
 def standing(
@@ -64,25 +73,22 @@ def _resident(life: Lifetimes) -> list[Storage]:
 def _casts(program: Program, life: Lifetimes) -> list[Storage]:
     """Return the copies in the compute format that stay on the host, beside their shards."""
     layout = program.layout
+    if layout is None:
+        return []
     launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
-    reloads = [n for n, spec in launches if spec is not None and spec.is_reload and not spec.stays]
-    read = {info(n).index for n in reloads}
+    sent = {
+        info(n).index
+        for n, spec in launches
+        if spec is not None and (spec.is_reload or (spec.is_gather and spec.stays))
+    }
     return [
         _always(
             Category.HOST, layout.shard_numel(b) * b.compute_dtype.itemsize, "cast copy",
             b.label(), life,
         )
-        for b in (layout.buckets if layout else ())
-        if _has_copy(program, b, b.index in read)
+        for b in layout.buckets
+        if b.is_away and b.index in sent and sent_as(program, b) is SentAs.COPY
     ]  # fmt: skip
-
-
-def _has_copy(program: Program, bucket: Bucket, is_reloaded: bool) -> bool:
-    """Tell whether a copy of a shard stays on the host, for gathers to read."""
-    if bucket.is_away and bucket.trainable and program.plan.offload.delayed:
-        return True
-    is_apart = bucket.is_cast or bucket.home is Tier.NVME
-    return is_reloaded and bucket.source is Tier.HOST and is_apart
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
@@ -100,7 +106,7 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
     if layout is None:
         return found
     stands = micro.before is Before.REDUCED or (
-        micro.before is Before.SUMS and layout.shard_size == 1
+        micro.before is Before.SUMS and not reduction.sums_lie_apart(layout)
     )
     updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.UPDATE}
     begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
@@ -114,11 +120,10 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
         birth, death = 0, life.end
         if bucket.is_away:
-            found.append(_away_gradient(bucket, size, info(node), updated, time, life))
+            found.append(_away_gradient(layout, bucket, info(node), updated, time, life))
             continue
-        whole = layout.block_numel(layout.blocks[layout.block_of[bucket.index]])
-        rests = whole * bucket.dtype.itemsize >= layout.rest_bytes or bucket.index in updated
-        if rests and not micro.reduces and layout.shard_size > 1:  # a sum stands for it
+        rests = resting.frees_gradient(layout, bucket, bucket.index in updated)
+        if rests and not micro.reduces and reduction.sums_lie_apart(layout):
             continue
         if rests and not stands:
             birth = packed.get(bucket.index, time)
@@ -136,7 +141,7 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
     """
     layout = program.layout
     is_summed = micro.before is Before.SUMS or not micro.reduces
-    if layout is None or layout.shard_size == 1 or not is_summed:
+    if layout is None or not reduction.sums_lie_apart(layout) or not is_summed:
         return []
     times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
     where: dict[int, Info] = {}
@@ -148,7 +153,8 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
     found = []
     for block, reduced in times.items():
         buckets = layout.blocks[block]
-        size = sum(b.numel * b.dtype.itemsize for b in buckets)
+        numel, dtype = reduction.sum_form(buckets)
+        size = numel * dtype.itemsize
         birth = 0 if micro.before is Before.SUMS else reduced[0]
         death = reduced[-1] if micro.reduces else life.end
         name = "sum of no_sync"
@@ -157,12 +163,16 @@ def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
 
 
 def _away_gradient(
-    bucket: Bucket, size: int, where: Info, updated: dict[int, int], time: int, life: Lifetimes
+    layout: Layout, bucket: Bucket, where: Info, updated: dict[int, int], time: int, life: Lifetimes
 ) -> Storage:
     """Return what a gradient takes that lies off the device: for good, or until its update."""
-    if bucket.home is Tier.NVME and bucket.index in updated:
-        return Storage(Category.HOST, size, "p.grad", time, updated[bucket.index], where)
-    return Storage(_where(bucket, Category.GRADIENTS), size, "p.grad", 0, life.end, where)
+    in_backward = bucket.index in updated
+    category = CATEGORY_OF[reduction.gradient_tier(bucket, in_backward)]
+    size = layout.shard_numel(bucket) * bucket.dtype.itemsize
+    birth, death = 0, life.end
+    if in_backward and resting.frees_gradient(layout, bucket, in_backward):
+        birth, death = time, updated[bucket.index]
+    return Storage(category, size, "p.grad", birth, death, where)
 
 
 def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
@@ -191,16 +201,16 @@ def _slots(program: Program, life: Lifetimes) -> list[Storage]:
 
     A slot is as large as any program of the model needs it.
     """
-    first: dict[int, tuple[int, str]] = {}
-    for time, (graph, node) in enumerate(life.nodes):
+    first: dict[int, int] = {}
+    for time, (_, node) in enumerate(life.nodes):
         if takes_slot(node):
-            first.setdefault(slot_of(node), (time, graph))
+            first.setdefault(slot_of(node), time)
     found = []
-    least = program.layout.rest_bytes if program.layout else 0
+    layout, stay = program.layout, program.pool.stay | forward_slots(program)
     pairs = zip_longest(program.slots.get("bytes", []), program.pool.sizes, fillvalue=0)
     for slot, nbytes in enumerate(map(max, pairs)):
-        birth, graph = first.get(slot, (life.end + 1, BACKWARD))
-        rests = graph == BACKWARD and slot not in program.pool.stay and nbytes >= least
+        birth = first.get(slot, life.end + 1)
+        rests = layout is None or resting.frees_slot(layout, slot, nbytes, stay)
         if rests and birth > life.end:  # another program's alone, asleep meanwhile
             continue
         found.append(

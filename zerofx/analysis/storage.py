@@ -18,8 +18,11 @@ from torch import fx
 from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
-from zerofx.ir.program import Program
+from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.spec import slot_of, takes_slot
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import reduction, shard_copies
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 
@@ -87,12 +90,27 @@ Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
 
 
 def landing_dtype(program: Program, bucket: Bucket) -> torch.dtype:
-    """Return the format in which a bucket's gradient leaves for the host.
+    """Return the format in which a bucket's gradient leaves for the host."""
+    return reduction.leaves_as(bucket, is_scaled(program))
 
-    It leaves as it was reduced, but unscaled first, in the format of p.grad, where a plan scales.
-    """
-    scale = program.plan.precision.loss_scale if program.plan is not None else None
-    return bucket.reduce_dtype if scale in (None, "external") else bucket.dtype
+
+def is_scaled(program: Program) -> bool:
+    """Tell whether zerofx itself scales the loss of this program."""
+    return program.plan is not None and program.plan.precision.is_scaled
+
+
+def sent_as(program: Program, bucket: Bucket) -> SentAs:
+    """Return what travels to the device of a bucket that lives off it."""
+    is_delayed = program.plan is not None and program.plan.offload.delayed
+    return shard_copies.sent_as(bucket, is_delayed)
+
+
+def forward_slots(program: Program) -> frozenset[int]:
+    """Return the slots that forward gathers into, which stay between calls."""
+    if FORWARD not in program.graphs:
+        return frozenset()
+    found = (slot_of(n) for n in program.graph(FORWARD).nodes if takes_slot(n))
+    return frozenset(slot for slot in found if slot >= 0)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from zerofx.analysis.storage import sent_as
 from zerofx.analysis.task import Price, TaskList
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import reduction, shard_copies
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 _WAYS = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.NVME: "RD", Lane.TO_NVME: "WR"}
@@ -112,17 +115,23 @@ class Walk:
         """Say whether this micro-batch reduces a bucket, and does not only sum on its rank."""
         loop = self.program.loop
         is_last = self.found.micro == loop.accumulation - 1
-        return is_last or not loop.no_sync or self.program.plan.stage > 1 or bucket.is_away
+        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan.stage)
+        return is_last or not can_wait
+
+    def refresh_moves(self, node: fx.Node) -> bool:
+        """Say whether a refresh moves anything: the first one after an update does."""
+        in_forward = self.found.graph == FORWARD and info(node).phase.value != BACKWARD
+        return shard_copies.refresh_moves(in_forward, self.found.micro)
 
     def reload(self, node: fx.Node, size: int) -> None:
         """Append a shard's way to the device, cast before it leaves where it must be."""
         bucket = self.bucket(node)
-        stays = bucket.source is Tier.HOST and (bucket.is_cast or bucket.home is Tier.NVME)
-        if (bucket.is_cast or stays) and bucket.index not in self.cast:
+        what = sent_as(self.program, bucket)
+        if what is not SentAs.SHARD and bucket.index not in self.cast:
             passed = self.layout.shard_numel(bucket) * bucket.dtype.itemsize + size
             price = self.found.prices.touch(passed, Tier.HOST)
             self.found.hosts("cast", f"cast b{bucket.index}", price, info(node), self.data(node))
-            if stays:
+            if what is SentAs.COPY:
                 self.cast.add(bucket.index)
         self.copy(node, Lane.H2D, size)
 

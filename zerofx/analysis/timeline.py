@@ -56,7 +56,7 @@ class Timeline:
 
     @cached_property
     def exposed_us(self) -> dict[Lane, float]:
-        """The time of each lane's tasks in which the compute lane stands still for them.
+        """The time of each lane's tasks in which the compute lane is idle because of them.
 
         Each stretch without compute is divided along the chain of tasks that its end waited for,
         so that a gather which waited for a read from NVMe does not count for both.
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def idle(self) -> dict[str, float]:
-        """The compute lane's time by what it does or stands still for."""
+        """The compute lane's time by what it does or waits for."""
         waits = {f"waits: {k.value}": us for k, us in self.exposed_us.items() if us > 0.0}
         return {"computes": self.busy_us[Lane.COMPUTE], **waits}
 

@@ -17,11 +17,12 @@ from torch import nn
 
 from zerofx.capture.effects import Run, at_line
 from zerofx.capture.lines import find_line
-from zerofx.compat.autograd import NORM_HOOKS, forward_pre_hooks
+from zerofx.compat.autograd import NORM_HOOKS
+from zerofx.compat.modules import CONTAINERS, FLAT_WEIGHTS, forward_pre_hooks, own_children
 from zerofx.errors import CaptureError
 
 # Kept by dictionaries of their own, or (forward) wrapped during capture.
-RESERVED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+RESERVED = frozenset({*CONTAINERS, "forward"})
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -42,11 +43,11 @@ class Held:
     def of(cls, module: nn.Module) -> Held:
         own = module.__dict__
         attributes = {n: (v, _content(v)) for n, v in own.items() if n not in RESERVED}
-        return cls(module, dict(module._modules), attributes)
+        return cls(module, dict(own_children(module)), attributes)
 
     def changed(self) -> str | None:
         """Return the name of an attribute or child that is not as it was, or None."""
-        children, now = self.module._modules, self.module.__dict__
+        children, now = own_children(self.module), self.module.__dict__
         for name in {**self.children, **children}:
             if children.get(name) is not self.children.get(name):
                 return name
@@ -66,9 +67,9 @@ class Held:
     def restore(self) -> None:
         """Put every attribute and child back, in place where the value is a container."""
         module, own = self.module, self.module.__dict__
-        if list(module._modules.items()) != list(self.children.items()):
-            module._modules.clear()
-            module._modules.update(self.children)
+        if list(own_children(module).items()) != list(self.children.items()):
+            own_children(module).clear()
+            own_children(module).update(self.children)
         for name in [n for n in own if n not in self.attributes and n not in RESERVED]:
             del own[name]
         for name, (value, content) in self.attributes.items():
@@ -121,13 +122,13 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def recomputed(module: nn.Module) -> frozenset[str]:
-    """Return the attributes that a forward sets anew each time before it reads them.
+    """Return the attributes that every forward sets before it reads them.
 
     `nn.LSTM` keeps its flat weights, the hook forms of weight and spectral norm their product.
     """
     names: set[str] = set()
     if isinstance(module, nn.RNNBase):
-        names |= {"_flat_weights", "_flat_weight_refs"}
+        names |= FLAT_WEIGHTS
     for hook in forward_pre_hooks(module):
         if isinstance(hook, NORM_HOOKS):
             names.add(hook.name)

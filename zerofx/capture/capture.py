@@ -56,7 +56,7 @@ def capture(
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
-            the way out.
+            the fix.
     """
     check_modules(model)
     place = torch.device(device) if device is not None else None

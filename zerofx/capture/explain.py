@@ -1,4 +1,4 @@
-"""Turn what tracing raises into a CaptureError with the user's line and the way out.
+"""Turn what tracing raises into a CaptureError with the user's line and the fix.
 
 Its traceback ends at that line. With ZEROFX_FULL_TRACEBACK=1 the frames of torch and zerofx are
 shown as well, and the error that tracing raised.
@@ -15,7 +15,7 @@ from zerofx.capture.lines import LineMode, in_forward, is_raised_by_model, locat
 from zerofx.compat.tracing import DataDependentError, DynamicShapeError
 from zerofx.errors import CaptureError
 
-# Name of the torch function that read a value: (what the model did, the way out).
+# Name of the torch function that read a value: (what the model did, the fix).
 _READS = {
     "item": (
         ".item() reads a tensor's value",

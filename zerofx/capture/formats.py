@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.compat.graphs import pytree
+from zerofx.compat.modules import own_parameters
+from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError
 from zerofx.runtime.layout import LOW_OR_SINGLE
 
@@ -33,7 +35,7 @@ def compute_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
     found: dict[str, torch.dtype] = {}
     first: dict[int, torch.dtype] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, param in module._parameters.items():
+        for key, param in own_parameters(module).items():
             if param is None:
                 continue
             is_cast = dtype is not None and param.dtype in LOW_OR_SINGLE and not _keeps(module)
@@ -86,7 +88,7 @@ def casting(forward: Callable[..., Any], name: str, dtype: torch.dtype) -> Calla
 def counted_writes(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[int | None]:
     """Return how often each copy made by `cast_inputs` was written to; None for all others."""
     pairs = zip(tensors, given, strict=True)
-    return [None if t is own or t.is_inference() else t._version for own, t in pairs]
+    return [None if t is own or t.is_inference() else version_of(t) for own, t in pairs]
 
 
 def check_unwritten(

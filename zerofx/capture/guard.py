@@ -16,7 +16,7 @@ from zerofx.compat.graphs import FakeTensor, pytree, with_effects
 from zerofx.compat.tracing import OptimizedModule
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.param_piece import piece_of
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, functools.partial)
 
@@ -151,7 +151,7 @@ def check_wrappers(model: nn.Module) -> None:
             raise CaptureError(
                 f"capture: {name} has no shape yet; run one batch through the lazy module first"
             )
-        if isinstance(param, DTensor) and not isinstance(param, ShardedTensor):
+        if isinstance(param, DTensor) and piece_of(param) is None:
             raise CaptureError(
                 f"capture: {name} is a DTensor with placements {param.placements}, as "
                 "parallelize_module, distribute_module and replicate make them; zerofx shards "

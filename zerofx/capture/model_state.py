@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture.outside import Settings
+from zerofx.compat.modules import CONTAINERS, own_buffers
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 _NAMED = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ANY = CONTAINERS[0]  # an attribute that every module has
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
@@ -26,7 +28,7 @@ _requires_grad = attrgetter("requires_grad")
 class Reading:
     """Named values of a model at one time, as part of a key.
 
-    A reading is made anew only where a value has changed: calls in a row share one, which is
+    A new reading is made only if a value has changed: calls in a row share one, which is
     compared by identity and has been hashed before.
     """
 
@@ -81,7 +83,7 @@ class Buffers:
     """The form of every buffer, and which names are one tensor: regions rely on both."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._holders = [(name, module._buffers) for name, module in modules.items()]
+        self._holders = [(name, own_buffers(module)) for name, module in modules.items()]
         self._values = [held.values for _, held in self._holders]
         self._ids: list[int] = []
         self._forms: list[Any] = []
@@ -145,7 +147,7 @@ class Attributes:
         for prefix, own in self._owners:
             names = [n for n in own if n not in _OF_EVERY_MODULE]
             if names:
-                get = itemgetter(*names, "_modules")  # two names at least, so that it is a tuple
+                get = itemgetter(*names, _ANY)  # two names at least, so that it is a tuple
                 self._getters.append((get, own))
                 self._values += get(own)
                 named += [(_join(prefix, n), _attribute_key(own[n])) for n in names]

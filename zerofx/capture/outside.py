@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerofx.capture.lines import is_user_file
+from zerofx.compat.modules import forward_hooks
 from zerofx.compat.tracing import is_traced
 
 DEPTH = 3  # of containers in containers
@@ -46,9 +47,8 @@ class Reach:
             for value in vars(module).values():  # activations that are lambdas
                 if isinstance(value, (types.FunctionType, types.MethodType)):
                     self._add(value, kind)
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for hook in hooks.values():
-                    self._add(hook, None)
+            for hook in forward_hooks(module):
+                self._add(hook, None)
         while self._pending:
             self._follow(*self._pending.pop())
 

@@ -99,7 +99,7 @@ class Names:
 
 
 def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
-    """Set the role, name and index of every placeholder; drop those nobody reads.
+    """Set the role, name and index of every placeholder; drop those that nothing reads.
 
     The names of one buffer become one placeholder. (Those of a parameter stay apart, with a
     gradient each, until `merge-tied`.)

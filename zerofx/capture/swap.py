@@ -16,6 +16,7 @@ from zerofx.capture.call import place
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
 from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.modules import own_buffers, own_parameters
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -45,7 +46,7 @@ class StateSwap:
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
-            for holder in (module._parameters, module._buffers):
+            for holder in (own_parameters(module), own_buffers(module)):
                 for key, tensor in holder.items():
                     if tensor is not None:
                         name = f"{prefix}.{key}" if prefix else key
@@ -73,7 +74,7 @@ class StateSwap:
     def installed(self) -> Iterator[None]:
         """Swap the fakes in; undo that and every change of a module's attributes afterwards."""
         self._held = [Held.of(module) for _, module in self._modules]
-        holders = [h for _, m in self._modules for h in (m._parameters, m._buffers)]
+        holders = [h for _, m in self._modules for h in (own_parameters(m), own_buffers(m))]
         before = [dict(holder) for holder in holders]
         self._count = sum(map(len, holders))
         try:
@@ -87,7 +88,7 @@ class StateSwap:
 
     def is_disturbed(self) -> bool:
         """Tell whether something else than the fakes is registered now."""
-        count = sum(len(m._parameters) + len(m._buffers) for _, m in self._modules)
+        count = sum(len(own_parameters(m)) + len(own_buffers(m)) for _, m in self._modules)
         return count != self._count or any(h.get(k) is not f for h, k, _, f in self._slots)
 
     def reset_attributes(self) -> None:
@@ -147,10 +148,10 @@ class State:
         self._slots = [
             (f"{name}.{key}" if name else key, holder, key, tensor)
             for name, module in model.named_modules()
-            for holder in (module._parameters, module._buffers)
+            for holder in (own_parameters(module), own_buffers(module))
             for key, tensor in holder.items()
         ]
-        self._holders = [h for m in model.modules() for h in (m._parameters, m._buffers)]
+        self._holders = [h for m in model.modules() for h in (own_parameters(m), own_buffers(m))]
 
     def settle(self) -> str:
         """Make the rebinding of a buffer an update of it, as eager's next call would see it.

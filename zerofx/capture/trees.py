@@ -1,7 +1,7 @@
 """Flatten a call's arguments and results into numbered leaves, and rebuild them.
 
 torch's pytree knows tuples, lists, dicts, named tuples and what libraries register with it
-(`ModelOutput`). Dataclasses and subclasses of dict that nobody registered are opened here through
+(`ModelOutput`). Dataclasses and subclasses of dict that were not registered are opened here through
 a private node type, so that no class of the user is registered on their behalf.
 """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from zerofx.compat.modules import own_parameters
 from zerofx.errors import CaptureError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -105,7 +106,7 @@ def _is_repetition(blocks: list[nn.Module]) -> bool:
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
     """Describe a module by its parameters' shapes and the classes that hold them."""
-    classes = tuple((n, type(m)) for n, m in module.named_modules() if m._parameters)
+    classes = tuple((n, type(m)) for n, m in module.named_modules() if own_parameters(m))
     return classes, tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
 
 

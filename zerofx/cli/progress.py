@@ -8,7 +8,7 @@ import sys
 import typer
 
 CLEAR = "\r\x1b[K"
-_standing: list[str] = []  # the line that stands on the terminal now
+_standing: list[str] = []  # the line that is on the terminal now
 
 
 def say(what: str, is_passing: bool = False) -> None:

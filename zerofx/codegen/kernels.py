@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.codegen.text import Source, templates
+from zerofx.compat.graphs import op_name, schema_of
 from zerofx.runtime.kernels import ops
 from zerofx.runtime.kernels.cross_entropy import tile_sizes
 
@@ -52,7 +53,7 @@ def tensor_args(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `needs_hidden` and `needs_weight` of the loss head's backward stay, as one pair.
     """
-    formal = target._schema.arguments
+    formal = schema_of(target).arguments
     taken = [a for a, f in zip(args, formal, strict=True) if "Tensor" in str(f.type)]
     if target is ops.linear_cross_entropy_backward:
         taken.append((args[6], args[7]))
@@ -87,7 +88,7 @@ def _warps(block: int) -> int:
 
 
 def _op_name(target: Any) -> str:
-    return str(target._schema.name.split("::")[1])
+    return op_name(target)[1]
 
 
 def _norm(target: Any, args: tuple[Any, ...]) -> KernelCall:

@@ -11,7 +11,7 @@ def check_fits(program: Program, layout: Layout, world_size: int) -> None:
     """Check that a program runs on these ranks and reads its parameters where they lie.
 
     Raises:
-        ProgramError: naming the first thing that differs, both numbers, and the way out.
+        ProgramError: naming the first thing that differs, both numbers, and the fix.
     """
     if program.world_size != world_size:
         raise _unfit(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.codegen.text import read_comment, read_origin
-from zerofx.compat.graphs import LazyGraphModule, TorchDispatchMode, pytree
+from zerofx.compat.graphs import LazyGraphModule, TorchDispatchMode, op_name, pytree, schema_of
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import call, is_random
 from zerofx.ir.meta import Phase, Role, set_info
@@ -152,13 +152,13 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise self.refuse(f"{func} writes in place; emitted files compute new values only")
         results = made if isinstance(made, (tuple, list)) else [made]
         if not any(isinstance(r, Tensor) for r in results):
             return
         taken, named = pytree.tree_map(lambda a: self._taken(func, a), (tuple(args), kwargs))
-        base = func._schema.name.split("::")[1]
+        base = op_name(func)[1]
         node = self.graph.create_node("call_function", func, taken, named, name=base)
         node.meta["val"] = made
         self._describe_node(node)
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def finish(self, results: tuple[Any, ...], line: int) -> fx.GraphModule:
-        """Close the graph: the result tuple (of this line), and no getitems that nobody reads."""
+        """Close the graph: the result tuple (of this line), and no unread getitems."""
         set_info(self.graph.output(results), place=f"schedule.py:{line}")
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:

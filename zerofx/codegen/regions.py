@@ -23,6 +23,7 @@ from zerofx.codegen.text import (
     with_origin,
     wrap_tuple,
 )
+from zerofx.compat.graphs import schema_of
 from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
 from zerofx.ir.spec import Kind, kind_of
@@ -137,7 +138,7 @@ class _Body:
         target = node.target
         if target is operator.getitem:
             return f"{self.names[node.args[0]]}_{node.args[1]}"  # type: ignore[index]
-        schema = getattr(target, "_schema", None)
+        schema = schema_of(target)
         return schema.name.split("::")[1].strip("_") if schema else target.__name__  # type: ignore[union-attr]
 
     def _bind(self, node: fx.Node, base: str) -> None:
@@ -184,7 +185,7 @@ class _Body:
         return found
 
     def _namespaces(self) -> list[str]:
-        schemas = [getattr(n.target, "_schema", None) for n in self.nodes]
+        schemas = [schema_of(n.target) for n in self.nodes]
         return sorted({"aten"} | {s.name.split("::")[0] for s in schemas if s is not None})
 
     def specs(self) -> list[tuple]:

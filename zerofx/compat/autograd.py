@@ -23,16 +23,6 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    return list(module._forward_pre_hooks.values())
-
-
-def global_module_hooks() -> list[dict[int, Any]]:
-    """Return where torch keeps the hooks that it calls for every module."""
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [getattr(torch.nn.modules.module, f"_global_{kind}") for kind in kinds]
-
-
 def dual_level() -> int:
     """Return how many levels of forward-mode differentiation are entered, less one."""
     return int(torch.autograd.forward_ad._current_level)

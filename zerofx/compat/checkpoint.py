@@ -10,6 +10,23 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
+# All that the index of a checkpoint is made of, besides dtypes. Nothing else in one is unpickled.
+INDEX_PARTS = frozenset(
+    {
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+        "torch.distributed.checkpoint.metadata.StorageMeta",
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    }
+)
+
 
 def file_of(plan: SavePlan) -> str:
     """Return the name of the file that a plan writes, as torch's reader expects it."""

@@ -35,6 +35,7 @@ __all__ = [
     "op_argument",
     "op_name",
     "pytree",
+    "schema_of",
     "with_effects",
 ]
 
@@ -51,6 +52,11 @@ def op_argument(node: torch.fx.Node, name: str) -> Any:
 OpNamespace: type = type(torch.ops.aten)
 
 
+def schema_of(target: Any) -> Any:
+    """Return the schema of an operator: its arguments, results and what it writes; else None."""
+    return getattr(target, "_schema", None)
+
+
 def op_name(op: OpOverload) -> tuple[str, str, str]:
     """Return (namespace, name, overload) of an operator: ("aten", "mm", "default")."""
     space, name = op._schema.name.split("::")
@@ -64,7 +70,7 @@ def argument_names(op: Any) -> tuple[str, ...]:
 
 
 def known_values(mode: FakeTensorMode) -> MutableMapping[Any, torch.Tensor]:
-    """Return a table of fake values that lies on their mode, and drops those that nobody holds.
+    """Return a table of fake values that lies on their mode, and drops the unused ones.
 
     It may not hold them itself: they hold their mode, through C++ where no collector looks.
     """

@@ -7,7 +7,7 @@ gradients; on CPU that costs a store of the gradient's size, so None is passed w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 
 import torch
@@ -22,9 +22,17 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 # is_first_step, grad_scale=None, found_inf=None); no buffers where momentum is 0
 fused_sgd_: Callable[..., None] = torch._fused_sgd_
 
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
+
 foreach_add_: Callable[..., None] = torch._foreach_add_
 
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+
+def foreach_names(names: Iterable[str], *, in_place: bool = False) -> list[str]:
+    """Return what torch calls its functions over lists of tensors: "add" -> "_foreach_add"."""
+    return [f"_foreach_{name}{'_' if in_place else ''}" for name in names]
+
 
 # torch wraps it, and marks the wrapper as functools does
 _CLIPPING: CodeType = torch.nn.utils.clip_grad_norm_.__wrapped__.__code__  # type: ignore[attr-defined]

@@ -51,6 +51,12 @@ local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor
 
 local_dtype: Callable[[Any], torch.dtype] = operator.attrgetter("_local_tensor.dtype")
 
+
+def set_local_tensor(wrapper: Any, local: torch.Tensor) -> None:
+    """Make a DTensor keep another local tensor."""
+    wrapper._local_tensor = local
+
+
 local_device: Callable[[Any], torch.device] = operator.attrgetter("_local_tensor.device")
 
 
@@ -73,6 +79,9 @@ raw_grad: Any = torch.Tensor.grad
 _raw_requires_grad: Any = torch.Tensor.requires_grad
 
 raw_version: Any = torch.Tensor._version
+
+# How often a tensor's memory was written to through torch; an inference tensor does not count.
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def require_grad(params: Sequence[torch.Tensor]) -> list[bool]:

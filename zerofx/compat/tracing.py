@@ -154,7 +154,7 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
 
     Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
     nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
-    forward's autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nobody
+    forward's autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nothing
     runs it, and writing its Python twice takes as long as tracing a layer.
     """
     from torch._functorch import config

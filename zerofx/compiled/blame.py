@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from zerofx.capture.explain import shows_all
 from zerofx.codegen.text import read_origin
+from zerofx.compat.graphs import schema_of
 from zerofx.errors import ZerofxError
 from zerofx.ir.graphs import is_compute, is_random, regions
 from zerofx.ir.meta import Phase, Role, info, value
@@ -183,7 +184,7 @@ def _is_index(node: fx.Node) -> bool:
 
 
 def _takes_index(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     named = schema is not None and any(a.name in _INDICES for a in schema.arguments)
     return named and any(map(_is_index, node.all_input_nodes))
 
@@ -216,7 +217,7 @@ def _run(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
 
 # -- words ----------------------------------------------------------------------------------------
 def _op_name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema.name if schema else getattr(node.target, "__name__", "")
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from zerofx.analysis.memory import memory
-from zerofx.compiled.contract import forward_slots
+from zerofx.analysis.storage import forward_slots
 from zerofx.ir.program import Loop, Pool, Program
 from zerofx.passes.decide import budget_bytes
 from zerofx.plan import Plan
@@ -45,7 +45,7 @@ def fits(program: Program, loop: Loop) -> bool:
 
 def slots_of(program: Program) -> Pool:
     """Return the slots that one program needs."""
-    return Pool(tuple(program.slots.get("bytes", [])), frozenset(forward_slots(program)))
+    return Pool(tuple(program.slots.get("bytes", [])), forward_slots(program))
 
 
 def joined(pools: Iterable[Pool]) -> Pool:

@@ -12,7 +12,7 @@ from zerofx.compiled.digest import collective_digest, graph_hashes
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.spec import Kind, kind_of, slot_of, spec_of
+from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.step import Contract, Reach
 from zerofx.runtime.tiers import Tier
 
@@ -88,12 +88,6 @@ def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
         )
         for leaf, bit in bits.items()
     }
-
-
-def forward_slots(program: Program) -> set[int]:
-    """Return the slots that forward gathers into."""
-    gathers = [n for n in program.graph(FORWARD).nodes if kind_of(n) is Kind.LAUNCH]
-    return {slot for n in gathers if (slot := slot_of(n)) >= 0}
 
 
 def written_out(program: Program) -> dict[str, int]:

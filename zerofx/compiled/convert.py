@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.modules import own_buffers
 from zerofx.errors import ShardError
 from zerofx.runtime.engine import Engine
 
@@ -36,7 +37,7 @@ def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in own_buffers(module).items():
             if buffer is None:
                 continue
             after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
@@ -48,5 +49,5 @@ def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             if after.dtype != buffer.dtype:
                 made.setdefault(id(buffer), fn(buffer))
     for module in model.modules():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = made.get(id(buffer), buffer)
+        for key, buffer in own_buffers(module).items():
+            own_buffers(module)[key] = made.get(id(buffer), buffer)

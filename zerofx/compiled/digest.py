@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import OpOverload
+from zerofx.compat.graphs import OpOverload, argument_names
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Kind, kind_of, spec_of
@@ -95,8 +95,8 @@ def describe_graph(program: Program) -> str:
             elif node.op == "call_function":
                 is_op = isinstance(node.target, OpOverload)
                 name = str(node.target) if is_op else getattr(node.target, "__name__", "call")
-                names = [a.name for a in node.target._schema.arguments] if is_op else []
-                shown = [v for i, v in enumerate(node.args) if names[i : i + 1] != ["group_name"]]
+                names = argument_names(node.target) if is_op else ()
+                shown = [v for i, v in enumerate(node.args) if names[i : i + 1] != ("group_name",)]
                 named = [f"{k}={text(v)}" for k, v in node.kwargs.items() if k != "group_name"]
                 called = ", ".join([*map(text, shown), *named])
             else:

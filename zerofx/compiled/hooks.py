@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerofx.compat.autograd import global_module_hooks
-
-_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from zerofx.compat.modules import global_module_hooks, hooks_of
 
 
 class HookWatch:
@@ -22,7 +20,7 @@ class HookWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._dicts = [getattr(m, kind) for m in model.modules() for kind in _KINDS]
+        self._dicts = [hooks for m in model.modules() for hooks in hooks_of(m)]
         self._dicts += global_module_hooks()
         self._seen = -1
         self._occupied: list[dict] = []

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import ItemsView, Mapping, ValuesView
 from typing import Any
 
+from zerofx.compat.modules import note_state_metadata, state_metadata
 from zerofx.errors import ShardError
 from zerofx.runtime.shard_state import FullReader
 from zerofx.runtime.shards import ShardStore
@@ -17,7 +18,7 @@ _NONE = object()
 class LazyState(OrderedDict[str, Any]):
     """Full plain tensors under the model's own names, each made when its key is read.
 
-    Nothing is kept: every read makes the tensor anew, so that a loop over `items()` holds one at a
+    Nothing is kept: every read makes a new tensor, so that a loop over `items()` holds one at a
     time. On several ranks a read is a collective call, which all ranks make in the same order; one
     that reads something else, or goes on alone, is named. Pickles (`torch.save`), copies, `dict()`
     and `load_state_dict` see an ordinary dict, all of whose values are then there at once.
@@ -29,7 +30,7 @@ class LazyState(OrderedDict[str, Any]):
         """Take over a state dict. names: its keys that stand for parameters -> which of them."""
         super().__init__((key, None if key in names else value) for key, value in state.items())
         self._store, self._names = store, dict(names)
-        self._metadata = getattr(state, "_metadata", None)  # load_state_dict asks for it
+        self._metadata = state_metadata(state)  # load_state_dict asks for it
         self._reader = FullReader(store)
         self._epoch = self._now()
 
@@ -99,7 +100,7 @@ class LazyState(OrderedDict[str, Any]):
             if name is not None:
                 made[name] = found[key]
         if self._metadata is not None:
-            found._metadata = self._metadata  # type: ignore[attr-defined]
+            note_state_metadata(found, self._metadata)
         return found
 
     __copy__ = copy

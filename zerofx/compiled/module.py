@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
+from zerofx.compat.modules import load_own_state, share_containers
 from zerofx.compiled.convert import check_shards_stay, convert_buffers
 from zerofx.compiled.full_state import sharded_state_of, state_of
 from zerofx.compiled.hooks import HookWatch
@@ -24,6 +25,7 @@ from zerofx.ir.program import Program
 from zerofx.passes.order import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.shards import ShardStore
 
 
@@ -37,10 +39,8 @@ class CompiledModule(nn.Module):
     def __init__(self, model: nn.Module, setting: Setting, engine: Engine) -> None:
         super().__init__()
         self.__dict__["_model"] = model
-        for container in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[container] = model.__dict__[container]
+        share_containers(self, model)
         self.training = model.training
-        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         # Past __setattr__, which would set what the model calls by the same name.
         self.__dict__["_setting"], self.__dict__["_engine"] = setting, engine
         self.__dict__["_programs"] = ProgramTable(model, setting, engine)
@@ -117,15 +117,14 @@ class CompiledModule(nn.Module):
                 "accumulate"
             )
         gradients, before = self._engine.gradients, self._engine.gradients.no_sync
-        is_put_off = self._setting.plan.stage <= 1 and not self._engine.store.is_away
-        gradients.no_sync = is_put_off and self._engine.world.size > 1
+        gradients.no_sync = reduction.is_put_off(self._engine.layout, self._setting.plan.stage)
         try:
             yield
         finally:
             gradients.no_sync = before
 
     def refresh(self) -> None:
-        """Gather every resident parameter anew at the next forward; wait for delayed updates."""
+        """Gather every resident parameter again at the next forward; wait for delayed updates."""
         self._engine.store.settle()
         self._engine.forget_resident()
 
@@ -147,9 +146,7 @@ class CompiledModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load what the model itself holds as it does: with its hooks and its own extra state."""
-        for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, *args)
-        self._model._load_from_state_dict(state_dict, prefix, *args)
+        load_own_state(self, self._model, state_dict, prefix, *args)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.
@@ -180,7 +177,7 @@ class CompiledModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
         """Run `to`, `half`, `cuda` and the like: accepted where they leave the shards as they are.
 
-        Buffers take another dtype, upon which the next call compiles anew; nothing moves.
+        Buffers take another dtype, so the next call compiles again; nothing moves.
         """
         check_shards_stay(self._engine, fn)
         convert_buffers(self._model, fn)
@@ -263,7 +260,7 @@ class CompiledModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the model's own attributes on the model; what was compiled with the old is dropped.
 
-        Programs have the values of attributes baked in, so the next call captures anew.
+        Programs have the values of attributes baked in, so the next call captures again.
         """
         model = self.__dict__.get("_model")
         if model is None or name in self.__dict__ or hasattr(CompiledModule, name):

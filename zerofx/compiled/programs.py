@@ -19,6 +19,8 @@ from zerofx.capture.signature import Signature, describe_difference, describe_si
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
+from zerofx.compat.modules import own_buffers
+from zerofx.compat.tensors import version_of
 from zerofx.compiled.blame import Blame
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.budget import (
@@ -74,7 +76,7 @@ class Constants:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         counted = [t for t in tensors if not t.is_inference()]  # those count no versions
-        self._read = [(weakref.ref(t), t._version) for t in counted]
+        self._read = [(weakref.ref(t), version_of(t)) for t in counted]
 
     def __bool__(self) -> bool:
         return bool(self._read)
@@ -83,7 +85,7 @@ class Constants:
         """Tell whether one was written to since."""
         for ref, version in self._read:
             tensor = ref()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and version_of(tensor) != version:
                 return True
         return False
 
@@ -124,14 +126,14 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self._constants: dict[Key, Constants] = {}  # of programs that read some
-        self.on_bound: Callable[[Bound], None] | None = None  # told of what is bound anew
+        self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
 
-        Under a budget a program is compiled anew once the loop turns out to accumulate gradients,
+        Under a budget a program is compiled again once the loop turns out to accumulate gradients,
         if it would take too much beside them.
         """
         if key in self._constants and self._constants[key].have_changed():
@@ -383,7 +385,7 @@ class ProgramTable:
         owners: list[tuple[str, dict[str, Any], str]] = []
         for name in program.buffers:
             path, _, key = name.rpartition(".")
-            owners.append((name, self._model.get_submodule(path)._buffers, key))
+            owners.append((name, own_buffers(self._model.get_submodule(path)), key))
         return lambda: {name: held[key] for name, held, key in owners}
 
 

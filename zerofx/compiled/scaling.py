@@ -12,7 +12,7 @@ from zerofx.runtime.world import World
 def make_scaler(plan: Plan, world: World) -> LossScaler | None:
     """Return the scaler that a plan asks for, None where nothing is scaled here."""
     asked = plan.precision.loss_scale
-    if asked is None or asked == "external":
+    if not plan.precision.is_scaled:
         return None
     assert isinstance(asked, LossScale)
     if world.other_axes:

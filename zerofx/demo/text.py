@@ -68,7 +68,7 @@ def _order(num_windows: int, seed: int, epoch: int) -> list[int]:
 class Batches:
     """Batches of one rank, a pure function of (seed, step): a resume needs only the step number.
 
-    The text is cut into windows of `seq` bytes, shuffled anew each epoch. Step s takes the next
+    The text is cut into windows of `seq` bytes, shuffled again each epoch. Step s takes the next
     batch * world_size windows and rank r the r-th share of them, so ranks never see the same
     window within an epoch and the union over ranks depends on batch * world_size only.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat.graphs import FakeTensor, OpOverload, argument_names, known_values
+from zerofx.compat.graphs import FakeTensor, OpOverload, argument_names, known_values, schema_of
 
 # Arguments that say which buffer a zerofx op is about, and nothing of its result's form.
 _FORMLESS = frozenset({"bucket", "slot", "zero", "scale", "offsets", "name"})
@@ -27,7 +27,7 @@ def fake_value(target: Any, values: Sequence[Any], named: Mapping[str, Any], rul
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     if mode is None or not isinstance(target, OpOverload):
         return rule(*values, **named)
-    if not target._schema.returns:
+    if not schema_of(target).returns:
         return None
     read = [v for i, v in enumerate(values) if i not in _formless(target)]
     key = target, _form(read), _form(list(named.items()))

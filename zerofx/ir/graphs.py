@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import OpOverload, op_argument
+from zerofx.compat.graphs import OpOverload, op_argument, schema_of
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program, placeholders
@@ -37,7 +37,7 @@ def is_alias(node: fx.Node) -> bool:
 
 @functools.cache
 def _may_alias(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return False
     if schema.name in _EXTRA_ALIASES:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from zerofx.compat.graphs import schema_of
 from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Role, info, nbytes, value
@@ -151,7 +152,7 @@ def _nodes(argument: Any) -> Iterator[fx.Node]:
 
 @functools.cache
 def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     found = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None)
     # views that hide it in their schema (_unsafe_view) look into their first argument
     return found or tuple((0, a.name) for a in arguments[:1])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import FakeTensor, OpOverload
+from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
 from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
 from zerofx.ir.spec import spec_of
@@ -193,7 +193,7 @@ def _callee(target: Any) -> str:
 @functools.cache
 def _formal(target: Any) -> list[tuple[str, str]] | None:
     """Return (name, default as text) of an op's arguments, None where it has no schema."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None:
         return None
     return [(a.name, _plain(a.default_value)) for a in schema.arguments]

@@ -38,6 +38,7 @@ from zerofx.ir.spec import (
 from zerofx.ir.verify_values import Numbering, digest, leaf_digest
 from zerofx.runtime.host_tier import H2D, dense_bytes
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import exchange
 from zerofx.runtime.tiers import Tier
 
 _Format = torch.dtype | None
@@ -131,7 +132,8 @@ def sends_shards(program: Program, node: fx.Node, rank: int) -> list[Moved]:
     full, shards = value(node), program.layout.shard_size
     if shards == 1:
         return []
-    return [Moved("all_gather", nbytes(full) // shards * (shards - 1), full.element_size())]
+    sent = exchange.part_sent(nbytes(full) // shards, shards)
+    return [Moved("all_gather", sent, full.element_size())]
 
 
 def _task_gather(w: Walk, node: fx.Node) -> None:
@@ -139,8 +141,8 @@ def _task_gather(w: Walk, node: fx.Node) -> None:
 
 
 def _task_refresh(w: Walk, node: fx.Node) -> None:
-    if w.found.micro or info(node).phase.value == BACKWARD:
-        return  # current since the first forward after an update
+    if not w.refresh_moves(node):
+        return
     bucket = w.bucket(node)
     if bucket.is_away:
         w.reload(node, nbytes(value(node)) // w.layout.shard_size)
@@ -182,7 +184,8 @@ def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     return ()
 
 
-def _nothing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+def hold_nothing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return no storage: the result lies in what is counted elsewhere."""
     return ()
 
 
@@ -412,7 +415,7 @@ resident = define(
         takes=frozenset({Holds.SHARD}),
         fake=fake_full,
         run=lambda calls, shard, bucket, numel, *, dtype=None: calls.resident(shard, bucket),
-        hold=_nothing,
+        hold=hold_nothing,
         is_static=is_lasting,
         stem="full",
         write=write_of_shard,
@@ -444,7 +447,7 @@ release = define(
         run=lambda calls, full, slot=-1: calls.release(full, slot),
         has_effect=True,
         lane=Lane.GATHER,
-        hold=_nothing,
+        hold=hold_nothing,
         frees=lambda node: nbytes(value(node.all_input_nodes[0])),
         write=_write_release,
         read=_read_release,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, landing_dtype
+from zerofx.analysis.storage import Category, Storage, is_scaled, landing_dtype
 from zerofx.analysis.task_steps import update_beside
 from zerofx.analysis.task_walk import Walk
 from zerofx.codegen.load_calls import Calls
@@ -37,10 +37,11 @@ from zerofx.ir.spec import (
 )
 from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_values import Numbering, Packed
-from zerofx.ops.gathers import erase_to_nothing, is_lasting
+from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
 from zerofx.ops.waits import same
 from zerofx.runtime.collectives import all_reduce_bytes
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import exchange, reduction
 from zerofx.runtime.tiers import Tier
 
 _Format = torch.dtype | None
@@ -197,7 +198,9 @@ def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Moved]:
     shards, replicas, out = program.layout.shard_size, program.layout.replicate_size, value(node)
     found = []
     if shards > 1:
-        found.append(Moved("reduce_scatter", nbytes(out) * (shards - 1), out.element_size()))
+        found.append(
+            Moved("reduce_scatter", exchange.part_sent(nbytes(out), shards), out.element_size())
+        )
     if replicas > 1:
         sent = all_reduce_bytes(out, rank // shards, replicas)
         found.append(Moved("all_reduce", sent, out.element_size()))
@@ -209,10 +212,10 @@ def _task_store(w: Walk, node: fx.Node) -> None:
     bucket = w.bucket(node)
     if not w.reduces(bucket):
         return
-    adds = w.found.micro > 0
+    adds, scaled = w.found.micro > 0, is_scaled(w.program)
     landed = landing_dtype(w.program, bucket) if bucket.is_away else bucket.reduce_dtype
     arrived = w.data(node)
-    if adds or landed is not bucket.dtype:
+    if reduction.is_stored_apart(w.layout, bucket, scaled, adds):
         numel = w.layout.shard_numel(bucket)
         size = numel * (landed.itemsize + (1 + adds) * bucket.dtype.itemsize)
         name = f"store b{bucket.index}"
@@ -616,7 +619,7 @@ store_grad = define(
         run=lambda calls, reduced, bucket, *, dtype=None: calls.store_grad(reduced, bucket),
         has_effect=True,
         task=_task_store,
-        hold=hold_first,
+        hold=hold_nothing,  # what is stored lies in p.grad
         is_static=is_lasting,
         is_quiet=True,
         stem="stored",

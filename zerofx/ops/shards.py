@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, landing_dtype
+from zerofx.analysis.storage import Category, Storage, is_scaled, landing_dtype, sent_as
 from zerofx.analysis.task_walk import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import Buffer, Order
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import FORWARD, Program
 from zerofx.ir.spec import (
     Carries,
     Holds,
@@ -47,6 +47,8 @@ from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, dense_bytes
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import reduction, shard_copies
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
 
 
@@ -97,8 +99,7 @@ def _task_reload(w: Walk, node: fx.Node) -> None:
 
 
 def _task_refresh(w: Walk, node: fx.Node) -> None:
-    is_stale = w.found.micro == 0 and info(node).phase.value != BACKWARD
-    if is_stale and w.found.graph == FORWARD:
+    if w.refresh_moves(node):
         w.reload(node, nbytes(value(node)))
 
 
@@ -118,7 +119,9 @@ def _moves_reload(program: Program, graph: str, node: fx.Node) -> list[Moved]:
 
 
 def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Moved]:
-    return [] if graph == BACKWARD else _moves_reload(program, graph, node)  # forward's is current
+    if not shard_copies.refresh_moves(graph == FORWARD):
+        return []
+    return _moves_reload(program, graph, node)
 
 
 def _moves_read(program: Program, graph: str, node: fx.Node) -> list[Moved]:
@@ -142,8 +145,7 @@ def _hold_reload(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 def _sent(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return what a reload holds until its wait: what was read for it, or a cast of that."""
-    bucket = p.bucket(node)
-    if bucket.is_cast and bucket.source is Tier.NVME:
+    if sent_as(p.program, p.bucket(node)) is SentAs.CAST:
         return p.own(node, Category.HOST, value(node), time, name="cast copy")
     return p.held[node.all_input_nodes[0]]
 
@@ -168,8 +170,8 @@ def _hold_offload_grad(p: Places, node: fx.Node, time: int) -> tuple[Storage, ..
 
 def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
-    bucket = p.bucket(node)
-    if landing_dtype(p.program, bucket) is bucket.dtype and not p.packs_apart:
+    scaled = is_scaled(p.program)
+    if reduction.lands_in_gradient(p.bucket(node), scaled, p.packs_apart):
         return (p.nothing(node, time),)
     return p.own(node, Category.HOST, value(node), time)
 

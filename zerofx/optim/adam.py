@@ -12,12 +12,10 @@ from torch import Tensor
 
 from zerofx.compat.optim import fused_adam_, fused_adamw_
 from zerofx.errors import OptimizerError
-from zerofx.optim.coded import CodedStretch, decoded_parts
+from zerofx.optim.codes import EightBitStates, decoded_parts
 from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
-from zerofx.optim.laid import Work
-from zerofx.optim.places import name_of
-from zerofx.optim.runs import Run
+from zerofx.optim.runs import FlatRun, Work, name_of
 from zerofx.runtime.kernels.adamw import flat_adamw_
 from zerofx.runtime.kernels.launch import use_triton
 
@@ -33,11 +31,11 @@ class _FlatAdam(FlatOptimizer):
         if state_bits not in (8, 32):
             raise OptimizerError(f"state_bits is {state_bits}, but states have 8 or 32 bits")
         if state_bits == 8:
-            self.stretch_type = CodedStretch
+            self.states_type = EightBitStates
 
     @property
     def state_bits(self) -> int:
-        return 8 if self.stretch_type is CodedStretch else 32
+        return 8 if self.states_type is EightBitStates else 32
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -78,7 +76,7 @@ class _FlatAdam(FlatOptimizer):
 
 
 def _update_run(
-    group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | None, lowp: Tensor | None
+    group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None, lowp: Tensor | None
 ) -> None:
     """Update one run by our own kernel."""
     beta1, beta2 = group["betas"]

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.places import name_of
-from zerofx.optim.runs import Run
-from zerofx.runtime.param_norms import gather_partials
+from zerofx.optim.runs import FlatRun, name_of
+from zerofx.runtime.param_piece import ParameterPiece, piece_of
 from zerofx.runtime.param_refuse import refuse_partial_norm
-from zerofx.runtime.param_tensor import ShardedTensor
 
 # One row's norm is accumulated in float32, the rows' in float64: the result is exact to 1e-8, where
 # one float32 sum over 8 M elements was off by 2e-4.
@@ -31,34 +29,34 @@ def square_sum(flat: Tensor) -> Tensor:
     return rows.double().square().sum() + rest.double().square()
 
 
-def _order(param: Tensor) -> tuple[int, int]:
+def _order(piece: ParameterPiece) -> tuple[int, int]:
     """Return where a parameter lies in its model: a key that ranks have in common."""
-    if isinstance(param, ShardedTensor):
-        return param._piece.bucket.index, param._piece.param.offset
-    return 0, 0
+    return piece.bucket.index, piece.param.offset
 
 
-def global_norm(work: Iterable[tuple[Run, Tensor]]) -> Tensor:
+def global_norm(work: Iterable[tuple[FlatRun, Tensor]]) -> Tensor:
     """Return the norm of all gradients over all ranks, float64 [], the same bits on every rank.
 
     Sharded gradients are summed over the ranks of the shard axis; the ranks of a replicate axis
     hold equal ones. One exchange a model, in which ranks that own no element take part.
     """
-    sharded: dict[int, list[tuple[ShardedTensor, Tensor]]] = {}
+    sharded: dict[int, list[tuple[ParameterPiece, Tensor]]] = {}
     whole: list[Tensor] = []
     for run, grad in work:
         axes = "" if run.ledger is None else run.ledger.world.other_axes
         if axes:
             refuse_partial_norm(name_of(run.params[0]), "max_grad_norm", axes)
-        param, part = min(run.params, key=_order), square_sum(grad)
-        if isinstance(param, ShardedTensor):
-            sharded.setdefault(id(param._piece.ledger), []).append((param, part))
+        part = square_sum(grad)
+        cut = [p for p in map(piece_of, run.params) if p is not None and p.is_cut]
+        if cut:
+            piece = min(cut, key=_order)
+            sharded.setdefault(id(piece.ledger), []).append((piece, part))
         else:
             whole.append(part)
     for found in sharded.values():
         partial = _sum([part for _, part in found]).reshape(1)
-        first = min((param for param, _ in found), key=_order)  # the same one on every rank
-        whole.append(gather_partials(first, partial, _WHAT).sum())
+        first = min((piece for piece, _ in found), key=_order)  # the same one on every rank
+        whole.append(first.gather_partials(partial, _WHAT).sum())
     return _sum(whole).sqrt() if whole else torch.zeros((), dtype=torch.float64)
 
 

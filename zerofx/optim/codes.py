@@ -19,14 +19,26 @@ another non-linear map than its dynamic tree: this one needs two square roots an
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerofx.errors import OptimizerError
+from zerofx.optim.runs import (
+    FlatRun,
+    FlatStretch,
+    Holding,
+    StretchStates,
+    fill,
+    overlaps,
+    parts,
+)
 from zerofx.runtime.kernels.launch import use_triton
 from zerofx.runtime.kernels.quantise import dequantise, quantise
+from zerofx.runtime.tiers import Tier
 
 BLOCK = 256
 
@@ -129,3 +141,131 @@ def code_book(is_signed: bool, device: torch.device) -> Tensor:
         root = ((k - 128.0) / 127.0).clamp(min=-1.0)
         return (root.abs() ** 4).copysign(root).float()
     return (((k + 1.0) / 256.0) ** 4).float()
+
+
+# -- as an optimizer's states ----------------------------------------------------------------------
+# Whether a state has both signs: those that are kept in 8 bits.
+IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
+@dataclass(frozen=True, eq=False)
+class _Coded:
+    """One parameter's part of a state in 8 bits."""
+
+    codes: Codes
+    number: int
+    holding: Holding
+
+    def decoded(self) -> Tensor:
+        return self.holding.show(self.codes.read(self.number))
+
+
+class CodedStates(MutableMapping[str, Any]):
+    """The states of one parameter: reading one that lies in 8 bits gives a new float32 tensor.
+
+    So what is saved is what torch's optimizer would save. Writing into that tensor changes nothing;
+    assign it.
+    """
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.held[key]
+        return value.decoded() if isinstance(value, _Coded) else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class EightBitStates(StretchStates):
+    """States of a stretch that lie in 8 bits; step counts are as they always are."""
+
+    def __init__(self) -> None:
+        self._coded: dict[str, Codes] = {}
+
+    def adopt(
+        self,
+        stretch: FlatStretch,
+        old: Sequence[MutableMapping[str, Any]],
+        keys: Sequence[str],
+    ) -> list[MutableMapping[str, Any]]:
+        if stretch.bucket is not None and stretch.bucket.home is Tier.NVME:
+            raise OptimizerError(
+                f"{stretch.bucket.label()}: 8-bit states do not go to NVMe; use state_bits=32, or "
+                "Plan.offload.optimizer = 'cpu'"
+            )
+        pieces = [
+            (held.ranges[0][0], stop - start)
+            for held, (start, stop) in zip(stretch.holdings, stretch.bounds, strict=True)
+        ]
+        device = stretch.flat.device
+        self._coded = {key: Codes.zeros(pieces, IS_SIGNED[key], device) for key in keys}
+        new: list[MutableMapping[str, Any]] = []
+        rows = zip(stretch.holdings, stretch.params, old, strict=True)
+        for number, (holding, param, values) in enumerate(rows):
+            held = dict(values.held if isinstance(values, CodedStates) else values)
+            for key, codes in self._coded.items():
+                if (value := values.get(key)) is not None:
+                    view = holding.show(torch.empty(pieces[number][1], device=device))
+                    fill(view, value, param, key)
+                    codes.write(number, holding.local(view).reshape(-1))
+                held[key] = _Coded(codes, number, holding)
+            new.append(CodedStates(held))
+        return new
+
+    def of(self, first: int, last: int) -> dict[str, Any]:
+        return {key: codes.of(first, last) for key, codes in self._coded.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(codes.nbytes for codes in self._coded.values())
+
+
+def decoded_parts(
+    run: FlatRun, grad: Tensor
+) -> Iterator[tuple[list[tuple[FlatRun, Tensor]], Callable[[], None]]]:
+    """Yield a run in short parts with decoded states, and what codes a part's states again.
+
+    Each part is a list of runs, one per parameter, with their gradients.
+    """
+    any_codes = next(iter(run.states.values()))
+    for start, stop in parts(any_codes.codes):
+        decoded = {key: codes.values(start, stop) for key, codes in run.states.items()}
+        found = []
+        for number, begin, end in overlaps(any_codes.spans, start, stop):
+            # from elements of the codes to elements of the run
+            first = run.bounds[number][0] + start + begin - any_codes.spans[number][0]
+            last = first + end - begin
+            piece = replace(
+                run,
+                first=run.first + number,
+                last=run.first + number + 1,
+                params=(run.params[number],),
+                bounds=((0, end - begin),),
+                param=run.param[first:last],
+                offset=run.offset + first,
+                states={key: flat[begin:end] for key, flat in decoded.items()},
+                steps=run.steps[number : number + 1],
+            )
+            found.append((piece, grad[first:last]))
+
+        def store(
+            decoded: dict[str, Tensor] = decoded, start: int = start, stop: int = stop
+        ) -> None:
+            for key, flat in decoded.items():
+                run.states[key].store(start, stop, flat)
+
+        yield found, store

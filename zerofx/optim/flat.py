@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +12,22 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.errors import OptimizerError
 from zerofx.optim.clip import divisor, global_norm
-from zerofx.optim.in_backward import StepsInBackward, is_stepped
-from zerofx.optim.laid import LaidOut, Work
-from zerofx.optim.places import check_dtype
-from zerofx.optim.runs import Run
-from zerofx.optim.staged import divide, update_staged
-from zerofx.optim.whole_steps import WholeSteps
+from zerofx.optim.in_backward import BackwardUpdates, groups_as_now, is_stepped, settle
+from zerofx.optim.nvme_steps import WholeSteps, divide, update_staged
+from zerofx.optim.runs import (
+    DenseStates,
+    FlatGroup,
+    FlatGroups,
+    FlatRun,
+    StretchStates,
+    Work,
+    check_dtype,
+    ledgers_of,
+)
+from zerofx.runtime.layout import Bucket
+from zerofx.runtime.param_piece import CastCopy, Ledger
+
+_Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model
 
 
 def alike(work: Work) -> list[Work]:
@@ -28,29 +38,81 @@ def alike(work: Work) -> list[Work]:
     return list(found.values())
 
 
-def near(scale: Tensor | None, run: Run) -> Tensor | None:
+def near(scale: Tensor | None, run: FlatRun) -> Tensor | None:
     """Return what gradients are divided by, on the device where a run's parameters live."""
     return None if scale is None else scale.to(run.param.device)
 
 
-class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
+class StepCasts:
+    """The slices of resident copies that are current when a step begins, and what it writes there.
+
+    A slice stays current if the step writes there all that it changes of the bucket: the elements
+    of the step's runs are counted against those that were asked for. Anything else makes it stale,
+    which costs one cast at the next refresh.
+    """
+
+    def __init__(self, ledgers: Iterable[Ledger], runs: Iterable[FlatRun]) -> None:
+        self._copies: dict[_Key, CastCopy] = {
+            (id(ledger), bucket): copy
+            for ledger in ledgers
+            for bucket, copy in ledger.copies.items()
+            if copy.is_current
+        }
+        self._left = dict.fromkeys(self._copies, 0)  # elements that are changed but not yet written
+        for run in runs:
+            self._count(run, 1)
+
+    def place_for(self, run: FlatRun) -> Tensor | None:
+        """Return where a run's new parameters must also go, rounded; None if nowhere."""
+        copy = self._copies.get(_key(run))
+        if copy is None:
+            return None
+        self._count(run, -1)
+        return copy.part(run.offset, run.offset + run.numel)
+
+    def end(self) -> None:
+        """Mark the slices of which everything was written; the step's writes are counted."""
+        for key, copy in self._copies.items():
+            if self._left[key] == 0:
+                copy.mark()
+
+    def _count(self, run: FlatRun, sign: int) -> None:
+        key = _key(run)
+        if key in self._left:
+            self._left[key] += sign * sum(stop - start for start, stop in run.bounds)
+
+
+def _key(run: FlatRun) -> _Key:
+    return id(run.ledger), None if run.bucket is None else run.bucket.index
+
+
+class FlatOptimizer(Optimizer, ABC):
     """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
 
     A subclass names its states and updates runs; closures, clipping, loss scales and loading are
-    here. `grad_norm` is the norm over all groups and ranks of the last step's gradients before
-    clipping, float64 [], None without max_grad_norm.
+    handled here. `grad_norm` is the norm over all groups and ranks of the last step's gradients
+    before clipping, float64 [], None without max_grad_norm.
 
     Parameters without a gradient are left out of a step, as in torch. `GradScaler` hands its scale
-    to the step itself, so that unscaling is no pass of its own; where it found an infinity (on any
+    to the step itself, so that unscaling is no pass of its own; if it found an infinity (on any
     rank), nothing is changed.
+
+    Three parts do what is not the update itself, and refer to no optimizer:
+        _groups: where parameters and states lie (`FlatGroups`).
+        _backward: updates inside backward (`BackwardUpdates`).
+        _whole: steps that all ranks take or none (`WholeSteps`).
     """
 
     communicates: ClassVar[bool] = False  # within an update
-    counts_writes: ClassVar[bool] = True  # zerofx's hook behind every step need not
+    counts_writes: ClassVar[bool] = True  # zerofx's hook after every step need not
+    counts_steps: ClassVar[bool] = True
+    takes_half: ClassVar[bool] = False
     _step_supports_amp_scaling = True
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
+    states_type: type[StretchStates] = DenseStates
+    _casts: StepCasts | None = None  # within a step
 
     def _begin(self, max_grad_norm: float | None) -> None:
         """Set what the constructor adds to torch's.
@@ -64,9 +126,15 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
-        self._laid, self._updates = {}, []
+        self._groups = FlatGroups()
+        self._backward = BackwardUpdates()
+        self._whole = WholeSteps(type(self).__name__)
 
     # -- what a subclass says -------------------------------------------------------------------
+    @abstractmethod
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the states, of a parameter's shape, that the group's options need."""
+
     def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
         """Update runs of one dtype and device, none empty; gradients are divided by `scale`.
 
@@ -80,9 +148,14 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
             for part in alike([pair for pair in pairs if pair[0].numel]):
                 self.update(group, part, near(scale, part[0][0]))
 
-    def cast_place(self, run: Run) -> Tensor | None:
+    def cast_place(self, run: FlatRun) -> Tensor | None:
         """Return where a kernel must also write a run's new parameters, rounded, if anywhere."""
         return None if self._casts is None else self._casts.place_for(run)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states on this rank, without step counts."""
+        return self._groups.state_bytes
 
     # -- torch's interface --------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -96,7 +169,7 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
             )
         for param in group["params"]:
             check_dtype(param, kind, self.takes_half)
-        self.update_in_backward()
+        self._backward.take_over(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -104,22 +177,38 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 f"{type(self).__name__}: a step reads rates and step counts on the host, so that a "
-                "CUDA graph would repeat the same ones for ever; step outside the graph"
+                "CUDA graph would repeat the same ones at every replay; step outside the graph"
             )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_whole()
-        self._note_step()
+        self._whole.check()
+        self._backward.note_step(self)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0.0:
             return loss
         with torch.inference_mode(False):
-            laid = [self._layout(number) for number in range(len(self.param_groups))]
-            self._make_fresh_together(laid)
-            self._update_and_count(laid, self._works(laid, is_stepped))
+            laid = self._groups.current(self)
+            fresh = ledgers_of(p for each in laid for p in each.waiting if p.grad is not None)
+            self._whole.make_states(
+                fresh, lambda: self._groups.make_due_states(self, laid, is_stepped)
+            )
+            self._update_and_count(laid, self._groups.works(self, laid, is_stepped))
         return loss
+
+    def _update_and_count(self, laid: Sequence[FlatGroup], work: Sequence[Work]) -> None:
+        """Update runs; count one write to each model, also if the update fails in the middle."""
+        found = {id(s.ledger): s.ledger for each in laid for s in each.stretches}
+        ledgers = [ledger for ledger in found.values() if ledger is not None]
+        casts = self._casts = StepCasts(ledgers, (run for pairs in work for run, _ in pairs))
+        try:
+            self._whole.update(ledgers, lambda: self._update_all(work))
+        finally:
+            self._casts = None
+            for ledger in ledgers:
+                ledger.note_update()
+        casts.end()
 
     def _update_all(
         self, work: Sequence[Work], groups: Sequence[dict[str, Any]] | None = None
@@ -146,7 +235,7 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
         States come in the order of the parameters, which all ranks have in common: states are made
         in the order in which the pieces lie on a rank, and gathering them takes all ranks together.
         """
-        self._settle()
+        settle(self)
         found = super().state_dict()
         states = found["state"]
         numbers = [n for group in found["param_groups"] for n in group["params"] if n in states]
@@ -157,21 +246,69 @@ class FlatOptimizer(StepsInBackward, WholeSteps, LaidOut, Optimizer, ABC):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._settle()
+        settle(self)
         super().load_state_dict(state_dict)
-        self._laid.clear()
-        self._half_made = None
+        self._groups.forget()
+        self._whole.forget()
         with torch.inference_mode(False), torch.no_grad():
-            for number in range(len(self.param_groups)):
-                self._layout(number)
-        self._note_load()
+            self._groups.current(self)
+        self._backward.note_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_grad_norm", "stretch_type")
+        kept = ("max_grad_norm", "states_type")
         return {**super().__getstate__(), **{k: getattr(self, k) for k in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch comes here too when it loads a state_dict
-        self._laid, self._updates = {}, self.__dict__.get("_updates", [])
+        self._groups = FlatGroups()
+        if "_backward" not in self.__dict__:
+            self._backward, self._whole = BackwardUpdates(), WholeSteps(type(self).__name__)
         self.grad_norm = None
         super().__setstate__(state)
+
+    # -- what a backward calls that updates parameters (`BucketOptimizer`) -------------------------
+    def update_in_backward(self) -> None:
+        """Take over the updates of all parameters whose model has them inside backward.
+
+        Raises:
+            ShardError: this optimizer clips, for which all gradients must be known.
+        """
+        self._backward.take_over(self)
+
+    @torch.no_grad()
+    def make_states(self, params: Sequence[Tensor]) -> None:
+        """Make the states, zeros of no step, of those of these parameters that have none."""
+        with torch.inference_mode(False):
+            self._groups.make_states(self, params)
+
+    def begin_backward(self) -> None:
+        """Look once per backward at whether parameters, states and options are as they were.
+
+        Raises:
+            ShardError: this optimizer clips by now.
+        """
+        self._backward.begin(self)
+        with torch.inference_mode(False), torch.no_grad():
+            self._groups.current(self)
+
+    @torch.no_grad()
+    def take_bucket(self, ledger: Ledger, bucket: int) -> Callable[[], None]:
+        """Take the gradients that a bucket's parameters have now; return what updates with them.
+
+        It updates with the options that the groups have now.
+        """
+
+        def is_due(of: Ledger | None, its: Bucket | None) -> bool:
+            return of is ledger and its is not None and its.index == bucket
+
+        with torch.inference_mode(False):
+            work = self._groups.works(self, self._groups.latest(), is_due)
+        groups = groups_as_now(self)
+
+        @torch.no_grad()
+        def update() -> None:
+            with torch.inference_mode(False):
+                self._update_all(work, groups)
+            work.clear()  # which holds the gradients
+
+        return update

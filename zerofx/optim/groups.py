@@ -1,4 +1,6 @@
-"""Parameter groups by name: a group takes the parameters that its patterns cover.
+"""What optimizers are made with: parameter groups by name, and options that several have.
+
+A group takes the parameters that its patterns cover:
 
     zerofx.optim.AdamW([
         {"params": model.named_parameters(), "names": ["*.bias", "*norm*"], "weight_decay": 0.0},
@@ -76,3 +78,22 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
             "the narrower patterns first, or drop the group"
         )
     return chosen
+
+
+# -- options ---------------------------------------------------------------------------------------
+def check_adam_options(
+    lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0
+) -> None:
+    """Raise ValueError, with torch.optim's messages, for an option out of range.
+
+    That is a rate, decay or eps below zero, or a beta outside [0, 1).
+    """
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")

@@ -12,11 +12,8 @@ from torch import Tensor
 from zerofx.compat.optim import foreach_mul_, fused_adam_
 from zerofx.compat.tensors import foreach_norm
 from zerofx.optim.flat import FlatOptimizer, near
-from zerofx.optim.groups import resolve_groups
-from zerofx.optim.laid import Work
-from zerofx.optim.options import check_adam_options
-from zerofx.optim.parts import overlaps, parts
-from zerofx.optim.runs import Run
+from zerofx.optim.groups import check_adam_options, resolve_groups
+from zerofx.optim.runs import FlatRun, Work, overlaps, parts
 from zerofx.runtime.kernels.lamb import (
     LambRule,
     flat_lamb_apply_,
@@ -24,8 +21,8 @@ from zerofx.runtime.kernels.lamb import (
     trust_ratios,
 )
 from zerofx.runtime.kernels.launch import use_triton
-from zerofx.runtime.param_norms import LOW_PRECISION, gather_partials
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.param_norms import LOW_PRECISION
+from zerofx.runtime.param_piece import ParameterPiece, piece_of
 
 _NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
 Groups = Sequence[tuple[dict[str, Any], Work]]
@@ -124,21 +121,26 @@ def _rows(work: Groups) -> dict[Tensor, int]:
 def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
     """Replace each sharded parameter's sums of squares by those over all ranks.
 
-    One exchange a model, in which ranks that own no element take part.
+    One exchange per model, in which ranks that own no element take part.
     """
-    sharded: dict[int, list[ShardedTensor]] = {}
-    for param in rows:
-        if isinstance(param, ShardedTensor):
-            sharded.setdefault(id(param._piece.ledger), []).append(param)
-    for params in sharded.values():
-        mine = [rows[p] for p in params]
+    sharded: dict[int, list[ParameterPiece]] = {}
+    numbers: dict[int, list[int]] = {}
+    for param, number in rows.items():
+        piece = piece_of(param)
+        if piece is not None and piece.is_cut:
+            sharded.setdefault(id(piece.ledger), []).append(piece)
+            numbers.setdefault(id(piece.ledger), []).append(number)
+    for model, pieces in sharded.items():
+        mine = numbers[model]
         local = squares[mine].view(-1)
-        whole = gather_partials(params[0], local, "the norms of Lamb's trust ratios").sum(0)
+        whole = pieces[0].gather_partials(local, "the norms of Lamb's trust ratios").sum(0)
         squares[mine] = whole.view(-1, 2)
 
 
 # -- one run, by our kernels or part by part ------------------------------------------------------
-def _direction_norms(group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | None) -> Tensor:
+def _direction_norms(
+    group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None
+) -> Tensor:
     """Update m and v; return this rank's sums of p^2 and u^2, float64 [parameters, 2]."""
     beta1, beta2 = group["betas"]
     if use_triton(run.param.device):
@@ -172,7 +174,7 @@ def _direction_norms(group: dict[str, Any], run: Run, grad: Tensor, scale: Tenso
 
 
 def _apply_kernel(
-    group: dict[str, Any], run: Run, update: Tensor, squares: Tensor, lowp: Tensor | None
+    group: dict[str, Any], run: FlatRun, update: Tensor, squares: Tensor, lowp: Tensor | None
 ) -> None:
     """Move a run's parameters as `_apply` does, by our kernel, with u at hand."""
     flat_lamb_apply_(
@@ -181,7 +183,7 @@ def _apply_kernel(
     )  # fmt: skip
 
 
-def _apply(group: dict[str, Any], run: Run, squares: Tensor) -> None:
+def _apply(group: dict[str, Any], run: FlatRun, squares: Tensor) -> None:
     """Move a run's parameters, each by its own trust ratio; squares [parameters, 2] are global."""
     lr, bounds = float(group["lr"]), (group["max_coeff"], group["min_coeff"])
     factors = (lr * trust_ratios(squares, *bounds)).to(run.param.dtype).unbind()
@@ -192,17 +194,17 @@ def _apply(group: dict[str, Any], run: Run, squares: Tensor) -> None:
         run.param[start:stop].sub_(u)
 
 
-def _moments(run: Run) -> tuple[Tensor, Tensor]:
+def _moments(run: FlatRun) -> tuple[Tensor, Tensor]:
     return run.states["exp_avg"], run.states["exp_avg_sq"]
 
 
-def _edges(run: Run) -> Tensor:
+def _edges(run: FlatRun) -> Tensor:
     """Return where each parameter begins, and the end; padding counts to the one before it."""
     edges = [*(start for start, _ in run.bounds), run.numel]
     return torch.tensor(edges, device=run.param.device)
 
 
-def _direction(group: dict[str, Any], run: Run, start: int, stop: int) -> Tensor:
+def _direction(group: dict[str, Any], run: FlatRun, start: int, stop: int) -> Tensor:
     """Return u of a part of a run, a new tensor."""
     m, v = (t[start:stop] for t in _moments(run))
     u = v.sqrt()

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from zerofx.optim.flat import FlatOptimizer
-from zerofx.optim.groups import resolve_groups
-from zerofx.optim.laid import Work
-from zerofx.optim.options import check_adam_options
-from zerofx.optim.parts import parts
+from zerofx.optim.groups import check_adam_options, resolve_groups
+from zerofx.optim.runs import Work, parts
 
 
 class Lion(FlatOptimizer):

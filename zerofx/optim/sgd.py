@@ -10,9 +10,7 @@ from torch import Tensor
 from zerofx.compat.optim import fused_sgd_
 from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
-from zerofx.optim.laid import Work
-from zerofx.optim.parts import parts
-from zerofx.optim.runs import Run
+from zerofx.optim.runs import FlatRun, Work, parts
 from zerofx.runtime.param_norms import LOW_PRECISION
 
 
@@ -92,7 +90,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
 
 def _update_low_precision(
-    group: dict[str, Any], run: Run, grad: Tensor, scale: Tensor | None
+    group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None
 ) -> None:
     """Update a run of 16-bit floats on CPU, rounding once.
 

@@ -75,7 +75,7 @@ def _repeat_broadcasts(graph: fx.Graph) -> None:
     """Redo broadcast views in every region that reads them, so that none crosses regions.
 
     A compiled region would hand out a broadcast view as memory of its own, as large as it looks,
-    and laid out otherwise than what reads it was compiled for.
+    and laid out differently from what its reader was compiled for.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in reversed(list(order)):

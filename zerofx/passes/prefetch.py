@@ -15,7 +15,7 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class PrefetchGathers(Pass):
-    """Launch each gather just before the wait that stands `distance` buckets ahead of its own.
+    """Launch each gather just before the wait that is `distance` buckets ahead of its own.
 
     The transfer is then covered by the compute of `distance` buckets, and at most
     `distance` + 1 all-gathers are in flight at once. A refresh beside all-gathers goes with the

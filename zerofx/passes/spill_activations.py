@@ -111,7 +111,7 @@ def _read_back(graph: fx.Graph, distance: int) -> int:
 
 
 def _gap(first: fx.Node) -> fx.Node:
-    """Return the first node of what stands between a region and the one before it."""
+    """Return the first node between a region and the one before it."""
     while first.prev.op == "call_function" and info(first.prev).region is None:
         first = first.prev
     return first

@@ -26,7 +26,7 @@ class Tile(Pass):
     y = x W^T + b becomes cat_i(x W_i^T + b_i), and dx = dy W becomes sum_i dy_i W_i; the gradient
     of W_i is dy_i^T x. Each tile is a parameter of its own to all later passes, with a gather, a
     release and a reduction of its own, so that k tiles lower to 1/k what is gathered at a time. To
-    the user the weight stays one parameter. The sum over tiles rounds otherwise than one product
+    the user the weight stays one parameter. The sum over tiles rounds differently from one product
     does: like fuse, this comes before the reference that all else is proved against.
 
     Under "auto" a weight that something else than a linear or an embedding layer reads is put

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from zerofx.compat.graphs import op_name
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.graphs import value_of
 from zerofx.ir.meta import Info, info, value
@@ -57,7 +58,7 @@ class Builder:
     ) -> fx.Node:
         """Return a new call, with its fake value and `like`'s place in the user's model."""
         graph = self._point.graph
-        base = target._schema.name.split("::")[1]
+        base = op_name(target)[1]
         with graph.inserting_before(self._point):
             node = graph.create_node("call_function", target, arguments, named, name=base)
         node.meta["val"] = fake_value(target, value_of(arguments), named, target)

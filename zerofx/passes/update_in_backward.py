@@ -20,7 +20,7 @@ from zerofx.passes.base import Fact, Pass, Report
 class UpdateInBackward(Pass):
     """Place each bucket's optimizer update in backward, which frees its gradient at once.
 
-    It stands behind the stored gradient and behind the region of the last read of the shard, whose
+    It comes after the stored gradient and behind the region of the last read of the shard, whose
     values it overwrites: at stage 0, and in a world of one, layers compute on the shard itself.
     What it leaves of a shard on NVMe goes into the copies that stay, so that reads of those count.
     """

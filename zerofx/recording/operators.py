@@ -1,4 +1,4 @@
-"""torch.profiler beside a recording: the dearest operators within each of the schedule's calls."""
+"""torch.profiler during a recording: the most expensive operators in each call of the schedule."""
 
 from __future__ import annotations
 

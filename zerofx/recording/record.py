@@ -57,8 +57,8 @@ def record(
 
     model: what `zerofx.compile` returned. Programs that are compiled in the block are recorded too.
     warmup: steps left out at the start.
-    profile: run torch.profiler too, each call a range of its own, and note the dearest operators
-        of each; this makes everything slower.
+    profile: run torch.profiler too, each call a range of its own, and note the most expensive
+        operators of each; this makes everything slower.
     memory: measure what the first step behind the warmup holds, call by call, and leave it out of
         the times; on a CPU torch.profiler runs up to its end. The warmup must reach over one whole
         loop (all micro-batches and the optimizer).

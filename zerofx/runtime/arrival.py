@@ -46,7 +46,7 @@ class Arrival:
         return tensor
 
     def drop(self) -> None:
-        """Wait for the end of a read that nobody takes, well or not."""
+        """Wait for the end of a read whose result is not taken, whether it succeeds or fails."""
         if self._request is not None:
             self._request.join()
         self.tensor = self._request = None

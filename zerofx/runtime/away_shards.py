@@ -12,6 +12,8 @@ from zerofx.errors import NvmeError
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
+from zerofx.runtime.policy import shard_copies
+from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
@@ -27,10 +29,8 @@ NEVER: Stamp = (-1, -1)
 class AwayShards:
     """The moves of one model's shards and reduced gradients between tiers, on one rank.
 
-    What is computed in another format than the shard's travels in that format. Its cast copy on the
-    host stays where gathers read from the host, twice a step; where the copy on the device stays,
-    it is made for the way only. With `delayed` updates all have such a copy: what gathers read,
-    while the shard itself is updated.
+    `policy/shard_copies.py` decides what travels: the shard, a cast of it, or a copy that stays on
+    the host. With `delayed` updates gathers read such a copy while the shard itself is updated.
 
     What an update leaves of a shard on NVMe goes into the copies that stay while it is in host
     memory anyway: nothing of it is read again.
@@ -44,6 +44,7 @@ class AwayShards:
         self, store: ShardStore, slots: SlotPool, host: HostTier, delayed: bool = False
     ) -> None:
         self._store, self._slots, self._host, self._delayed = store, slots, host, delayed
+        self._sent_as = [shard_copies.sent_as(b, delayed) for b in store.layout.buckets]
         self._published: dict[int, int] = {}  # bucket -> how often
         self._updated: dict[int, int] = {}  # bucket on NVMe -> how often
         self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
@@ -134,11 +135,10 @@ class AwayShards:
 
         Of what lives on NVMe and is gathered from the host, that copy is all that lies there.
         """
-        b = self._store.layout.buckets[bucket]
-        stays = b.source is Tier.HOST and (b.is_cast or b.home is Tier.NVME)
-        stays |= self._delayed and b.trainable
-        if not b.is_cast and not stays:
+        b, sent_as = self._store.layout.buckets[bucket], self._sent_as[bucket]
+        if sent_as is SentAs.SHARD:
             return shard
+        stays = sent_as is SentAs.COPY
         cast = self._casts.get(bucket)
         if cast is not None and self._cast.get(bucket) == self._cast_of(bucket):
             return cast

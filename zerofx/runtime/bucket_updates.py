@@ -11,14 +11,13 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.host_updates import HostUpdates
+from zerofx.runtime.policy import staging
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.away_shards import AwayShards
     from zerofx.runtime.shards import ShardStore
-
-AT_MOST = 2  # updates of what lives on NVMe that are unfinished: each holds host memory
 
 
 class BucketUpdates:
@@ -79,7 +78,8 @@ class BucketUpdates:
             return
         with self._held():
             run = partial(self._settled, bucket, self._take(bucket, names))
-            self._pending.launch(bucket, run, AT_MOST if home is Tier.NVME else None)
+            at_most = staging.IN_BACKWARD if home is Tier.NVME else None  # each holds host memory
+            self._pending.launch(bucket, run, at_most)
 
     def _take(self, bucket: int, names: frozenset[str]) -> Callable[[], None]:
         """Take a bucket's update, for whose states there may be no room: then it has none."""

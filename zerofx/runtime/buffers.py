@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.modules import own_buffers
 from zerofx.runtime.world import World
 
 
@@ -35,7 +36,7 @@ def share_buffers(world: World, model: nn.Module) -> None:
     """Move a model's buffers to the world's device and start every rank from rank 0's values."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in own_buffers(module).items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
@@ -45,4 +46,4 @@ def share_buffers(world: World, model: nn.Module) -> None:
                 here = here.to(world.device).contiguous()
                 world.broadcast(here.view(-1).view(torch.uint8), 0).wait()
                 moved[id(buffer)] = here
-            module._buffers[key] = moved[id(buffer)]
+            own_buffers(module)[key] = moved[id(buffer)]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import DesyncError
+from zerofx.runtime.policy import exchange
+from zerofx.runtime.policy.borrowing import Scratch
 
 STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -98,8 +100,8 @@ class Axis:
         """Set `buf` on every rank to its value on rank `src` of this axis."""
         return DONE
 
-    def rest(self, least_bytes: int) -> None:
-        """Free receive buffers of at least this size that nothing uses now."""
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        """Free the receive buffers for whose bytes `frees` holds, if no collective has them."""
 
 
 class Flight(Work):
@@ -136,40 +138,14 @@ class Flight(Work):
             self._finish()
 
 
-class Scratch:
-    """Receive buffers, lent to one collective at a time and used again by later ones."""
+def receive_buffers(device: torch.device) -> Scratch[Tensor]:
+    """Return buffers on a device that reductions borrow one after the other."""
 
-    def __init__(self) -> None:
-        self._free: dict[torch.dtype, list[Tensor]] = {}
-        self._lent: dict[int, Tensor] = {}  # address of its storage -> a lent buffer, whole
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # it outlives the mode that first asked for it
+            return torch.empty(numel, dtype=dtype, device=device)
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Lend a flat buffer of `numel` elements of the dtype and device of `like`."""
-        free = self._free.setdefault(like.dtype, [])
-        fitting = [b for b in free if b.numel() >= numel]
-        if fitting:
-            whole = min(fitting, key=Tensor.numel)
-        else:
-            if free:  # one size serves all in the end: a larger one takes a smaller one's place
-                del free[max(range(len(free)), key=lambda i: free[i].numel())]
-            with torch.inference_mode(False):  # it outlives the mode that first asked for it
-                # An empty tensor has no address to know it by.
-                whole = torch.empty(max(numel, 1), dtype=like.dtype, device=like.device)
-            free.append(whole)
-        free[:] = [b for b in free if b is not whole]
-        self._lent[whole.untyped_storage().data_ptr()] = whole
-        return whole[:numel]
-
-    def give_back(self, buffers: Sequence[Tensor]) -> None:
-        """Take lent buffers back; nothing in flight may still use them."""
-        for buffer in buffers:
-            whole = self._lent.pop(buffer.untyped_storage().data_ptr())
-            self._free.setdefault(buffer.dtype, []).append(whole)
-
-    def rest(self, least_bytes: int) -> None:
-        """Free what is not lent and not smaller than `least_bytes`."""
-        for dtype, free in self._free.items():
-            self._free[dtype] = [b for b in free if b.nbytes < least_bytes]
+    return Scratch(make)
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
@@ -192,10 +168,5 @@ def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
 
 
 def all_reduce_bytes(buf: Tensor, rank: int, size: int) -> int:
-    """Return what `rank` sends: the slices of the others, then its own to each of them.
-
-    On equal slices this is 2 * (size - 1) / size of the buffer, whatever the algorithm.
-    """
-    numel, longer = divmod(buf.numel(), size)
-    own = numel + (rank < longer)
-    return (buf.numel() - own + own * (size - 1)) * buf.element_size()
+    """Return the bytes that `rank` sends to reduce a buffer over `size` ranks."""
+    return exchange.all_reduce_sent(buf.numel(), rank, size) * buf.element_size()

@@ -17,7 +17,7 @@ class Recorder(Protocol):
 
     warm_up: runs a function so that a later recording finds everything made that is made once.
     capture: records a function without its effects on memory; returns its results, which every
-        replay writes anew, and the replay. Recordings share one pool of memory.
+        replay writes again, and the replay. Recordings share one pool of memory.
     """
 
     def warm_up(self, function: Callable[[], T]) -> T: ...

@@ -21,6 +21,7 @@ from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
 from zerofx.runtime.param_piece import CastCopy
+from zerofx.runtime.policy import resting
 from zerofx.runtime.schedule import Schedule, added_method
 from zerofx.runtime.slots import SlotPool
 
@@ -106,7 +107,7 @@ class Engine:
             raise
 
     def forget_slots(self) -> None:
-        """Give back the room of all programs' slots, until they are reserved anew."""
+        """Give back the room of all programs' slots, until they are reserved again."""
         self._forward_slots.clear()
         self.slots.clear()
         self.views.clear()
@@ -127,9 +128,15 @@ class Engine:
             raise
         self.store.ledger.note_backward()
         if not self.keeps_memory:
-            self.slots.rest(self._forward_slots, self.layout.rest_bytes)
-            self.world.rest(self.layout.rest_bytes)
-            self.gradients.rest(self.layout.rest_bytes)
+            self.slots.rest(self._frees_slot)
+            self.world.rest(self._frees)
+            self.gradients.rest(self._frees)
+
+    def _frees(self, nbytes: int) -> bool:
+        return resting.frees(self.layout, nbytes)
+
+    def _frees_slot(self, slot: int, nbytes: int) -> bool:
+        return resting.frees_slot(self.layout, slot, nbytes, self._forward_slots)
 
     def abandon(self, error: BaseException) -> None:
         """Forget everything in flight after an exception, so that another step can follow."""

@@ -22,11 +22,13 @@ from zerofx.runtime.collectives import (
     Axis,
     Flight,
     Lane,
-    Scratch,
     Work,
     all_reduce_bytes,
     ordered_sum,
+    receive_buffers,
 )
+from zerofx.runtime.policy import exchange
+from zerofx.runtime.policy.borrowing import Loan
 
 _TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
 _BREAK_TAG = 0x7FFFFFFF
@@ -54,12 +56,12 @@ class GlooAxis(Axis):
         self._peers = [(rank + step) % size for step in range(1, size)]
         self._lane = lane
         self._algorithm = algorithm
-        self._scratch = Scratch()
+        self._scratch = receive_buffers(torch.device("cpu"))
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         size, numel = self.size, shard.numel()
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
-        self._lane.count("all_gather", shard.nbytes * (size - 1))
+        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
         if self._algorithm("all_gather", out.nbytes, size) == "native":
             return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
@@ -74,20 +76,22 @@ class GlooAxis(Axis):
     ) -> Work:
         size, numel = self.size, out.numel()
         assert full.numel() == numel * size, f"{label}: {full.numel()} != {size} * {numel}"
-        self._lane.count("reduce_scatter", out.nbytes * (size - 1))
-        parts: list[Tensor]
-        if self._algorithm("reduce_scatter", full.nbytes, size) == "native":
-            lent = [self._scratch.take(size * numel, full)]
-            parts = list(lent[0].view(size, numel).unbind(0))
-            handles = [dist.all_to_all_single(lent[0], full, group=self._reduces, async_op=True)]
+        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
+        is_native = self._algorithm("reduce_scatter", full.nbytes, size) == "native"
+        receives = exchange.reduce_scatter_receives(numel, size, is_native)
+        loans = self._borrow(receives.at_launch, full.dtype)
+        if is_native:
+            landing = loans[0].buffer[: size * numel]
+            parts = list(landing.view(size, numel).unbind(0))
+            handles = [dist.all_to_all_single(landing, full, group=self._reduces, async_op=True)]
         else:
             slices = full.view(size, numel).unbind(0)
-            lent, parts = self._landing(slices[self.rank], numel)
+            parts = self._parts(loans, slices[self.rank])
             handles = self._exchange(self._reduce_wire, slices, parts, label)
 
         def finish() -> None:
             ordered_sum(parts, out, scale)
-            self._scratch.give_back(lent)
+            self._scratch.give_back(loans)
 
         return Flight(self._lane, label, handles, finish)
 
@@ -103,12 +107,14 @@ class GlooAxis(Axis):
             return self._all_reduce_by_slices(buf, full, scale, label)
         # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
-        lent, _ = self._landing(buf, buf.numel())
-        handles = self._exchange(self._reduce_wire, [full] * 2, [lent[0]] * 2, label)
+        receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
+        loans = self._borrow(receives.at_launch, buf.dtype)
+        landing = loans[0].buffer[: buf.numel()]
+        handles = self._exchange(self._reduce_wire, [full] * 2, [landing] * 2, label)
 
         def finish() -> None:
-            ordered_sum([full, lent[0]], buf, scale)  # a + b is b + a, bit for bit
-            self._scratch.give_back(lent)
+            ordered_sum([full, landing], buf, scale)  # a + b is b + a, bit for bit
+            self._scratch.give_back(loans)
 
         return Flight(self._lane, label, handles, finish)
 
@@ -118,22 +124,25 @@ class GlooAxis(Axis):
         mine = slices[self.rank]
         numel = mine.numel()
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
-        lent, parts = self._landing(given[self.rank], numel)
+        receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
+        loans = self._borrow(receives.at_launch, buf.dtype)
+        parts = self._parts(loans, given[self.rank])
         handles = self._exchange(self._reduce_wire, given, parts, label)
 
         def finish() -> None:
-            total = self._scratch.take(numel, buf)
+            more = self._borrow(receives.at_end, buf.dtype)
+            total = more[0].buffer[:numel]
             ordered_sum(parts, total, scale)
             mine.copy_(total)
             totals = [total] * self.size
             handles = self._exchange(self._reduce_wire, totals, slices, label)
             Flight(self._lane, label, handles).wait()
-            self._scratch.give_back([*lent, total])
+            self._scratch.give_back([*loans, *more])
 
         return Flight(self._lane, label, handles, finish)
 
-    def rest(self, least_bytes: int) -> None:
-        self._scratch.rest(least_bytes)
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        self._scratch.rest(frees)
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         is_source = self.rank == src
@@ -149,12 +158,14 @@ class GlooAxis(Axis):
         handles = self._exchange(self._reduce_wire, sends, receives, label)
         return Flight(self._lane, label, handles)
 
-    def _landing(self, own: Tensor, numel: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (lent buffers, one part a rank in rank order); this rank's part is `own`."""
-        lent = [self._scratch.take(numel, own) for _ in self._peers]
-        parts = list(lent)
+    def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
+        return [self._scratch.borrow(numel, dtype) for numel in sizes]
+
+    def _parts(self, loans: Sequence[Loan[Tensor]], own: Tensor) -> list[Tensor]:
+        """Return where each rank's part lands, in rank order; this rank's part is `own`."""
+        parts = [loan.buffer[: own.numel()] for loan in loans]
         parts.insert(self.rank, own)
-        return lent, parts
+        return parts
 
     def _exchange(
         self, wire: Any, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_, local_tensor
 from zerofx.runtime.bucket_views import BucketViews
-from zerofx.runtime.collectives import Scratch
+from zerofx.runtime.collectives import receive_buffers
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.policy import reduction
+from zerofx.runtime.policy.borrowing import Loan
+from zerofx.runtime.policy.reduction import End
 from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
 
@@ -129,8 +133,17 @@ class Gradients:
         self._names: dict[tuple, frozenset[str]] = {}
         # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
         self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
-        self._slices = Scratch()  # where reductions end that cannot end in p.grad
-        self._lent: dict[int, Tensor] = {}  # bucket in flight -> its slice
+        self._slices = receive_buffers(store.world.device)  # where some reductions end
+        self._loans: dict[int, Loan[Tensor]] = {}  # bucket in flight -> its slice
+        layout, either = self._layout, (False, True)
+        self._packs_in_gradient = {  # (reduces, is_set) -> for each bucket
+            (r, s): [reduction.packs_in_gradient(layout, b, s, r) for b in layout.buckets]
+            for r, s in product(either, either)
+        }
+        self._ends = {  # (is_set, in_slot) -> for each bucket
+            (s, i): [reduction.end_of(layout, b, s, i) for b in layout.buckets]
+            for s, i in product(either, either)
+        }
         if scaler is not None:
             store.ledger.on_step = scaler.note_step
         self._labels = [label("reduction", b) for b in self._layout.buckets]
@@ -155,11 +168,11 @@ class Gradients:
         return buffer
 
     def _own_place(self, bucket: int) -> Tensor | None:
-        is_put_off = self.no_sync or self.discards or self._sums.holds(bucket)
-        if is_put_off or not self._layout.reduces_in_place(self._layout.buckets[bucket]):
+        reduces = not (self.no_sync or self.discards or self._sums.holds(bucket))
+        if not self._packs_in_gradient[reduces, False][bucket]:
             return None
-        target, accumulate = self._store.grads.target(bucket)
-        if accumulate:
+        target, is_set = self._store.grads.target(bucket)
+        if not self._packs_in_gradient[reduces, is_set][bucket]:
             return None
         self._targets[bucket] = target, False, frozenset()
         return target
@@ -197,34 +210,31 @@ class Gradients:
         if bucket not in self._targets:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
         target, accumulate, _ = self._targets[bucket]
-        is_target = not accumulate and target.dtype is buffer.dtype
-        if self._layout.buckets[bucket].is_away:  # until its copy has left
+        end = self._ends[accumulate, self._slots.owns(buffer)][bucket]
+        if end is End.GRADIENT:
+            out = target
+        elif end is End.PACKED:
+            out = buffer
+        elif end is End.LEAVING or not self.lends:
             out = torch.empty(target.numel(), dtype=buffer.dtype, device=buffer.device)
         else:
-            out = target if is_target else self._apart(bucket, target, buffer)
+            loan = self._loans[bucket] = self._slices.borrow(target.numel(), buffer.dtype)
+            out = loan.buffer[: target.numel()]
         work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
         return Flight(out, work, bucket)
-
-    def _apart(self, bucket: int, target: Tensor, buffer: Tensor) -> Tensor:
-        """Return where a reduction ends that is then added to `target`, or cast into it."""
-        in_place = self._layout.reduces_in_place(self._layout.buckets[bucket])
-        if in_place and not self._slots.owns(buffer):
-            return buffer
-        if not self.lends:
-            return torch.empty_like(target, dtype=buffer.dtype)
-        self._lent[bucket] = self._slices.take(target.numel(), buffer)
-        return self._lent[bucket]
 
     def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
         """Launch the copy of a reduced slice to where its shard lives."""
         if reduced is None:
             return Flight(None, None, bucket)
         target, accumulate, _ = self._targets[bucket]
+        b, is_scaled = self._layout.buckets[bucket], self.scaler is not None
         if self.scaler is not None:
-            is_wide = reduced.dtype is target.dtype
-            wide = reduced if is_wide else torch.empty_like(reduced, dtype=target.dtype)
+            leaves_as = reduction.leaves_as(b, is_scaled)
+            is_wide = reduced.dtype is leaves_as
+            wide = reduced if is_wide else torch.empty_like(reduced, dtype=leaves_as)
             reduced = self.scaler.unscale(reduced, wide)
-        is_target = not accumulate and target.dtype is reduced.dtype
+        is_target = reduction.lands_in_gradient(b, is_scaled, accumulate)
         return self.away.offload_grad(reduced, bucket, target if is_target else None)
 
     def store(self, reduced: Tensor | None, bucket: int) -> None:
@@ -244,8 +254,8 @@ class Gradients:
             target.add_(reduced)
         elif reduced is not target:
             target.copy_(reduced)
-        if bucket in self._lent:
-            self._slices.give_back([self._lent.pop(bucket)])
+        if (loan := self._loans.pop(bucket, None)) is not None:
+            self._slices.give_back([loan])
         names = self._packed_names(bucket)
         names = names | summed if summed else names
         self.publish(bucket, names)
@@ -340,9 +350,9 @@ class Gradients:
         self._store.grads.abandon()
         self._packed.clear()
         self._targets.clear()
-        self._lent.clear()
-        self._slices = Scratch()
+        self._loans.clear()
+        self._slices = receive_buffers(self._world.device)
 
-    def rest(self, least_bytes: int) -> None:
-        """Free what is lent to reductions and is not smaller than `least_bytes`."""
-        self._slices.rest(least_bytes)
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        """Free the slices for whose bytes `frees` holds."""
+        self._slices.rest(frees)

@@ -36,7 +36,7 @@ _NAP_S = 0.05  # between two looks whether somebody serves the store of the job
 
 @dataclass(frozen=True)
 class Axes:
-    """A rank's axes and what stands behind them."""
+    """A rank's axes and their process groups."""
 
     backend: str
     shard: Axis

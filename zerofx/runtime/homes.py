@@ -1,25 +1,35 @@
-"""Memory for what lives with a bucket: its shard, its gradients, its optimizer states."""
+"""Memory for what lives with a bucket: its shard, its gradients, its optimizer states.
+
+Room on NVMe is asked for on all ranks before any of them takes it.
+"""
 
 from __future__ import annotations
 
 import gc
 import mmap
 import os
+import socket
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerofx.errors import OptimizerError
+from zerofx.errors import NvmeError, OptimizerError
 from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_memory import host_memory
 from zerofx.runtime.host_tier import HostTier
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.nvme.checksum import covering
+from zerofx.runtime.nvme.faults import sized
+from zerofx.runtime.nvme.folder import free_bytes, prepare
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.tiers import Tier
+from zerofx.runtime.together import together
+from zerofx.runtime.world import World
 
 ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size
 
@@ -60,8 +70,9 @@ class Homes:
         self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(parts)} buckets")
         try:
             self._reserve(PARAMETERS, self._far)
-            if keeps and self._trained:
-                self._reserve(GRADIENTS, self._trained)
+            kept = [b for b in far if reduction.gradient_tier(b[0], not keeps) is Tier.NVME]
+            if trained := self._trained & {b[0].index for b in kept}:
+                self._reserve(GRADIENTS, trained)
         except BaseException:
             self.nvme.close()
             raise
@@ -128,14 +139,13 @@ class Homes:
         ranges.append((offset, offset + numel, owner))
         return held
 
-    def rests(self, bucket: Bucket) -> tuple[Callable[[Tensor], None] | None, Callable[..., None]]:
-        """Return how a bucket's gradient is freed between steps, and made usable again.
-
-        What waits for its step on the host keeps its memory; what is on its way to NVMe does not.
-        """
+    def sleep_and_wake(
+        self, bucket: Bucket
+    ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        """Return how a bucket's gradient is freed between steps, and made usable again."""
         if bucket.home is Tier.DEVICE:
             return shrink, regrow
-        return (self._drop_pages if bucket.home is Tier.NVME else None), _nothing
+        return self._drop_pages, _nothing
 
     def _drop_pages(self, flat: Tensor) -> None:
         if (held := self._maps.get(flat.data_ptr())) is not None:
@@ -215,3 +225,57 @@ def regrow(flat: Tensor) -> None:
 
 def _nothing(flat: Tensor) -> None:
     """Pages come back by themselves when they are next written."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a rank is going to have in a folder, and what its file system has left."""
+
+    where: tuple[str, int]  # host and device: ranks that share both share the space
+    needed_bytes: int
+    free_bytes: int
+
+
+def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
+    """Check on every rank that there is room for all ranks' files together; a collective call.
+
+    keeps: whether gradients stay between backward and the optimizer's step.
+
+    Raises:
+        NvmeError: a folder cannot be used, or has too little space for the ranks that share it;
+            both numbers are said, on every rank.
+    """
+    needed = far_bytes(layout, keeps)
+
+    def claim() -> _Claim:
+        home = prepare(folder)
+        where = socket.gethostname(), os.stat(home).st_dev
+        return _Claim(where, needed, free_bytes(home))
+
+    claims = together(world, f"a look at {folder}, for what lives on NVMe", claim, NvmeError)
+    num_buckets = sum(b.home is Tier.NVME for b in layout.buckets)
+    for where in dict.fromkeys(c.where for c in claims):
+        ranks = [rank for rank, c in enumerate(claims) if c.where == where]
+        asked = sum(claims[rank].needed_bytes for rank in ranks)
+        free = min(claims[rank].free_bytes for rank in ranks)
+        if asked > free:
+            raise NvmeError(
+                f"{folder} on {where[0]}: parameters, gradients and AdamW's states of "
+                f"{num_buckets} buckets need {sized(asked)} ({_say(ranks)}) but {sized(free)} are "
+                "free; free space there, choose another path, or offload less"
+            )
+
+
+def check_folder(world: World, folder: str) -> None:
+    """Check on every rank that a folder can be used; a collective call.
+
+    Raises:
+        NvmeError: it cannot be, on some rank.
+    """
+    together(world, f"a look at {folder}", lambda: str(prepare(folder)), NvmeError)
+
+
+def _say(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.copy_lanes import Lane, lanes_for
-from zerofx.runtime.free_places import FreePlaces
 from zerofx.runtime.host_memory import Place
 from zerofx.runtime.nvme.request import Request
+from zerofx.runtime.policy.borrowing import FreeBuffers
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
@@ -75,7 +75,7 @@ class HostTier:
         self.moved = {lane: Moved() for lane in (D2H, H2D, NVME_READ, NVME_WRITE)}
         self.beside: Beside | None = None
         self._lanes = lanes
-        self._free: FreePlaces[Place] = FreePlaces()
+        self._free: FreeBuffers[Place] = FreeBuffers()
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
         self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
@@ -84,7 +84,7 @@ class HostTier:
     def nbytes(self) -> int:
         """Bytes of all places, lent or free."""
         with self._lock:
-            return self._free.nbytes + sum(p.nbytes for p, _ in self._lent.values())
+            return self._free.size + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
@@ -106,7 +106,7 @@ class HostTier:
     ) -> tuple[Tensor, Tensor]:
         """Return (host memory as bytes, `numel` elements of it from byte `start` on).
 
-        The host may fill both at once. They are lent until nobody holds the elements.
+        The host may fill both at once. They are borrowed until the elements are dropped.
         """
         form = torch.empty(numel, dtype=dtype, device="meta")
         place = self._take(nbytes)
@@ -115,7 +115,7 @@ class HostTier:
         return place.memory[:nbytes], self._lend(place, form, dense_bytes(form), start)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return host memory of the form of `like`, lent until nobody holds the tensor."""
+        """Return host memory of the form of `like`, borrowed until the tensor is dropped."""
         form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
         nbytes = dense_bytes(form)
         return self._lend(self._take(nbytes), form, nbytes)
@@ -222,11 +222,11 @@ class HostTier:
     def _take(self, nbytes: int) -> Place:
         """Return a free place that fits, else a new one."""
         with self._lock:
-            free = self._free.take(nbytes)
+            free, _ = self._free.take(nbytes)
         return Place(nbytes, self.device) if free is None else free
 
     def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
-        """Return a tensor of the form of `like`; the place is free again once nobody holds it."""
+        """Return a tensor of the form of `like`; the place is free again once it is dropped."""
         flat = place.memory[start : start + nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
         places = self._lock, self._lent, self._free
@@ -236,7 +236,7 @@ class HostTier:
         return tensor
 
 
-def _give_back(places: tuple[Any, dict[int, Any], FreePlaces[Place]], at: int, _: Any) -> None:
+def _give_back(places: tuple[Any, dict[int, Any], FreeBuffers[Place]], at: int, _: Any) -> None:
     lock, lent, free = places
     with lock:
         place, _ = lent.pop(at)

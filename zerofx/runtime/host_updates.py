@@ -60,7 +60,7 @@ class HostUpdates:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no update has been launched that nobody has waited for."""
+        """Whether every update that was launched has been waited for."""
         return not self._launched
 
     def join(self, bucket: int | None = None) -> None:

@@ -19,7 +19,7 @@ from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Range, Tile
 
 # What backward alone uses is freed between steps from this size on, so that the peak of forward
-# does not carry it; smaller buffers stay: allocating them anew would cost more than they hold.
+# does not carry it; smaller buffers stay: allocating them again would cost more than they hold.
 REST_BYTES = 1 << 20
 
 # The formats that a plan's precision speaks of; doubles, complex numbers and integers stay.
@@ -131,7 +131,7 @@ class Layout:
         """Return the size from which buffers of backward alone are freed between steps.
 
         Plain data parallel frees none, as DDP keeps its buckets: there the buffers are whole
-        models, and mapping their pages anew each step cost 100 ms of 800 (50 M parameters, CPU).
+        models, and mapping their pages again each step cost 100 ms of 800 (50 M parameters, CPU).
         """
         is_data_parallel = self.shard_size == 1 and self.replicate_size > 1
         return sys.maxsize if is_data_parallel else REST_BYTES

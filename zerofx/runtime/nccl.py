@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zerofx.compat.groups import all_gather_flat, group_backend, reduce_scatter_flat
 from zerofx.runtime.collectives import Axis, Flight, Lane, Work, all_reduce_bytes
+from zerofx.runtime.policy import exchange
 
 
 class NcclAxis(Axis):
@@ -30,13 +31,13 @@ class NcclAxis(Axis):
             group_backend(group, torch.device("cuda")).abort()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
-        self._lane.count("all_gather", shard.nbytes * (self.size - 1))
+        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
         return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
     ) -> Work:
-        self._lane.count("reduce_scatter", out.nbytes * (self.size - 1))
+        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
         handle = reduce_scatter_flat(self._reduces, out, full)
         return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
 

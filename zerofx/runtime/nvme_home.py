@@ -137,7 +137,7 @@ class NvmeHome:
     def _settle_parameters(self) -> None:
         """Take in what was written through the places of parameters, not all of which torch counts.
 
-        Those that nobody has written lately keep their checksums only if nobody wrote at all.
+        Those not written lately keep their checksums only if nothing was written at all.
         """
         if (writes := self._writes_of_others()) == self._seen:
             return

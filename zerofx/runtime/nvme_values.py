@@ -33,7 +33,7 @@ class _Place:
 
 
 class Stored:
-    """A value on NVMe; its place is another's once nobody holds this."""
+    """A value on NVMe; its place is another's once this is dropped."""
 
     __slots__ = ("__weakref__", "form", "name", "place")
 

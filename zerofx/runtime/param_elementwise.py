@@ -1,16 +1,30 @@
 """Operations that act on each element by itself: they run once on the plain local pieces.
 
 This is all that the accepted optimizers, clipping by value and exponential averages do. Foreach
-and fused calls are unwrapped to plain lists and run in one call.
+and fused calls are unwrapped to plain lists of pieces and run in one call. An optimizer step is a
+handful of these; reading the lists through `map` keeps the cost at some microseconds per call.
+
+In-place random fills belong here too: every rank draws the whole tensor and keeps its piece. With
+equal generators on all ranks (which zerofx keeps them) the whole parameter has the bits that an
+unsharded one would have, so that `torch.nn.init` works on sharded parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
+from zerofx.compat.optim import (
+    foreach_names,
+    fused_adagrad_,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
+)
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime.param_refuse import op_name
@@ -19,6 +33,7 @@ from zerofx.runtime.param_tensor import (
     ShardedTensor,
     find_sharded,
     handles,
+    local_of,
     local_value,
     refuse,
     wrap,
@@ -48,7 +63,7 @@ INPLACE_DUNDERS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".sp
 
 def local_argument(value: Any, like: ShardedTensor, func: Any) -> Any:
     """Return what `func` should see on this rank in place of one argument."""
-    if isinstance(value, ShardedTensor) and value._piece is like._piece:
+    if isinstance(value, ShardedTensor) and value.zfx is like.zfx:
         return local_tensor(value)
     if isinstance(value, torch.Tensor):
         return local_value(like, value, op_name(func))
@@ -76,9 +91,9 @@ class _NoGradientHere(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, op: str, out: torch.Tensor) -> torch.Tensor:
-        ctx.op, ctx.name = op, anchor._piece.name
+        ctx.op, ctx.name = op, anchor.zfx.name
         if isinstance(out, ShardedTensor):
-            return wrap(local_tensor(out), out._piece)
+            return wrap(local_tensor(out), out.zfx)
         return out.view_as(out)
 
     @staticmethod
@@ -123,7 +138,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return local  # a comparison with something that is no tensor
     if not isinstance(local, torch.Tensor) or local.shape != local_tensor(like).shape:
         refuse(func, args, kwargs)
-    out = wrap(local, like._piece)
+    out = wrap(local, like.zfx)
     if not torch.is_grad_enabled():
         return out
     return with_refusing_backward(func, _requiring(args, like), out)
@@ -134,12 +149,12 @@ def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not isinstance(source, ShardedTensor):  # plain.to(p): only dtype and device are read
         return func(source, *[local_tensor(a) for a in args[1:]], **kwargs)
-    others = [local_tensor(a) if isinstance(a, ShardedTensor) else a for a in args[1:]]
+    others = [local_of(a) for a in args[1:]]
     with torch.no_grad():
         local = func(local_tensor(source), *others, **kwargs)
     if local is local_tensor(source):
         return source
-    return with_refusing_backward(func, source, wrap(local, source._piece))
+    return with_refusing_backward(func, source, wrap(local, source.zfx))
 
 
 def _requiring(args: Iterable[Any], like: ShardedTensor) -> ShardedTensor:
@@ -157,7 +172,7 @@ def _pointwise_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tar
 
 def _note_write(target: ShardedTensor) -> None:
     if target._aliases:
-        target._piece.ledger.note_write()
+        target.zfx.ledger.note_write()
 
 
 def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +182,7 @@ def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(func, args, kwargs, "would write a sharded tensor's piece into a plain tensor")
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(
-            f"{target._piece.name}: {op_name(func)}: a leaf Variable that requires grad is being "
+            f"{target.zfx.name}: {op_name(func)}: a leaf Variable that requires grad is being "
             "used in an in-place operation."
         )
     _run(func, args, kwargs, target)
@@ -179,7 +194,7 @@ def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `zeros_like` and its kin: a new tensor cut like the first argument."""
     requires_grad = kwargs.pop("requires_grad", False)
     source = args[0]
-    out = wrap(func(local_tensor(source), *args[1:], **kwargs), source._piece)
+    out = wrap(func(local_tensor(source), *args[1:], **kwargs), source.zfx)
     return out.requires_grad_() if requires_grad else out
 
 
@@ -210,3 +225,112 @@ register(LIKES, like)
 register([f"__{name}__" for name in DUNDERS], pointwise)
 register([f"__{name}__" for name in INPLACE_DUNDERS], pointwise_)
 HANDLERS[torch.Tensor.__setitem__] = masked_assign
+
+
+FOREACH = """
+abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp
+expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt
+sigmoid sign sin sinh sqrt sub tan tanh trunc zero
+""".split()
+FUSED = [f.__name__ for f in (fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_)]
+
+# Read over whole lists: mapping these costs a third of a comprehension.
+_piece = attrgetter("zfx")
+ledger_of = attrgetter("zfx.ledger")
+_aliases = attrgetter("_aliases")
+_ndim = attrgetter("ndim")
+_PLAIN = {torch.Tensor}
+
+
+def _local_list(values: Any, like: Any, func: Any) -> Any:
+    """Return the plain list for one list argument of a foreach call.
+
+    Quick where every element is sharded and shares its piece with the same element of `like`.
+    """
+    if isinstance(values, ShardedTensor):
+        refuse(func, (values,), {}, "takes a plain 0-d tensor or a list here")
+    if not isinstance(values, (list, tuple)) or not values:
+        return values
+    if not isinstance(values[0], torch.Tensor):
+        return values
+    if set(map(type, values)) == _PLAIN and not any(map(_ndim, values)):
+        return values  # step counts
+    try:
+        if values is like or all(map(is_, map(_piece, values), map(_piece, like))):
+            return list(map(local_tensor, values))
+    except AttributeError:
+        pass  # plain tensors among them: one by one
+    return [
+        local_argument(v, p, func) if isinstance(p, ShardedTensor) else _plain(v, func)
+        for v, p in zip(values, like, strict=True)
+    ]
+
+
+def _plain(value: Any, func: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        refuse(func, (value,), {}, "mixes it with a plain tensor in one list position")
+    return value
+
+
+def _note_writes(targets: Sequence[Any]) -> None:
+    try:
+        written = set(map(ledger_of, compress(targets, map(_aliases, targets))))
+    except AttributeError:  # plain tensors among them
+        written = {t.zfx.ledger for t in targets if isinstance(t, ShardedTensor) and t._aliases}
+    for ledger in written:
+        ledger.note_write()
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an out-of-place foreach function on the pieces in one call."""
+    base = args[0]
+    locals_ = func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
+    return tuple(
+        wrap(out, p.zfx) if isinstance(p, ShardedTensor) else out
+        for out, p in zip(locals_, base, strict=True)
+    )
+
+
+def foreach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place foreach or fused function on the pieces in one call."""
+    base = args[0]
+    func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
+    _note_writes(base)
+    return base
+
+
+def _local_kwargs(func: Any, base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: _local_list(v, base, func) for k, v in kwargs.items()}
+
+
+register(foreach_names(FOREACH), foreach)
+register(foreach_names(FOREACH, in_place=True), foreach_)
+register(FUSED, foreach_)
+
+
+FILLS = """
+bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
+""".split()
+
+
+# These torch.nn.init functions hand subclasses the whole call, by keyword.
+INITS = (
+    torch.nn.init.constant_,
+    torch.nn.init.kaiming_uniform_,
+    torch.nn.init.normal_,
+    torch.nn.init.uniform_,
+)
+
+
+def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Draw a tensor of the global shape and write this rank's range of it."""
+    target = args[0]
+    local = local_tensor(target)
+    full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+    func(full, *args[1:], **kwargs)
+    with torch.set_grad_enabled(func not in INITS and torch.is_grad_enabled()):
+        return pointwise_(torch.Tensor.copy_, (target, full), {})
+
+
+HANDLERS.update({getattr(torch.Tensor, name): fill for name in FILLS})
+HANDLERS.update(dict.fromkeys(INITS, fill))

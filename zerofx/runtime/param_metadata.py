@@ -13,6 +13,7 @@ from zerofx.compat.tensors import (
     local_dtype,
     local_tensor,
     raw_version,
+    version_of,
 )
 from zerofx.runtime.param_elementwise import with_refusing_backward
 from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse, wrap
@@ -75,7 +76,7 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     """
     source = args[0]
     if is_called_by_stager():
-        return wrap(local_tensor(source).new_empty(0, **kwargs), source._piece)
+        return wrap(local_tensor(source).new_empty(0, **kwargs), source.zfx)
     return func(local_tensor(source), *args[1:], **kwargs)
 
 
@@ -112,4 +113,4 @@ def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
 @handles(raw_version.__get__)
 def version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the version of the piece, which is where writes land."""
-    return local_tensor(args[0])._version
+    return version_of(local_tensor(args[0]))

@@ -16,28 +16,13 @@ import torch
 from zerofx.compat.optim import is_clipping
 from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unscale_and_check
 from zerofx.errors import ShardError
-from zerofx.runtime.param_elementwise import with_refusing_backward
-from zerofx.runtime.param_foreach import ledger_of
+from zerofx.runtime.param_elementwise import ledger_of, with_refusing_backward
 from zerofx.runtime.param_refuse import op_name, refuse_partial_norm
-from zerofx.runtime.param_tensor import ShardedTensor, handles, local_value, refuse
+from zerofx.runtime.param_tensor import ShardedTensor, handles, local_of, local_value, refuse
 
 _SHARDED = {ShardedTensor}
 _OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # what asks for one; for errors
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def gather_partials(tensor: ShardedTensor, partials: torch.Tensor, what: str) -> torch.Tensor:
-    """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order.
-
-    It lies where `partials` do, which is off the device for a parameter that lives there.
-    """
-    piece = tensor._piece
-    world, size = piece.ledger.world, piece.ledger.layout.shard_size
-    world.agree(what, f"{piece.name}, {partials.numel()} values")
-    mine = partials.contiguous().to(world.device)
-    out = mine.new_empty(size * mine.numel())
-    world.all_gather(out, mine).wait()
-    return out.view(size, -1).to(partials.device)
 
 
 def _local_norms(
@@ -72,13 +57,13 @@ def global_norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None, what: str
 ) -> list[torch.Tensor]:
     """Return the norm of each (whole) tensor, with one exchange for the list."""
-    piece = tensors[0]._piece
+    piece = tensors[0].zfx
     axes = piece.ledger.world.other_axes
     if axes and is_clipping():
         refuse_partial_norm(piece.name, "clip_grad_norm_", axes)
     with torch.no_grad():
         local = _local_norms([local_tensor(t) for t in tensors], order, dtype)
-        whole = _combine(gather_partials(tensors[0], local, what), order)
+        whole = _combine(tensors[0].zfx.gather_partials(local, what), order)
         return list(whole.to(dtype or tensors[0].dtype).unbind())
 
 
@@ -91,7 +76,7 @@ def _groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         is_sharded = isinstance(t, ShardedTensor)
-        key = (t._piece.ledger, t.dtype) if is_sharded else None
+        key = (t.zfx.ledger, t.dtype) if is_sharded else None
         groups.setdefault(key, []).append(i)
     return groups
 
@@ -130,7 +115,7 @@ def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     tensor = args[0]
     if op_name(func) == "linalg_norm" and "ord" in kwargs and len(tensor.shape) > 1:
         refuse(func, args, kwargs)  # a matrix norm there
-    what = f"{op_name(func)} of {tensor._piece.name}"
+    what = f"{op_name(func)} of {tensor.zfx.name}"
     [norm] = global_norms([tensor], float(order), dtype, what)
     return with_refusing_backward(func, tensor, norm)
 
@@ -165,11 +150,11 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     options = [v for k, v in kwargs.items() if k not in ("dtype", "input")]
     if len(args) > 1 or any(v is not None and v is not False for v in options):
         refuse(func, args, kwargs)
-    local, what = local_tensor(tensor), f"{name} of {tensor._piece.name}"
+    local, what = local_tensor(tensor), f"{name} of {tensor.zfx.name}"
     with torch.no_grad():
         partial = _partial(local if dtype is None else local.to(dtype), name)
         as_bytes = partial.to(torch.uint8) if partial.dtype == torch.bool else partial
-        whole = COMBINE[name](gather_partials(tensor, as_bytes.reshape(1), what))
+        whole = COMBINE[name](tensor.zfx.gather_partials(as_bytes.reshape(1), what))
         if name == "mean":
             whole = whole / tensor.numel()
         if name in ("any", "all"):
@@ -188,7 +173,7 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the pieces of gradients; `found_inf` is set on all ranks where one finds any."""
     grads, found_inf, inv_scale = args
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
-    piece = sharded[0]._piece
+    piece = sharded[0].zfx
     axes = piece.ledger.world.other_axes
     if axes:
         raise ShardError(
@@ -196,9 +181,8 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "overflow, so that these would step and this one not. The model is compiled over a "
             "slice of that mesh. Compute in bf16 without a GradScaler."
         )
-    func([local_tensor(g) if isinstance(g, ShardedTensor) else g for g in grads],
-         found_inf, inv_scale)  # fmt: skip
-    found = gather_partials(sharded[0], found_inf.reshape(1), "GradScaler.unscale_")
+    func([local_of(g) for g in grads], found_inf, inv_scale)
+    found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")
     found_inf.copy_(found.amax())
 
 
@@ -213,5 +197,5 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     local = local_tensor(tensor)
     mine = func(local, local_value(tensor, other, op_name(func)), *rest, **kwargs)
     votes = torch.tensor([mine], dtype=torch.uint8, device=local.device)
-    what = f"{op_name(func)} of {tensor._piece.name}"
-    return bool(gather_partials(tensor, votes, what).all())
+    what = f"{op_name(func)} of {tensor.zfx.name}"
+    return bool(tensor.zfx.gather_partials(votes, what).all())

@@ -1,14 +1,16 @@
-"""The errors for what a piece of a parameter cannot do: each names the way out."""
+"""The errors for what a piece of a parameter cannot do: each names the fix."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from zerofx.errors import ShardError
-from zerofx.runtime.param_piece import Piece
+
+if TYPE_CHECKING:
+    from zerofx.runtime.param_piece import ParameterPiece
 
 ACCEPTED_OPTIMIZERS = (
     "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, ASGD and Rprop"
@@ -23,7 +25,7 @@ def op_name(func: Any) -> str:
     return str(name)
 
 
-def refusal(op: str, piece: Piece, why: str = "") -> ShardError:
+def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
     """Return the error for `op` on a tensor cut like `piece`; `why` replaces the usual reason."""
     reason = why or (
         f"needs the whole tensor, but this rank holds elements {piece.says()} of its "

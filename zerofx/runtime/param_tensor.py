@@ -22,12 +22,12 @@ from zerofx.compat.tensors import (
     local_dtype,
     local_tensor,
     new_dtensor,
+    set_local_tensor,
 )
 from zerofx.errors import ShardError
-from zerofx.runtime.param_boxes import box_at, chunks, write_items
-from zerofx.runtime.param_gather import Landing, gather_full
-from zerofx.runtime.param_piece import Piece
-from zerofx.runtime.param_refuse import op_name, refusal, refuse_hook
+from zerofx.runtime.param_checkpoint import box_at, chunks, write_items
+from zerofx.runtime.param_piece import ParameterPiece
+from zerofx.runtime.param_refuse import op_name, refusal
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -51,7 +51,7 @@ class ShardedTensor(DTensor):
     `full_tensor()` gathers, on all ranks together.
     """
 
-    _piece: Piece
+    zfx: ParameterPiece
     _is_param = False  # what nn.Parameter's instance check reads
     _aliases = False  # whether the local tensor lies in the flat shard of parameters
     _grad: ShardedTensor | None = None
@@ -75,7 +75,7 @@ class ShardedTensor(DTensor):
         refuse(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        piece, kind = self._piece, type(self).__name__
+        piece, kind = self.zfx, type(self).__name__
         return (
             f"{kind}({piece.name}, {list(self.shape)}, {self.dtype}, elements "
             f"{piece.says()} of {piece.shape.numel()})"
@@ -85,20 +85,27 @@ class ShardedTensor(DTensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = wrap(local_tensor(self).clone(), self._piece)
+        if id(self) in memo:
+            return memo[id(self)]
+        if self._is_param:
+            raise ShardError(
+                f"{self.zfx.name}: deepcopy of a sharded parameter is refused, since the copy "
+                "would belong to no model; copy the compiled module as a whole, or take "
+                "zerofx.full_state_dict(model)"
+            )
+        memo[id(self)] = wrap(local_tensor(self).clone(), self.zfx)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{self._piece.name}: pickling a {type(self).__name__} would save this rank's piece "
+            f"{self.zfx.name}: pickling a {type(self).__name__} would save this rank's piece "
             "only; use zerofx.save(dir, model, optimizer), or torch.save of "
             "zerofx.full_state_dict(model)"
         )
 
     # Read in every optimizer step, and so without any frame of Python: a twentieth of what
     # __torch_function__ costs.
-    shape: Any = property(attrgetter("_piece.shape"))
+    shape: Any = property(attrgetter("zfx.shape"))
     dtype: Any = property(local_dtype)
     device: Any = property(local_device)
     is_sparse: Any = False
@@ -112,7 +119,7 @@ class ShardedTensor(DTensor):
     def data(self) -> ShardedTensor:
         made = self._alias()
         if self._aliases:
-            self._piece.ledger.aliases.hand_out(self._piece.name, made)
+            self.zfx.ledger.aliases.hand_out(self.zfx.name, made)
         return made
 
     @data.setter
@@ -120,7 +127,7 @@ class ShardedTensor(DTensor):
         rebind(self, value)
 
     def _alias(self) -> Any:
-        return wrap(local_tensor(self), self._piece, aliases=self._aliases)
+        return wrap(local_tensor(self), self.zfx, aliases=self._aliases)
 
     @property
     def requires_grad(self) -> bool:
@@ -140,21 +147,21 @@ class ShardedTensor(DTensor):
         """Return the flat piece itself.
 
         Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
-        first `to_local()` on, resident parameters are gathered anew after every backward. After
+        first `to_local()` on, resident parameters are gathered again after every backward. After
         any other write, call `model.refresh()`.
 
         torch's `set_model_state_dict` and `set_optimizer_state_dict` with `broadcast_from_rank0`
         get a stand-in for it, since they write rows of the whole tensor into it.
         """
         if is_called_by_distribution():
-            return cast(torch.Tensor, Landing(local_tensor(self), self._piece))
+            return cast(torch.Tensor, Landing(local_tensor(self), self.zfx))
         if self._aliases:
-            self._piece.ledger.handouts += 1
+            self.zfx.ledger.handouts += 1
         return local_tensor(self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole plain tensor; all ranks must call it together."""
-        return gather_full(local_tensor(self), self._piece)
+        return self.zfx.whole(local_tensor(self))
 
     # None of these goes through __torch_function__.
 
@@ -167,7 +174,7 @@ class ShardedTensor(DTensor):
         """
         is_whole = bool(placements) and all(isinstance(p, Replicate) for p in placements)
         if not is_whole or device_mesh not in (None, self.device_mesh):
-            raise refusal("redistribute", self._piece)
+            raise refusal("redistribute", self.zfx)
         whole = self.full_tensor()
         return DTensor.from_local(whole, self.device_mesh, placements, run_check=False)
 
@@ -185,39 +192,16 @@ class ShardedTensor(DTensor):
     def _settle(self) -> None:
         """Wait for updates of parameters that are under way on the host."""
         if self._aliases:
-            self._piece.ledger.pending.settle()  # not join(): async_save asks from its own thread
+            self.zfx.ledger.pending.settle()  # not join(): async_save asks from its own thread
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise refusal("set_", self._piece)
+        raise refusal("set_", self.zfx)
 
     def as_subclass(self, cls: type) -> NoReturn:
-        raise refusal("as_subclass", self._piece)
-
-
-class ShardedParameter(ShardedTensor):
-    """What the user sees of a parameter; `isinstance(p, nn.Parameter)` holds."""
-
-    _is_param = True
-    _aliases = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) in memo:
-            return memo[id(self)]
-        raise ShardError(
-            f"{self._piece.name}: deepcopy of a sharded parameter is refused, since the copy would "
-            "belong to no model; copy the compiled module as a whole, or take "
-            "zerofx.full_state_dict(model)"
-        )
-
-    def register_hook(self, hook: Any) -> NoReturn:
-        refuse_hook(self._piece.name, "register_hook")
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        refuse_hook(self._piece.name, "register_post_accumulate_grad_hook")
+        raise refusal("as_subclass", self.zfx)
 
 
 allow_foreach(ShardedTensor)
-allow_foreach(ShardedParameter)
 
 
 def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -227,14 +211,51 @@ def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[st
 
 
 def wrap(
-    local: torch.Tensor, piece: Piece, aliases: bool = False, cls: type = ShardedTensor
+    local: torch.Tensor, piece: ParameterPiece, aliases: bool = False, cls: type = ShardedTensor
 ) -> Any:
     """Return a wrapper of `local`, which holds elements start:stop of the piece's parameter."""
     out: Any = new_dtensor(cls, local, piece.spec(local.dtype), requires_grad=False)
-    out._piece = piece
+    out.zfx = piece
     if aliases:
         out._aliases = True
     return out
+
+
+class CutPiece(ParameterPiece):
+    """The piece of a sharded parameter: its tensors are wrappers of flat memory."""
+
+    is_cut = True
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local_tensor(tensor)
+
+    def show(self, flat: torch.Tensor) -> torch.Tensor:
+        return wrap(flat, self)
+
+    def publish(self, param: Any, gradient: torch.Tensor) -> None:
+        param._grad = gradient  # made by `show`: the check of p.grad = ... is not needed
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of what this rank holds of any tensor, a plain one itself.
+
+    Inside autograd.grad, methods of sharded tensors do not reach their own handlers.
+    """
+    return local_tensor(tensor) if isinstance(tensor, ShardedTensor) else tensor
+
+
+class Landing:
+    """A stand-in for a tensor's local part, into which torch writes rows of a full state dict."""
+
+    def __init__(self, local: torch.Tensor, piece: ParameterPiece) -> None:
+        self._local, self._piece = local, piece
+
+    @torch.no_grad()
+    def copy_(self, rows: torch.Tensor) -> None:
+        """Take what this rank owns out of the rows that all ranks were given; a collective call."""
+        full = self._piece.whole_of_rows(rows)
+        self._local.copy_(self._piece.cut(full.reshape(-1)))
+        self._piece.ledger.note_write()
 
 
 def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch.Tensor:
@@ -246,14 +267,14 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
     Raises:
         ShardError: `value` is none of these; the message names the parameter and both shapes.
     """
-    piece = target._piece
+    piece = target.zfx
     if isinstance(value, ShardedTensor):
-        if value._piece.same_cut(piece):
+        if value.zfx.same_cut(piece):
             return local_tensor(value)
         raise ShardError(
-            f"{piece.name}: {doing} mixes it with {value._piece.name}, which is cut differently "
+            f"{piece.name}: {doing} mixes it with {value.zfx.name}, which is cut differently "
             f"({list(piece.shape)} elements {piece.says()} against "
-            f"{list(value.shape)} elements {value._piece.says()}); "
+            f"{list(value.shape)} elements {value.zfx.says()}); "
             "take full_tensor() of both"
         )
     if isinstance(value, DTensor):
@@ -273,7 +294,7 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
 
 
 @torch.no_grad()
-def whole_of(value: DTensor, piece: Piece, doing: str) -> torch.Tensor:
+def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
     """Return a DTensor of any other cut (FSDP2's, say) whole; a collective call on its mesh."""
     if value.shape != piece.shape:
         raise ShardError(
@@ -287,14 +308,14 @@ def whole_of(value: DTensor, piece: Piece, doing: str) -> torch.Tensor:
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:
     """Return `value` if it may become `param.grad`, as torch checks it for plain tensors."""
-    name = param._piece.name
+    name = param.zfx.name
     if not isinstance(value, ShardedTensor):
         raise ShardError(
             f"{name}: p.grad was given a plain {type(value).__name__} of shape "
             f"{list(value.shape)}, but gradients here are pieces ({param!r}); write into the "
             "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)"
         )
-    if not value._piece.same_cut(param._piece) or value.dtype != param.dtype:
+    if not value.zfx.same_cut(param.zfx) or value.dtype != param.dtype:
         raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}")
     return value
 
@@ -304,7 +325,7 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
     local = local_tensor(target)
     if value.dtype != local.dtype or value.device != local.device or value.shape != target.shape:
         raise ShardError(
-            f"{target._piece.name}: p.data was given {list(value.shape)} {value.dtype} on "
+            f"{target.zfx.name}: p.data was given {list(value.shape)} {value.dtype} on "
             f"{value.device}, but the shard is {list(target.shape)} {local.dtype} on "
             f"{local.device}; convert the whole model (model.to(...)) or copy into p"
         )
@@ -316,17 +337,17 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
         with torch.no_grad():
             local.copy_(given)
     if target._aliases:
-        target._piece.ledger.note_write()
+        target.zfx.ledger.note_write()
 
 
 def _leave_aliases(target: ShardedTensor, value: torch.Tensor, is_own: bool) -> None:
     """Leave to what `p.data` handed out before the values that `p.data = value` replaces."""
-    aliases, name = target._piece.ledger.aliases, target._piece.name
+    aliases, name = target.zfx.ledger.aliases, target.zfx.name
     aliases.note_assignment(name, value)
     if is_own:
         return
     for alias in aliases.take_back(name):
-        alias._local_tensor = local_tensor(alias).clone()
+        set_local_tensor(alias, local_tensor(alias).clone())
         alias._aliases = False
 
 
@@ -351,4 +372,4 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = 
     if target is None:
         target = find_sharded(kwargs)
     assert target is not None, f"{op_name(func)}: no sharded tensor among its arguments"
-    raise refusal(op_name(func), target._piece, why)
+    raise refusal(op_name(func), target.zfx, why)

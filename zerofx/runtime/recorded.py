@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from zerofx.collector import paused_collector
-from zerofx.compat.tensors import local_tensor
 from zerofx.errors import CaptureError, ZerofxError
 from zerofx.runtime.cuda_graph import Recorder
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.param_tensor import local_of
 from zerofx.runtime.recordings import Backward, Forward, Recordings, Saved
 from zerofx.runtime.static_tensors import blank_like, fill
 from zerofx.runtime.step import Contract
@@ -215,7 +214,7 @@ class Recorded:
 def _place(grad: Tensor | None) -> int:
     if grad is None:
         return 0
-    return (local_tensor(grad) if isinstance(grad, ShardedTensor) else grad).data_ptr()
+    return local_of(grad).data_ptr()
 
 
 def _call(function: Callable[[], T]) -> T:

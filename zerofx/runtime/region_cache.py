@@ -90,7 +90,7 @@ def compile_all(
     done: dict[str, Region] = {}
     waiting = names[turn:] + names[:turn]
     failed: dict[str, str] = {}
-    for patient in (False, True):  # first what nobody else compiles, then wait for the others
+    for patient in (False, True):  # first what no other process compiles, then wait for the rest
         for name in list(waiting):
             path = _path(modules[name])
             region = _compiled(name, modules[name], path, patient)

@@ -1,23 +1,20 @@
-"""Gradients: one flat shard a bucket, seen through views or wrappers that are made once."""
+"""The gradients of one model on one rank: flat shards, and the views or wrappers that show them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat.tensors import local_tensor, require_grad, storage_uses
+from zerofx.compat.tensors import keep_version, require_grad, storage_uses
+from zerofx.errors import GradientError
 from zerofx.runtime.homes import regrow, shrink
-from zerofx.runtime.param_tensor import ShardedTensor
-
-MakeViews = Callable[[Tensor], list[Tensor]]
-
-
-def _local(grad: Tensor) -> Tensor:
-    return local_tensor(grad) if isinstance(grad, ShardedTensor) else grad
+from zerofx.runtime.param_piece import Ledger, ParameterPiece
+from zerofx.runtime.policy import resting
+from zerofx.runtime.tiers import Tier
 
 
 class GradShard:
@@ -26,8 +23,9 @@ class GradShard:
     `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
     nothing is sharded) a plain view of it.
 
-    allocate: returns memory for the flat shard. sleep, wake: free it between steps, its address
-        kept, and make it usable again; None where it is not to be freed.
+    pieces: of the parameters. allocate: returns memory for the flat shard.
+    sleep, wake: free it between steps, its address kept, and make it usable again; None where it is
+        not to be freed.
     buckets: several are the tiles of one parameter, whose gradients come one by one in each
     backward: the first decides for all whether they are added, the last one is published.
     """
@@ -35,31 +33,33 @@ class GradShard:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
+        pieces: Sequence[ParameterPiece],
         allocate: Callable[[], Tensor],
-        make: MakeViews,
         buckets: Sequence[int] = (),
         sleep: Callable[[Tensor], None] | None = shrink,
         wake: Callable[[Tensor], None] = regrow,
     ) -> None:
-        self.params = params
+        self.params, self._pieces = params, pieces
         self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
         self._buckets = buckets
         self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
         self._decided: tuple[Tensor, bool]
-        self._make = make
         self._asleep = False
         self._adopt(allocate())
 
     def _adopt(self, flat: Tensor) -> None:
         with torch.no_grad():
             self.flat = flat
-            self.views = self._make(flat)
+            self.views = [
+                p.show(flat[p.shard_offset : p.shard_offset + p.length]) for p in self._pieces
+            ]
+            self._locals = [p.local(v) for p, v in zip(self._pieces, self.views, strict=True)]
         self._quiet = self._references()
 
     def _references(self) -> list[int]:
         """Count who refers to the views, their local tensors and their storage."""
         counts = [sys.getrefcount(v) for v in self.views]
-        counts += [sys.getrefcount(_local(v)) for v in self.views]
+        counts += [sys.getrefcount(t) for t in self._locals]
         counts.append(storage_uses(self.flat))
         return counts
 
@@ -80,13 +80,11 @@ class GradShard:
                 return True
         return False
 
-    def rest(self, least_bytes: int) -> None:
-        """Free the flat's memory while no gradient is set and nobody holds one; views stay."""
-        stays = self._sleep is None or self.flat.nbytes < least_bytes
-        if self._asleep or stays or any(p.grad is not None for p in self.params):
+    def rest(self) -> None:
+        """Free the flat's memory while no gradient is set or held elsewhere; views stay."""
+        if self._sleep is None or self._asleep or any(p.grad is not None for p in self.params):
             return
         if not self._is_held():  # counted before the storage object below is one more reference
-            assert self._sleep is not None
             self._sleep(self.flat)
             self._asleep = True
 
@@ -98,7 +96,7 @@ class GradShard:
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
         self.clear()
-        self.rest(0)
+        self.rest()
 
     def clear(self) -> None:
         """Set every p.grad to None."""
@@ -137,11 +135,12 @@ class GradShard:
         if self._is_held():
             self._adopt(self._allocate())
         with torch.no_grad():
-            for view, grad in zip(self.views, grads, strict=True):
+            rows = zip(self._pieces, self.views, self._locals, grads, strict=True)
+            for piece, view, local, grad in rows:
                 if grad is None:
-                    _local(view).zero_()
+                    local.zero_()
                 elif grad is not view:
-                    _local(view).copy_(_local(grad))
+                    local.copy_(piece.local(grad))
         return self.flat, True
 
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
@@ -153,15 +152,142 @@ class GradShard:
         if self._expected:
             return
         trained = require_grad(self.params)
-        rows = zip(self.params, trained, self.views, all_names, strict=True)
-        for param, is_trained, view, name in rows:
+        rows = zip(self.params, self._pieces, trained, self.views, all_names, strict=True)
+        for param, piece, is_trained, view, name in rows:
             if is_trained and (names is None or name in names):
                 before = param.grad
                 if before is None:
-                    if isinstance(view, ShardedTensor):
-                        param._grad = view  # cut like it: the check of p.grad = ... is not needed
-                    else:
-                        param.grad = view
+                    piece.publish(param, view)
                 elif before is not view:
                     with torch.no_grad():
-                        _local(before).copy_(_local(view))
+                        piece.local(before).copy_(piece.local(view))
+
+
+class StoreGrads:
+    """One flat gradient per block of buckets, made when the first of it arrives.
+
+    params, pieces: of the store, by canonical name.
+    flats: the flat shard of each block. shards: the gradients, by block.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        pieces: Mapping[str, ParameterPiece],
+        flats: Sequence[Tensor],
+    ) -> None:
+        self._ledger, self._layout, self._homes = ledger, ledger.layout, ledger.homes
+        self._params, self._pieces, self._flats = params, pieces, flats
+        self.shards: dict[int, GradShard] = {}
+
+    def target(self, bucket: int) -> tuple[Tensor, bool]:
+        """Return (flat tensor to receive the reduced gradient, whether to add to it).
+
+        Ranges of parameters that the program has no gradient for must receive zeros.
+        """
+        flat, accumulate = self._shard(bucket).target(bucket)
+        return self._layout.part(flat, bucket), accumulate
+
+    def views(self, bucket: int) -> list[Tensor]:
+        """Return what p.grad of the bucket's parameters shows, in order; of no tiled one."""
+        return self._shard(bucket).views
+
+    def publish(self, bucket: int, names: Collection[str] | None = None) -> None:
+        """Set p.grad of the bucket's parameters (those among `names`) that require one.
+
+        That of a tiled parameter is set when the last tile's gradient has come.
+        """
+        self._shard(bucket).publish(bucket, names, self._layout.owners[self._block(bucket)])
+
+    def abandon(self) -> None:
+        """Forget which tiles' gradients have come: the rest of them will not."""
+        for shard in self.shards.values():
+            shard.abandon()
+
+    def drop(self, bucket: int) -> None:
+        """Free a bucket's gradients; its p.grad are None."""
+        self._shard(bucket).drop()
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether an earlier backward has left gradients; looks at one parameter per bucket."""
+        return any(shard.params[0].grad is not None for shard in self.shards.values())
+
+    def rest(self) -> None:
+        """Free gradient shards that no p.grad shows, as `policy/resting.py` has it."""
+        if self._ledger.updates is not None:
+            return  # freed by each update
+        for shard in self.shards.values():
+            shard.rest()
+
+    # -- updates inside backward ----------------------------------------------------------------
+    def begin_updates(self) -> None:
+        """Check that a backward may update parameters, where that is what backward does."""
+        updates = self._ledger.updates
+        if updates is None:
+            return
+        trained = [n for n, p in self._params.items() if p.requires_grad]
+        updates.begin(trained)
+        for name in trained:
+            if self._params[name].grad is not None:
+                raise GradientError(
+                    f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
+                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
+                )
+
+    def prepare_update(self, bucket: int) -> None:
+        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        b = self._layout.buckets[bucket]
+        if b.home is Tier.NVME:
+            assert self._homes.nvme is not None
+            self._homes.nvme.prefetch(bucket, b.dtype)
+
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether the updates of these parameters need nothing of the main thread."""
+        updates = self._ledger.updates
+        return updates is not None and not updates.communicates(names)
+
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Take a bucket's gradients, those of `names`, from its parameters.
+
+        Returns:
+            What lets the optimizers update the bucket with them, and frees them.
+        """
+        updates = self._ledger.updates
+        assert updates is not None
+        trained = [n for n in names if self._params[n].requires_grad]
+        update = updates.take(self._ledger, bucket, trained)
+        shard, flat = self._shard(bucket), self._flats[self._block(bucket)]
+        shard.clear()
+
+        def run() -> None:
+            with keep_version(flat):  # it tells what others write
+                update()
+            shard.rest()
+
+        return run
+
+    # -- a block's shard ------------------------------------------------------------------------
+    def _block(self, bucket: int) -> int:
+        return self._layout.block_of[bucket]
+
+    def _shard(self, bucket: int) -> GradShard:
+        block = self._block(bucket)
+        shard = self.shards.get(block)
+        if shard is None:
+            names, members = self._layout.owners[block], self._layout.blocks[block]
+            first = members[0]
+            sleep, wake = self._homes.sleep_and_wake(first)
+            in_backward = self._ledger.updates is not None
+            is_freed = resting.frees_gradient(self._layout, first, in_backward)
+            shard = GradShard(
+                [self._params[n] for n in names],
+                [self._pieces[n] for n in names],
+                lambda: self._homes.gradient(first, self._layout.block_numel(members)),
+                [b.index for b in members],
+                sleep if is_freed else None,
+                wake,
+            )
+            self.shards[block] = shard
+        return shard

@@ -16,13 +16,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofx.compat.tensors import local_tensor
 from zerofx.errors import ShardError
 from zerofx.runtime import updates
 from zerofx.runtime.layout import Layout
+from zerofx.runtime.param_piece import Ledger, is_cut, piece_of
 from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
-from zerofx.runtime.param_tensor import ShardedTensor, whole_of, wrap
-from zerofx.runtime.sharded_parameter import ReplicatedParameter
+from zerofx.runtime.param_tensor import whole_of
 from zerofx.runtime.tiers import Tier
 
 # 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
@@ -46,7 +45,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ShardError: names the optimizer and the reason.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(isinstance(p, ShardedTensor) for p in params):
+    if any(map(is_cut, params)):
         check_type(optimizer)
 
 
@@ -112,7 +111,7 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
         for old in group["params"]
         if id(old) in replaced
     ]
-    if any(isinstance(new, ShardedTensor) for _, new in swaps):
+    if any(is_cut(new) for _, new in swaps):
         check_type(optimizer)
     check_optimizer(optimizer)  # one made over parameters that were sharded before
     states: dict[Tensor, Any] = {
@@ -133,24 +132,24 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
 
 def _cut_state(param: Tensor, key: str, value: Any) -> Any:
     """Return what of one state value belongs to the parameter's piece."""
-    if not isinstance(value, Tensor) or not isinstance(param, ShardedTensor):
+    piece = piece_of(param)
+    if not isinstance(value, Tensor) or piece is None or not piece.is_cut:
         return value
     if value.shape != param.shape:
         if value.ndim == 0:
             return value
         raise ShardError(
-            f"{param._piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, "
+            f"{piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, "
             f"the parameter {list(param.shape)}; give zerofx.compile an optimizer without state"
         )
     is_count = key == "step" or (value.ndim == 0 and key in STEP_STATES)
-    if is_count or isinstance(value, ShardedTensor):
+    if is_count or is_cut(value):
         return value
-    piece = param._piece
     full = value.detach()
     if isinstance(full, DTensor):
         full = whole_of(full, piece, f"loading the optimizer's state {key!r}")
     local = piece.cut(full.reshape(-1))
-    return wrap(local.to(local_tensor(param).device, copy=True), piece)
+    return piece.show(local.to(param.device, copy=True))
 
 
 # -- loads ----------------------------------------------------------------------------------------
@@ -162,11 +161,11 @@ def _watch_loads(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
 
     A step would otherwise update this rank's part of whole states, which all ranks keep whole.
     """
-    if optimizer in _watched or not any(isinstance(p, ShardedTensor) for p in params):
+    if optimizer in _watched or not any(map(is_cut, params)):
         return
     _watched.add(optimizer)
     for param in params:
-        if isinstance(param, ShardedTensor) and param in optimizer.state:
+        if is_cut(param) and param in optimizer.state:
             states = optimizer.state[param]
             for key in [k for k, v in states.items() if _is_uncut(param, v)]:
                 states[key] = _cut_state(param, key, states[key])
@@ -174,7 +173,7 @@ def _watch_loads(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
 
 
 def _is_uncut(param: Tensor, value: Any) -> bool:
-    is_whole = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+    is_whole = isinstance(value, Tensor) and not is_cut(value)
     return is_whole and value.shape == param.shape
 
 
@@ -186,7 +185,7 @@ def _cut_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         return None  # torch refuses it
     found = dict(state_dict["state"])
     for number, param in zip(numbers, params, strict=True):
-        if isinstance(param, ShardedTensor) and isinstance(found.get(number), Mapping):
+        if is_cut(param) and isinstance(found.get(number), Mapping):
             found[number] = {
                 key: _cut_state(param, key, value) if _is_uncut(param, value) else value
                 for key, value in found[number].items()
@@ -221,11 +220,10 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     kind = type(optimizer).__name__
     has_moments = any(base in _SECOND_MOMENTS for base in _torch_bases(optimizer))
     for param in params if has_moments else ():
-        is_ours = isinstance(param, (ShardedTensor, ReplicatedParameter))
-        if is_ours and param.dtype == torch.float16:
-            name = param._piece.name if isinstance(param, ShardedTensor) else param._zfx_name
+        piece = piece_of(param)
+        if piece is not None and param.dtype == torch.float16:
             raise ShardError(
-                f"{name} is float16 without a float32 master copy, in which {kind}'s squared "
+                f"{piece.name} is float16 without a float32 master copy, in which {kind}'s squared "
                 "gradients and eps vanish; keep the model in float32 and compute in 16 bits with "
                 'Plan(precision="fp16"), or use SGD'
             )
@@ -235,19 +233,13 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_near(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
     """Refuse an optimizer that is not staged to step what lives on NVMe."""
     for param in params:
-        if isinstance(param, ShardedTensor):
-            ledger = param._piece.ledger
-        elif isinstance(param, ReplicatedParameter):
-            ledger = param._ledger
-        else:
-            continue
-        if ledger.homes.nvme is None or not param.requires_grad:
+        piece = piece_of(param)
+        if piece is None or piece.ledger.homes.nvme is None or not param.requires_grad:
             continue
         if isinstance(optimizer, updates.BucketOptimizer):
             return  # asked only here: the check of a protocol is slow
-        name = param._piece.name if isinstance(param, ShardedTensor) else param._zfx_name
-        if ledger.layout.owned[name][0][0].home is Tier.NVME:
-            raise _not_staged(optimizer, name)
+        if piece.bucket.home is Tier.NVME:
+            raise _not_staged(optimizer, piece.name)
 
 
 _LEFT_BEHIND = "_zerofx_left_behind"
@@ -265,17 +257,16 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "the old parameters, so step() would have no effect. Build it over the compiled "
             "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)"
         )
-    replicated, sharded = {}, {}
+    whole: dict[int, Ledger] = {}
+    cut: dict[int, Ledger] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, ShardedTensor):
-                sharded[id(param._piece.ledger)] = param._piece.ledger
-            elif isinstance(param, ReplicatedParameter):
-                replicated[id(param._ledger)] = param._ledger
+            if (piece := piece_of(param)) is not None:
+                (cut if piece.is_cut else whole)[id(piece.ledger)] = piece.ledger
     if not getattr(optimizer, "counts_writes", False):
-        for ledger in replicated.values():
+        for ledger in whole.values():  # writes to pieces count themselves
             ledger.note_write()
-    ledgers = (*replicated.values(), *sharded.values())
+    ledgers = (*whole.values(), *cut.values())
     for world in {id(ledger.world): ledger.world for ledger in ledgers}.values():
         if world.size > 1:  # nothing compares the steps of one rank, or would forget them
             world.steps.note(optimizer)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
-from zerofx.errors import NvmeError, ShardError
+from zerofx.errors import NvmeError
 from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_gather import gather_full
-from zerofx.runtime.param_refuse import op_name
-from zerofx.runtime.param_tensor import ShardedTensor
-from zerofx.runtime.tiles import Range, say
+from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
@@ -30,7 +20,7 @@ if TYPE_CHECKING:
 def full_tensor(store: ShardStore, name: str) -> Tensor:
     """Return the whole of one parameter, where its pieces live; a collective call."""
     store.settle()
-    return gather_full(store.local_view(name), store.pieces[name])
+    return store.pieces[name].whole(store.local_view(name))
 
 
 def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
@@ -76,7 +66,7 @@ class FullReader:
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
             (whole if param.tile is None else whole[rows]).copy_(part)
             if param is bucket.params[-1]:
-                self._last = None  # it would stand on the device as long as this reader does
+                self._last = None  # it would stay on the device as long as this reader does
         return whole
 
     def _gathered(self, bucket: Bucket, name: str) -> Tensor:
@@ -119,86 +109,6 @@ def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]
     """Return all parameters whole, on the host, in registration order; a collective call."""
     found = dict(iter_full_state(store, rank0_only))
     return {name: found[name] for name in store.params if name in found}
-
-
-class FlatPiece(torch.Tensor):
-    """One flat 1-D tensor of `total` elements of which this rank has `local`, which are `ranges`.
-
-    torch.distributed.checkpoint saves it as exactly these chunks and loads it from any other cut,
-    since it reads the overlaps. The random states of all ranks are saved so, and snapshots of
-    zerofx 0.1.0 hold parameters and optimizer states in this form. Equal chunks on several ranks
-    (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
-    one; nothing can be computed with it.
-    """
-
-    local: Tensor
-    ranges: tuple[Range, ...]
-    total: int
-
-    @staticmethod
-    def of(local: Tensor, ranges: tuple[Range, ...], total: int) -> FlatPiece:
-        """Return the piece; it shares memory with `local`, whose elements are these ranges."""
-        length = sum(stop - start for start, stop in ranges)
-        assert local.shape == (length,) and ranges[-1][1] <= total, (local.shape, ranges, total)
-        out = make_subclass(FlatPiece, local)
-        out.local, out.ranges, out.total = local, ranges, total
-        return out
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if op_name(func) in ("device", "dtype", "layout", "is_meta", "requires_grad"):
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise ShardError(
-            f"{op_name(func)} of a FlatPiece: it only can be given to "
-            "torch.distributed.checkpoint's save and load; use zerofx.full_state_dict(model)"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FlatPiece({self.local.dtype}, elements {say(self.ranges)} of {self.total})"
-
-    def size(self, dim: int | None = None) -> Any:
-        return torch.Size([self.total]) if dim is None else self.total
-
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        """Return where each range lies; of an empty tensor its one empty chunk."""
-        ranges = [r for r in self.ranges if r[1] > r[0] or not self.total]
-        return [ChunkStorageMetadata(torch.Size([a]), torch.Size([b - a])) for a, b in ranges]
-
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.local.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks() if self.local.numel() else []
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        sizes = [stop - start for start, stop in self.ranges]
-        for (start, _), part in zip(self.ranges, self.local.split(sizes), strict=True):
-            if index.offset == torch.Size([start]):
-                return part
-        raise AssertionError(f"{self!r} has no chunk at {index}")
-
-
-def flat_piece(tensor: Tensor) -> FlatPiece:
-    """Return a parameter, or an optimizer state of its shape, as one flat tensor of its elements.
-
-    That is how snapshots of zerofx 0.1.0 hold it. It shares memory with `tensor`, so that loading
-    fills it in place.
-    """
-    if isinstance(tensor, ShardedTensor):
-        piece = tensor._piece
-        return FlatPiece.of(local_tensor(tensor), piece.ranges, piece.shape.numel())
-    return FlatPiece.of(tensor.detach().view(-1), ((0, tensor.numel()),), tensor.numel())
 
 
 def sharded_state(store: ShardStore) -> dict[str, Tensor]:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import wrap
+from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
     from zerofx.runtime.layout import Bucket
     from zerofx.runtime.shards import ShardStore
 
-_ZERO = ("zero_", "_foreach_zero_")
+_ZERO = ("zero_", foreach_zero_.__name__)
 _READABLE = ("device", "dtype", "layout", "requires_grad", "is_complex")
 
 
@@ -51,7 +52,7 @@ class Unreduced(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if op in _ZERO and not kwargs:
-            for tensor in args[0] if op == "_foreach_zero_" else args:
+            for tensor in args[0] if op == foreach_zero_.__name__ else args:
                 _zero(tensor)
             return args[0]
         raise GradientError(
@@ -88,8 +89,8 @@ class _Sum:
 
     def __init__(self, store: ShardStore, block: tuple[Bucket, ...], buffer: Tensor) -> None:
         """Begin with zeros in the shards' format, not the one that gradients travel in."""
-        numel = sum(b.numel for b in block)
-        full = torch.zeros(numel, dtype=block[0].dtype, device=buffer.device)
+        numel, dtype = reduction.sum_form(block)
+        full = torch.zeros(numel, dtype=dtype, device=buffer.device)
         self._parts = dict(
             zip([b.index for b in block], full.tensor_split(len(block)), strict=True)
         )
@@ -142,7 +143,7 @@ class LocalSums:
 
     def __init__(self, store: ShardStore) -> None:
         self._store = store
-        self._is_sharded = store.layout.shard_size > 1
+        self._lie_apart = reduction.sums_lie_apart(store.layout)
         self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
         self._sums: dict[int, _Sum] = {}  # by block
 
@@ -156,7 +157,7 @@ class LocalSums:
     ) -> None:
         """Add a packed bucket of which `names` have gradients to the sum, which is unscaled."""
         self._scales[bucket] = scale
-        if not self._is_sharded:
+        if not self._lie_apart:
             target, accumulate = self._store.grads.target(bucket)
             if accumulate:
                 target.add_(buffer, alpha=1.0 / loss_scale)
@@ -216,7 +217,7 @@ class LocalSums:
         return dict(sorted(self._scales.items()))
 
     def _is_waiting(self, bucket: int) -> bool:
-        if self._is_sharded:
+        if self._lie_apart:
             held = self._sums.get(self._store.layout.block_of[bucket])
             return held is not None and bool(held.forget_cleared())
         names = self._store.layout.buckets[bucket].names

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
+from zerofx.runtime.homes import claim_space
 from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
-from zerofx.runtime.nvme_space import claim_space
-from zerofx.runtime.param_piece import Ledger, Piece
-from zerofx.runtime.shard_bindings import Bindings
+from zerofx.runtime.param_parameter import make_parameter, make_piece
+from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.shard_grads import StoreGrads
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
-from zerofx.runtime.shard_tree import ParameterTree, attributes_of
-from zerofx.runtime.sharded_parameter import (
-    ReplicatedParameter,
-    ShardedParameter,
-    replicated_parameter,
-    sharded_parameter,
-)
-from zerofx.runtime.store_grads import StoreGrads
+from zerofx.runtime.shard_tree import Bindings, ParameterTree, attributes_of
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import together
-from zerofx.runtime.updated_parameter import UpdatedParameter, UpdatedShardedParameter
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World
 
 
 class ShardStore:
-    """What this rank owns of a model: one flat shard a bucket, and its gradients.
+    """What this rank owns of a model: one flat shard per bucket, and its gradients.
 
-    The shards of a tiled parameter's buckets lie one behind another in one allocation.
+    The shards of a tiled parameter's buckets lie one after another in one allocation.
 
     `params` maps canonical names to what the user sees: sharded wrappers, or plain tensors of the
     global shape where the shard axis has one rank. `replaced` maps id(old parameter) to the new
@@ -46,7 +39,7 @@ class ShardStore:
         self.layout, self.folder = layout, folder
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
-        self.pieces = {name: Piece.of(self.ledger, name) for name in layout.owned}
+        self.pieces = {name: make_piece(self.ledger, name) for name in layout.owned}
         self.homes = self.ledger.homes
         if _is_far(layout):
             assert folder is not None, "a plan with the tier nvme has a path"
@@ -167,17 +160,8 @@ class ShardStore:
 
     def _parameter(self, name: str, like: nn.Parameter) -> nn.Parameter:
         """Make parameter `name` over the shard's values, with the flag and attributes of `like`."""
-        piece = self.pieces[name]
         with torch.inference_mode(False), torch.no_grad():
-            view = self.local_view(name)
-            new: Any
-            if self.is_sharded:
-                kind = ShardedParameter if self.updates is None else UpdatedShardedParameter
-                new = sharded_parameter(view, piece, like.requires_grad, kind)
-            else:
-                plain = ReplicatedParameter if self.updates is None else UpdatedParameter
-                view = view.view(piece.shape)
-                new = replicated_parameter(view, piece, like.requires_grad, plain)
+            new = make_parameter(self.local_view(name), self.pieces[name], like.requires_grad)
         vars(new).update(attributes_of(like))
         self.params[name] = new
         return new
@@ -185,14 +169,14 @@ class ShardStore:
     # -- what the user may have changed -------------------------------------------------------
     def poll_writes(self) -> int:
         """Notice writes that torch counted in the flat shards' versions; return `writes`."""
-        versions = sum(s._version for s in self.shards)
+        versions = sum(map(version_of, self.shards))
         if versions != self._versions:
             self._versions = versions
             self.ledger.note_write()
         return self.writes
 
     def settle(self) -> None:
-        """Wait for updates that run beside the schedule: parameters are about to be looked at."""
+        """Wait for updates that run next to the schedule: parameters are about to be read."""
         self.ledger.pending.join()
 
     def check_bindings(self) -> None:
@@ -211,8 +195,8 @@ class ShardStore:
         watch_steps()
         with torch.inference_mode(False), torch.no_grad():
             views = {name: self.local_view(name) for name in self.params}
-        self._bindings = Bindings(tree, self.ledger, self.params, views)
-        self._versions = sum(s._version for s in self.shards)
+        self._bindings = Bindings(tree, self.ledger, self.params, self.pieces, views)
+        self._versions = sum(map(version_of, self.shards))
 
 
 def _is_far(layout: Layout) -> bool:

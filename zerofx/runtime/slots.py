@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,13 +81,16 @@ class SlotPool:
         return tensor
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether this very tensor is what `take` returns for a slot, every step anew."""
+        """Say whether this very tensor is what `take` returns for a slot in every step."""
         return id(tensor) in self._owned
 
-    def rest(self, keep: Collection[int], least_bytes: int) -> None:
-        """Free the memory of slots outside `keep` until they are next taken. Only between calls."""
+    def rest(self, frees: Callable[[int, int], bool]) -> None:
+        """Free slots until they are next taken: those for whose number and bytes `frees` holds.
+
+        Only between calls.
+        """
         for slot, buffer in enumerate(self._bytes):
-            if slot not in keep and slot not in self._asleep and buffer.numel() >= least_bytes:
+            if slot not in self._asleep and frees(slot, buffer.numel()):
                 buffer.untyped_storage().resize_(0)
                 self._asleep.add(slot)
 

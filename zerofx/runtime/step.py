@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
-from zerofx.compat.tensors import memory_range
+from zerofx.compat.tensors import memory_range, version_of
 from zerofx.errors import CaptureError, GradientError
 from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.engine import Engine
@@ -172,7 +172,7 @@ class Executable:
             else:
                 held = self.buffers()[str(where)] if kind == "buffer" else outs[int(where)]
             if not held.is_inference():  # those count no versions
-                found.append((f"{kind} {where}", held.detach(), held._version))
+                found.append((f"{kind} {where}", held.detach(), version_of(held)))
         return found
 
     def run_backward(self, call: Call, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -303,7 +303,7 @@ class Executable:
                 "gone; pass retain_graph=True the first time"
             )
         for what, held, version in call.watched:
-            if held._version != version:
+            if version_of(held) != version:
                 raise GradientError(
                     f"{self.contract.label}: {what}, which backward needs, was changed in "
                     "place after forward; clone it before changing it"

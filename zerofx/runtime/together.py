@@ -46,7 +46,7 @@ def together(world: World, what: str, step: Callable[[], T], raises: type[Zerofx
     value: T | None = None
     try:
         value = step()
-    except DesyncError:  # the ranks have lost each other: there is nobody to tell
+    except DesyncError:  # the ranks have lost each other: no rank can be told
         raise
     except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
         problem = error
@@ -71,7 +71,7 @@ def tell(world: World, what: str, problem: Exception | None, raises: type[Zerofx
 
     Raises: `problem`, or on the other ranks one of `raises` that names the rank and the error.
     """
-    if isinstance(problem, DesyncError):  # the ranks have lost each other: there is nobody to tell
+    if isinstance(problem, DesyncError):  # the ranks have lost each other: no rank can be told
         raise problem
     if world.all_well(what, problem is None):
         return

@@ -37,7 +37,7 @@ class Updates:
     """Who updates the parameters of one model inside its backward passes.
 
     A backward leaves no gradients: they are freed bucket by bucket, so `p.grad` may not be read
-    until the `step()` that stands behind it in the loop, nor may another backward run. One that an
+    until the `step()` that follows it in the loop, nor may another backward run. One that an
     exception ends between two updates leaves a step half made, which nothing here can take back:
     the next backward raises, until `step()` accepts it or a load replaces it.
     """
@@ -141,7 +141,7 @@ class Updates:
 
     # -- between backward and the next ------------------------------------------------------------
     def note_step(self, optimizer: Any) -> None:
-        """Note the `step()` that stands behind a backward, or a load of its states."""
+        """Note the `step()` that follows a backward, or a load of its states."""
         self._unstepped.discard(optimizer)
         self._half_made = False
 

@@ -182,13 +182,13 @@ class World:
         """Set `buf` on every rank to its value on rank `src`."""
         return self._whole.broadcast(buf, src, label)
 
-    def rest(self, least_bytes: int) -> None:
-        """Free receive buffers of at least this size; they are made again when next needed."""
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        """Free receive buffers for whose bytes `frees` holds, until they are next needed."""
         for axis in (self._shard, self._replicate, self._whole):
-            axis.rest(least_bytes)
+            axis.rest(frees)
 
     def drain(self) -> None:
-        """Wait for everything still in flight: after an exception, before buffers are used anew.
+        """Wait for everything still in flight: after an exception, before buffers are used again.
 
         After a DesyncError what is in flight is given up: it would never end. Nor is one raised
         here over the exception that `report_failure` told of; the next call raises it.

@@ -20,7 +20,7 @@ TRIED = 40  # plans that are priced to find the nearest one that fits
 
 
 def too_large(search: Search) -> PlanError:
-    """Return the error of a search that found nothing: what is missing, and the way out."""
+    """Return the error of a search that found nothing: what is missing, and the suggestion."""
     space = search.space
     where = f"{space.world_size} ranks of {space.hardware.name}"
     search.says(

@@ -18,7 +18,7 @@ LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing
 class SearchView:
     """The end of a search: print it, take `plan`, or `to_dict()` for JSON.
 
-    notes: what of the call was taken otherwise than it was given.
+    notes: which arguments were changed, and how.
     """
 
     found: Found

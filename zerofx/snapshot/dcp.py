@@ -27,29 +27,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zerofx.compat.checkpoint import file_of, storage_info
+from zerofx.compat.checkpoint import INDEX_PARTS, file_of, storage_info
 from zerofx.errors import SnapshotError, ZerofxError
-from zerofx.runtime.shard_state import FlatPiece, flat_piece
+from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
 from zerofx.snapshot.held import HeldFiles
 
 INDEX = ".metadata"
-
-# All that torch's index of a checkpoint is made of; anything else in it is not unpickled.
-_CLASSES = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-}
 
 
 class _Writer(FileSystemWriter):
@@ -85,7 +68,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 class SaveSteps:
     """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`.
 
-    fetch: what lies far away is brought by it, one tensor at a time.
+    fetch: brings what lies on another tier, one tensor at a time.
     """
 
     def __init__(
@@ -154,9 +137,8 @@ def written_files(results: list[WriteResult]) -> set[str]:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or f"{module}.{name}" in INDEX_PARTS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 

@@ -103,7 +103,7 @@ def _escaped(name: str) -> str:
 
 
 def discard(folder: Path) -> None:
-    """Remove a directory that nobody reads any more; only log where that fails."""
+    """Remove a directory that is no longer read; only log if that fails."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

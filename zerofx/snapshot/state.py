@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compat.tensors import local_tensor
+from zerofx.compat.modules import own_buffers, unsaved_buffers
 from zerofx.errors import SnapshotError
-from zerofx.runtime.param_tensor import ShardedTensor, wrap
+from zerofx.runtime.param_checkpoint import FlatPiece
+from zerofx.runtime.param_piece import ParameterPiece, is_cut
 from zerofx.runtime.shard_optimizer import STEP_STATES
-from zerofx.runtime.shard_state import FlatPiece
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.updates import BucketOptimizer
@@ -30,8 +30,8 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the model's state, shared ones under their first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
+        for key, buffer in own_buffers(module).items():
+            if buffer is not None and key not in unsaved_buffers(module):
                 found.setdefault(id(buffer), (f"{path}.{key}" if path else key, buffer))
     return dict(found.values())
 
@@ -205,7 +205,9 @@ def optimizer_targets(
         param = params[name]
         states = optimizer.state.get(param) or {}
         found[name] = {
-            key: states[key] if _fits(states.get(key), param) else _like(param, for_plan)
+            key: states[key]
+            if _fits(states.get(key), param)
+            else _like(param, store.pieces[name], for_plan)
             for key in keys
         }
     return found
@@ -220,21 +222,18 @@ def shards_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str,
 
 def _fits(state: Any, param: nn.Parameter) -> bool:
     """Whether a state in use can be filled in place: it is cut like the parameter and dense."""
-    if not isinstance(state, Tensor) or isinstance(state, ShardedTensor) != isinstance(
-        param, ShardedTensor
-    ):
+    if not isinstance(state, Tensor) or is_cut(state) != is_cut(param):
         return False
-    if isinstance(state, ShardedTensor):
+    if is_cut(state):
         return state.dtype == param.dtype
     same = (state.shape, state.dtype, state.device) == (param.shape, param.dtype, param.device)
     return same and state.is_contiguous()
 
 
-def _like(param: nn.Parameter, for_plan: bool) -> Tensor:
-    local = local_tensor(param) if isinstance(param, ShardedTensor) else param
+def _like(param: nn.Parameter, piece: ParameterPiece, for_plan: bool) -> Tensor:
+    local = piece.local(param)
     zeros = torch.zeros(() if for_plan else local.shape, dtype=param.dtype, device=param.device)
-    zeros = zeros.expand(local.shape)
-    return wrap(zeros, param._piece) if isinstance(param, ShardedTensor) else zeros
+    return piece.show(zeros.expand(local.shape))
 
 
 def load_optimizer(

@@ -12,7 +12,7 @@ from pathlib import Path
 from zerofx.errors import TrialError, last_words
 from zerofx.trial.settings import Settings, Trial
 
-TAIL_LINES = 15  # of what the ranks said, where they failed otherwise than by a user's error
+TAIL_LINES = 15  # of what the ranks said, if they failed for another reason than a user's error
 
 
 def run_trial(settings: Settings) -> Trial:

@@ -21,7 +21,7 @@ from zerofx.views.timeline import format_us
 class DiffView:
     """The difference of two programs of one model: print it, or take `to_dict()` for JSON.
 
-    predicted: what is foreseen of each on some hardware, for times beside the bytes.
+    predicted: the prediction of each on some hardware, for times next to the bytes.
     """
 
     left: Program
@@ -30,7 +30,7 @@ class DiffView:
 
     @classmethod
     def of(cls, left: Forecast, right: Forecast) -> DiffView:
-        """Compare two programs by what is foreseen of them."""
+        """Compare two programs by their predictions."""
         return cls(left.program, right.program, (left, right))
 
     def __str__(self) -> str:

@@ -30,9 +30,9 @@ class Look:
     """A program's schedule with its tracks: print it, write `page` or `trace`, or `to_dict()`.
 
     starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
-    predicted: what was foreseen on some hardware, if anything was.
+    predicted: the prediction on some hardware, if there is one.
     in_steps: no times are known: the only track is the schedule, each step one wide.
-    unpriced: why nothing was foreseen on the hardware that was asked for.
+    unpriced: why there is no prediction on the hardware that was asked for.
     """
 
     program: Program
@@ -52,20 +52,20 @@ class Look:
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         lines += ["", LEGEND]
         if self.predicted is not None:
-            about, (foreseen, *measured) = details(self.program, self.schedule), self.tracks
+            about, (predicted, *measured) = details(self.program, self.schedule), self.tracks
             for track in measured:
-                lines += ["", *pair_lines(pairs(foreseen, track, about), track.name)]
+                lines += ["", *pair_lines(pairs(predicted, track, about), track.name)]
         if any(track.memory for track in self.tracks):
             lines += ["", *self._memory_lines()]
         return as_text(lines)
 
     def _memory_lines(self) -> list[str]:
-        """Return the peak as it was predicted, and beside it as each rank measured it."""
-        foreseen = self.schedule.memory.peak_bytes
-        lines = [f"{'peak memory':<22}{format_bytes(foreseen):>12}   predicted"]
+        """Return the predicted peak, and next to it what each rank measured."""
+        predicted = self.schedule.memory.peak_bytes
+        lines = [f"{'peak memory':<22}{format_bytes(predicted):>12}   predicted"]
         return lines + [
             f"{'':<22}{format_bytes(track.memory.peak_bytes):>12}   {track.name} "
-            f"({beside(track.memory.peak_bytes, foreseen)})"
+            f"({beside(track.memory.peak_bytes, predicted)})"
             for track in self.tracks
             if track.memory
         ]
@@ -90,7 +90,7 @@ class Look:
         return write_trace(path, processes, details(self.program, self.schedule))
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return what stands above the page's picture: (name, value)."""
+        """Return the facts above the page's picture: (name, value)."""
         report, plan = self.schedule.memory, self.program.plan
         found = [("peak memory a rank", format_bytes(report.peak_bytes))]
         for track in (t for t in self.tracks if t.memory):

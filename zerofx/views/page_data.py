@@ -137,15 +137,15 @@ def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str,
 def _beside(
     shown: Shown, about: Mapping[str, Detail], place: dict[str, int]
 ) -> list[list[list[Any]]]:
-    """Return of each measured track, where a prediction stands before it, the rows of `pairs`:
+    """Return the rows of `pairs` for each measured track that a prediction precedes:
     the step's number or -1, name, unit, what, count, predicted, measured.
     """
     if shown.predicted is None:
         return []
-    foreseen, *measured = shown.tracks
+    predicted, *measured = shown.tracks
     return [
         [[place.get(p.name, -1), p.name, p.unit, p.what, p.count, round(p.predicted_us, 2),
-          round(p.measured_us, 2)] for p in pairs(foreseen, track, about)]
+          round(p.measured_us, 2)] for p in pairs(predicted, track, about)]
         for track in measured
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@
        0  .         AG b0 >    .         .       2.0 KiB    ######
        3  mm fc0    |  b1      .         .       3.5 KiB    ##########  <- peak
 
-Beneath stands what the marks and the short words mean that are in it.
+Below it, the marks and short words that it uses are explained.
 """
 
 from __future__ import annotations

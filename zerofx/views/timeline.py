@@ -33,7 +33,7 @@ class TimelineView:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the lanes, why compute stands still, and the critical path by kind of task."""
+        """Return the lanes, why compute is idle, and the critical path by kind of task."""
         found = self.timeline
         lines = [f"# {self.title}", f"{'time':<12}0 .. {format_us(found.step_us)}"]
         for lane in Lane:

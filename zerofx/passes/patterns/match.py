@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.compat.graphs import op_name
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, set_info, value
 
@@ -46,7 +47,7 @@ class Match:
     inside: frozenset[fx.Node]
 
     def is_closed(self) -> bool:
-        """Say whether nobody outside reads what is inside, but for the results replaced."""
+        """Tell whether only the replaced results are read from outside the match."""
         replaced = {n for c in self.calls for n in c.results.values()}
         return all(u in self.inside for n in self.inside - replaced for u in n.users)
 
@@ -112,7 +113,7 @@ class Fusion:
 def _named(node: fx.Node) -> fx.Node:
     """Give a call the name that a captured one has: its op's, without the overload."""
     with node.graph.inserting_after(node):
-        base = node.target._schema.name.split("::")[1]
+        base = op_name(node.target)[1]  # type: ignore[arg-type]
         named = node.graph.create_node("call_function", node.target, node.args, name=base)
     named.meta = node.meta
     node.graph.erase_node(node)

@@ -116,7 +116,7 @@ class IOEngine:
         """Wait for all requests of a file, and until the device has their bytes.
 
         Raises:
-            NvmeError: one of them failed and nobody has waited for it yet, or the device did.
+            NvmeError: one of them failed and was not waited for yet, or the device did.
         """
         self.drain(handle)
         self.raise_unseen(handle)
@@ -127,7 +127,7 @@ class IOEngine:
             raise path_error("cannot flush", handle.path, error) from error
 
     def raise_unseen(self, handle: Handle) -> None:
-        """Raise the first fault of a file that nobody has seen, and forget the others."""
+        """Raise the first fault of a file that was not reported, and forget the others."""
         with self._work.lock:
             unseen = [request.fault for request in handle.failed]
             handle.failed.clear()
@@ -142,7 +142,7 @@ class IOEngine:
         """Wait until nothing is under way on a file.
 
         Raises:
-            NvmeError: a request failed and nobody has waited for it yet.
+            NvmeError: a request failed and was not waited for yet.
         """
         self.drain(handle)
         self.raise_unseen(handle)

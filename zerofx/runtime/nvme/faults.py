@@ -1,4 +1,4 @@
-"""What went wrong on disk, in words: file, offset, bytes, whose they are, and the way out."""
+"""What went wrong on disk, in words: file, offset, bytes, whose they are, and the fix."""
 
 from __future__ import annotations
 

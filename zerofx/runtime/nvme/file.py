@@ -82,7 +82,7 @@ class File:
         self.submit_write(tensor, offset, label).wait()
 
     def wait(self) -> None:
-        """Wait until nothing is under way; raise the first fault that nobody has waited for."""
+        """Wait until nothing is under way; raise the first fault that was not waited for."""
         self._engine.wait(self._handle)
 
     def flush(self) -> None:
@@ -112,7 +112,7 @@ class File:
         return self._handle.is_direct
 
     def close(self) -> None:
-        """Wait for what is under way, close, and raise the first fault that nobody has seen."""
+        """Wait for what is under way, close, and raise the first fault that was not reported."""
         if self._handle.is_closed:
             return
         try:

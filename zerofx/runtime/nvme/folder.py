@@ -113,7 +113,7 @@ def _boot() -> str:
 def remove_left_behind(folder: str | os.PathLike[str]) -> list[Path]:
     """Delete the stores whose process is dead, and return their paths.
 
-    Only files that are stores by their content, that nobody has locked, that were not kept on
+    Only files that are stores by their content, that are not locked, that were not kept on
     purpose (`close(delete=False)`), and that were made on this host: on file systems of several
     hosts locks need not reach from one to another.
     """

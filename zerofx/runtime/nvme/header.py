@@ -64,7 +64,7 @@ class Layout:
 
     @cached_property
     def text(self) -> bytes:
-        """The layout as it stands in the file; offsets of extents count from the first one."""
+        """The layout as it is in the file; offsets of extents count from the first one."""
         begin, extents = 0, []
         for name, nbytes in self.sizes.items():
             extents.append([name, begin, nbytes])

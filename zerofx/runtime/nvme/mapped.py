@@ -13,6 +13,7 @@ import mmap
 
 import torch
 
+from zerofx.compat.tensors import version_of
 from zerofx.runtime.nvme.aligned import up
 from zerofx.runtime.nvme.faults import path_error
 from zerofx.runtime.nvme.store import NvmeStore
@@ -36,12 +37,12 @@ class Mapped:
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # of the system, which may be larger
         self._pages = begin, up(offset + nbytes) - begin
         self.is_written = False
-        self._version = self.memory._version
+        self._version = version_of(self.memory)
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing was written through it since `settle`, as far as torch counts."""
-        return self.memory._version == self._version
+        return version_of(self.memory) == self._version
 
     def settle(self) -> None:
         """Take the checksums of what the tensor holds, and write it out.
@@ -49,7 +50,7 @@ class Mapped:
         Raises:
             NvmeError: the device does not take it; names the file and the extent.
         """
-        self._version = self.memory._version
+        self._version = version_of(self.memory)
         try:
             self._map.flush(*self._pages)
         except OSError as error:

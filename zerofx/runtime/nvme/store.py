@@ -176,7 +176,7 @@ class NvmeStore:
         return extent
 
     def wait(self) -> None:
-        """Wait until nothing is under way; raise the first fault that nobody has waited for."""
+        """Wait until nothing is under way; raise the first fault that was not waited for."""
         self._engine.wait(self._handle)
 
     def flush(self) -> None:
@@ -200,7 +200,7 @@ class NvmeStore:
         """Wait for what is under way and close; the file goes, or stays to be opened again.
 
         Raises:
-            NvmeError: a request failed and nobody has waited for it, or the file cannot be kept.
+            NvmeError: a request failed and was not waited for, or the file cannot be kept.
         """
         if self._handle.is_closed:
             return

@@ -1,4 +1,9 @@
-"""Steps of what lives on NVMe: parameters and states pass through host memory, bucket by bucket."""
+"""Steps of what lives on NVMe: bucket by bucket through host memory, by all ranks or by none.
+
+The parameters and states of a bucket are in host memory while it is updated. Meanwhile the next
+bucket is read and the last one is written. A disk may fail or be full on one rank, so the ranks
+tell each other before they go on.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,17 @@ from itertools import chain
 
 from torch import Tensor
 
-from zerofx.errors import NvmeError
-from zerofx.optim.runs import Run
+from zerofx.errors import NvmeError, OptimizerError
+from zerofx.optim.runs import FlatRun, Work
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.policy import staging
+from zerofx.runtime.policy.staging import Move
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
-Work = list[tuple[Run, Tensor]]  # runs with their flat gradients
 Groups = list[Work]  # a group's runs each
 
 
@@ -44,7 +50,7 @@ def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
 def update_staged(
     far: Sequence[Groups], update: Callable[[Groups], None], asks_others: bool
 ) -> None:
-    """Update each bucket in host memory, the next one's reads and the last one's writes beside it.
+    """Update each bucket in host memory, while the next one is read and the last one is written.
 
     asks_others: `update` is a collective call, before which ranks tell each other of faults.
 
@@ -77,29 +83,29 @@ def _update_staged(
     update: Callable[[Groups], None],
     check: Callable[[NvmeError | None], None],
 ) -> None:
-    coming, problem = map(_Stage, far), None
-    stage = following = None
-    for _ in far:
+    problem: NvmeError | None = None
+    stages: dict[int, _Stage] = {}  # what is in host memory
+    for move, k in staging.step_order(len(far)):
         arrived: Groups = []
         try:
-            if problem is None:
-                stage = following or next(coming)
-                following = next(coming, None)  # its reads begin
-                arrived = stage.arrived()
+            if problem is None and move is Move.READ:
+                stages[k] = _Stage(far[k])
+            elif problem is None and move is Move.UPDATE:
+                arrived = stages[k].arrived()
+            elif problem is None:
+                stages.pop(k).written(stages.values())
         except NvmeError as error:
             problem = error
-        check(problem)
-        with contextlib.nullcontext() if stage is None else stage.noted():
-            update(arrived)
-        del arrived  # which holds the bucket's memory
-        assert stage is not None
-        try:
-            stage.leave()
-        except NvmeError as error:
-            problem = error
+        if move is Move.UPDATE:
+            check(problem)  # which raises it, on the other ranks too if those wait for this one
+            with stages[k].noted():
+                update(arrived)
+            del arrived  # which holds the bucket's memory
+            try:
+                stages[k].leave()
+            except NvmeError as error:
+                problem = error
     _alone(problem)
-    for groups in far:
-        _home_of(groups).join()
 
 
 class _Stage:
@@ -114,6 +120,7 @@ class _Stage:
         self._coming: dict[str, Arrival] = {k: self._take(k) for k in kinds}
         self._home.drop_early(self._bucket.index)  # states that this optimizer does not have
         self._held: dict[str, Tensor] = {}
+        self._num_writes = 0
 
     def _take(self, kind: str) -> Arrival:
         return self._home.take(kind, self._bucket.index, self._bucket.dtype)
@@ -123,7 +130,7 @@ class _Stage:
         self._held = {kind: arrival.wait() for kind, arrival in self._coming.items()}
         return [[(self._staged(run), grad) for run, grad in pairs] for pairs in self._groups]
 
-    def _staged(self, run: Run) -> Run:
+    def _staged(self, run: FlatRun) -> FlatRun:
         stop = run.offset + run.numel
         states = {key: self._held[key][run.offset : stop] for key in run.states}
         return replace(run, param=self._held[PARAMETERS][run.offset : stop], states=states)
@@ -135,14 +142,18 @@ class _Stage:
         return beside.updating(f"b{self._bucket.index}", beside.launched_ns())
 
     def leave(self) -> None:
-        """Launch the writes; those of the bucket before have ended when this returns."""
+        """Launch the writes, which hold the bucket's memory until they have ended."""
         for kind, values in self._held.items():
             self._home.write(kind, self._bucket.index, values)
-        self._home.join(leave=len(self._held))
+        self._num_writes = len(self._held)
         self._held.clear()
 
+    def written(self, later: Iterable[_Stage]) -> None:
+        """Wait for the writes, but not for those of stages that left later."""
+        self._home.join(leave=sum(s._num_writes for s in later if s._home is self._home))
 
-def _runs(groups: Groups) -> Iterator[Run]:
+
+def _runs(groups: Groups) -> Iterator[FlatRun]:
     return (run for run, _ in chain.from_iterable(groups))
 
 
@@ -167,3 +178,84 @@ def tell_ranks(ledgers: Iterable[Ledger], what: str, problem: NvmeError | None) 
     for world in {ledger.world: None for ledger in far}:
         tell(world, what, problem, NvmeError)
     _alone(problem)
+
+
+# -- all ranks or none -----------------------------------------------------------------------------
+class WholeSteps:
+    """The part of an optimizer that keeps a step whole, as far as disks and other ranks let it.
+
+    kind: the optimizer's name, for errors.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._unmade: Sequence[Ledger] = ()  # whose states could not be made on some rank
+        self._half_made: str | None = None  # what ended a step in the middle, since the last load
+
+    def check(self) -> None:
+        """Raise after a step that failed in the middle.
+
+        Raises:
+            OptimizerError: some parameters were updated and others were not.
+        """
+        if self._half_made is not None:
+            raise OptimizerError(
+                f"the last step of this {self._kind} failed after some parameters were "
+                f"updated and before others were ({self._half_made}); zerofx.load an earlier state "
+                "before going on"
+            )
+
+    def forget(self) -> None:
+        """Forget what went wrong before: a load has replaced all of it."""
+        self._half_made = None
+
+    def make_states(self, ledgers: Sequence[Ledger], make: Callable[[], None]) -> None:
+        """Make the states that a step needs, on all ranks or none: there may be no room for them.
+
+        ledgers: of the models with parameters that have their first gradient.
+
+        Raises:
+            NvmeError: there is no room on some rank; no step was counted anywhere.
+        """
+        # after a failure some ranks have all of theirs
+        ledgers, self._unmade = self._unmade or ledgers, ()
+        problem = None
+        try:
+            make()
+        except NvmeError as error:
+            problem = error
+        try:
+            tell_ranks(ledgers, f"making states of {self._kind}", problem)
+        except NvmeError:
+            self._unmade = ledgers
+            raise
+
+    def update(self, ledgers: Sequence[Ledger], update: Callable[[], None]) -> None:
+        """Update all runs of a step.
+
+        Raises:
+            NvmeError: the disk of some rank failed; raised on every rank.
+        """
+        problem = None
+        try:
+            try:
+                update()
+            except NvmeError as error:
+                problem = error
+            tell_ranks(ledgers, f"a step of {self._kind} over NVMe", problem)
+        except BaseException as error:
+            self._note_fault(ledgers, error)
+            raise
+
+    def _note_fault(self, ledgers: Sequence[Ledger], error: BaseException) -> None:
+        """Take no further step after one over NVMe that failed in the middle, on this rank or any.
+
+        The other ranks do not know yet of an error that is no fault of the disk.
+        """
+        for ledger in ledgers:
+            if ledger.homes.nvme is not None:
+                self._half_made = f"{type(error).__name__}: {error}"
+                if isinstance(error, NvmeError):
+                    ledger.half_made = str(error)
+                else:
+                    ledger.world.report_failure(repr(error))

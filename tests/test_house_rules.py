@@ -1,0 +1,260 @@
+"""The rules that keep the package easy to find one's way in, and what still breaks each.
+
+What is listed here was there when the rule was written, with the reason why it stays or what is to
+become of it. The lists may only get shorter, and the numbers smaller: the last test names what has
+been put right meanwhile, so that its line goes too. benchmarks/structure.py does the counting.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+import networkx
+import pytest
+
+from benchmarks import structure
+from benchmarks.structure import FOLDER_LIMIT, PACKAGE
+
+ROOT = PACKAGE.parent
+SHORT = 80  # lines, below which a module with a single importer needs a reason
+
+# Class names that are used more than once. Each is to be renamed where its concept is a narrower
+# one than the name says, or merged where the concept is the same.
+SAME_NAME = {
+    "Aliases": "of graph values in the proof; what p.data handed out",
+    "Arrival": "a read from NVMe under way; what simulated ranks wait for, in tests only",
+    "Axis": "a mesh axis as links are measured; the collectives over one",
+    "Beside": "calibration's load; work beside a schedule's calls",
+    "Block": "two models of the demo and of calibration; a recording's block",
+    "Bound": "a program tied to a model; the bound of a search",
+    "Call": "a call to capture; a call that runs",
+    "Calls": "calibration of calls; what a schedule is given while it is read",
+    "Counts": "requests of the NVMe engine; plans of a search",
+    "Entry": "three records of three formats",
+    "Flight": "two halves of one concept in the runtime",
+    "Group": "rows of a dump; a parameter group of an optimizer",
+    "Held": "bytes held at a time; what a module held before a forward",
+    "Kernel": "what a region runs as; a Triton kernel",
+    "Lane": "three lanes: of a view, of collectives, of copies",
+    "Layout": "of parameters in buckets; of values in a file",
+    "Measured": "three results of three measurements",
+    "Moment": "of a region's allocations; of a request's life",
+    "Names": "roles of inputs; names of emitted values",
+    "Options": "of the demo; of a kernel",
+    "Output": "of a region; of a graph",
+    "Piece": "of a request; of a parameter",
+    "Place": "four concepts: a line, a range of a bucket, a lane's slot, host memory",
+    "Reach": "of a function; of a gradient",
+    "Reading": "of a model's attributes; of schedule.py",
+    "Recorder": "of emitted calls; of CUDA graphs",
+    "Results": "of a traced forward; of a replay",
+    "Row": "of a dump; of a recording",
+    "Run": "of parameters; of a recording",
+    "Settings": "what a forward reads; what a trial varies",
+    "Span": "of a timeline; of nodes",
+    "State": "of a model during capture; of an extent in a file",
+    "Stretch": "of an optimizer's memory; of a file",
+    "Tile": "of a graph; of a parameter",
+    "Traffic": "of a step; of a collective",
+    "Walk": "of the planner; of the proof",
+    "WayOut": "of a search; of a view",
+    "Work": "of a collective; of the NVMe threads",
+    "_Buffer": "of the planner; of the colouring",
+    "_Job": "of torchrun; of a save of weights",
+    "_Recorder": "of a step; of a region's source",
+    "_Walk": "three walks over three things",
+}
+
+# Concrete classes with exactly one concrete subclass: composition would say it better.
+LONE_SUBCLASS = {
+    "CopyOrder": "the chain of the proof, to become one walk with handlers",
+    "Family": "a captured program stands in for a family of models",
+    "GradientOrder": "the chain of the proof",
+    "Order": "the chain of the proof",
+    "Places": "of the planner: slots and arguments",
+    "ReplicatedParameter": "parameters updated inside backward hide their gradient",
+    "ShardOrder": "the chain of the proof",
+    "ShardedParameter": "parameters updated inside backward hide their gradient",
+    "ShardedTensor": "isinstance(p, nn.Parameter) holds for the subclass only",
+    "SnapshotError": "an exception, which users catch by either name",
+    "Sources": "the chain of the proof",
+    "Stretch": "of an optimizer's memory, with the codes of 8-bit states",
+    "Walk": "the chain of the proof",
+    "World": "the simulated world of tests, to leave the package",
+}
+
+# Folders whose short modules are a list by nature: one module per thing of a kind.
+LISTS = {
+    "zerofx.calibrate": "one per thing that is measured",
+    "zerofx.cli": "one per group of commands",
+    "zerofx.compat": "one per subject of private torch",
+    "zerofx.passes": "one per pass",
+    "zerofx.passes.patterns": "one per pattern",
+    "zerofx.runtime.kernels": "one per kernel",
+}
+ONE_IMPORTER = {
+    "zerofx.analysis.solve": "an algorithm by itself, with its source",
+    "zerofx.capture.recurrent": "keeps recurrent layers whole; the others import it in functions",
+    "zerofx.codegen.load_fit": "part of reading emitted files, to be merged",
+    "zerofx.compiled.convert": "part of the compiled module, to be merged",
+    "zerofx.compiled.hooks": "part of the compiled module, to be merged",
+    "zerofx.ir.verify_reference": "part of the proof, to be merged",
+    "zerofx.ir.verify_updates": "part of the proof, to be merged",
+    "zerofx.nvme": "the public face of the NVMe store",
+    "zerofx.optim.casts": "part of the flat optimizers, to be merged",
+    "zerofx.optim.lion": "one module per optimizer",
+    "zerofx.recording.operators": "the only user of torch.profiler",
+    "zerofx.runtime.constants": "imported by emitted modules",
+    "zerofx.runtime.debug": "imported by emitted modules of Plan(debug=True)",
+    "zerofx.runtime.heartbeat": "part of the agreement, to be merged",
+    "zerofx.runtime.nccl": "one module per backend",
+    "zerofx.runtime.nvme.blocks": "part of the store, to be merged",
+    "zerofx.runtime.nvme.mapped": "part of the store, to be merged",
+    "zerofx.runtime.nvme.ranges": "an algorithm by itself",
+    "zerofx.runtime.param_aliases": "part of the sharded parameter, to be merged",
+    "zerofx.runtime.param_random": "imported for its handlers of torch functions",
+    "zerofx.runtime.region_trace": "the only user of fx's tracer",
+    "zerofx.runtime.shard_init": "part of the store of shards, to be merged",
+    "zerofx.runtime.spare": "part of the groups, to be merged",
+    "zerofx.runtime.updated_parameter": "part of the sharded parameter, to be merged",
+    "zerofx.searching.captured": "part of the search, to be merged",
+    "zerofx.searching.refusals": "part of the search, to be merged",
+    "zerofx.trial.compare": "part of the trial, to be merged",
+    "zerofx.trial.plain": "the reference of the trial",
+    "zerofx.views.page": "one module per view",
+}
+
+# Modules in the folders that hold more than FOLDER_LIMIT.
+LARGE_FOLDERS = {
+    "zerofx/analysis": 33,
+    "zerofx/capture": 18,
+    "zerofx/codegen": 17,
+    "zerofx/ir": 26,
+    "zerofx/optim": 20,
+    "zerofx/passes": 30,  # a list by nature
+    "zerofx/runtime": 81,
+    "zerofx/views": 18,
+}
+
+# How often texts still use a word that the project avoids, in the package, README.md and docs/.
+WORDS = {
+    r"anew": 12,
+    r"beside": 190,
+    r"dearest": 2,
+    r"far away": 0,
+    r"for ever": 1,
+    r"foreseen": 0,
+    r"how-manieth": 1,
+    r"lent|lends?|lending": 79,
+    r"mend(s|ed|ing)?": 0,
+    r"nobody": 0,
+    r"otherwise than": 0,
+    r"stands(?! (for|in|by|on|against)\b)": 24,  # for "is"
+    r"way out": 0,
+}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return structure.modules()
+
+
+@cache
+def classes() -> dict[str, list[str]]:
+    """Return class name -> the modules that define it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    return found
+
+
+@cache
+def repeated() -> dict[str, list[str]]:
+    return {name: where for name, where in classes().items() if len(where) > 1}
+
+
+@cache
+def short_with_one_importer() -> dict[str, int]:
+    """Return the lines of short modules that one other module imports."""
+    graph: networkx.DiGraph = structure.imports(trees())
+    paths = {name: ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in trees()}
+    lines = {n: len(p.read_text().splitlines()) for n, p in paths.items() if p.exists()}
+    return {
+        name: count
+        for name, count in lines.items()
+        if count < SHORT and graph.in_degree(name) == 1 and name.rpartition(".")[0] not in LISTS
+    }
+
+
+@cache
+def folders() -> dict[str, int]:
+    found = Counter(str(p.parent.relative_to(ROOT)) for p in PACKAGE.rglob("*.py"))
+    return {name: count for name, count in found.items() if count > FOLDER_LIMIT}
+
+
+@cache
+def texts() -> dict[Path, str]:
+    """Return what the project's prose is in: the package's source, its templates, the docs."""
+    paths = [p for kind in ("*.py", "*.j2") for p in PACKAGE.rglob(kind)]
+    paths += [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return {path: path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+
+@cache
+def uses(word: str) -> list[str]:
+    """Return `file:line` of every use of a word, also across the end of a line."""
+    pattern = re.compile(rf"(?<![\w.-])(?:{word.replace(' ', chr(92) + 's+')})(?![\w(-])", re.I)
+    return [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+        for path, text in texts().items()
+        for match in pattern.finditer(text)
+    ]
+
+
+def test_class_names_are_unique() -> None:
+    new = {name: where for name, where in repeated().items() if name not in SAME_NAME}
+    assert not new, "one of the two has not been named yet"
+
+
+def test_no_class_has_exactly_one_subclass() -> None:
+    new = set(structure.lone_subclasses(trees())) - LONE_SUBCLASS.keys()
+    assert not new, "compose instead, or merge the two"
+
+
+def test_short_modules_have_more_than_one_importer() -> None:
+    new = {n: lines for n, lines in short_with_one_importer().items() if n not in ONE_IMPORTER}
+    assert not new, "merge each into its importer, or list it with the reason"
+
+
+def test_folders_are_small() -> None:
+    grown = {n: count for n, count in folders().items() if count > LARGE_FOLDERS.get(n, 0)}
+    assert not grown, f"a folder holds at most {FOLDER_LIMIT} modules; these may only lose some"
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_that_prose_avoids(word: str) -> None:
+    found = uses(word)
+    assert len(found) <= WORDS[word], "write it in plain English: " + ", ".join(found)
+
+
+def test_lists_are_current() -> None:
+    """What was put right meanwhile has left the lists."""
+    gone = {
+        "SAME_NAME": SAME_NAME.keys() - repeated().keys(),
+        "LONE_SUBCLASS": LONE_SUBCLASS.keys() - set(structure.lone_subclasses(trees())),
+        "ONE_IMPORTER": ONE_IMPORTER.keys() - short_with_one_importer().keys(),
+        "LARGE_FOLDERS": {
+            f"{name}: {folders().get(name, 0)}"
+            for name, count in LARGE_FOLDERS.items()
+            if folders().get(name, 0) < count
+        },
+        "WORDS": {f"{w}: {len(uses(w))}" for w, count in WORDS.items() if len(uses(w)) < count},
+    }
+    stale = {name: sorted(lines) for name, lines in gone.items() if lines}
+    assert not stale, "remove these lines, or lower the numbers to the ones here"

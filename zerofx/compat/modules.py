@@ -1,0 +1,94 @@
+"""The inside of nn.Module: its own dictionaries, hooks and flat weights.
+
+The public methods walk the whole tree, pass over entries that are None or tied, and return copies.
+zerofx replaces entries, compares them with what they were at compile, and shares the dictionaries
+of a model with its compiled form, so it needs the dictionaries themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+Entries: TypeAlias = dict[str, Any]  # by the module's own names; an entry may be None
+
+# The module's own dictionaries, not copies: an entry that is replaced there is replaced in the
+# module. They stay the same objects as long as the module lives.
+own_parameters: Callable[[nn.Module], Entries] = attrgetter("_parameters")
+
+own_buffers: Callable[[nn.Module], Entries] = attrgetter("_buffers")
+
+own_children: Callable[[nn.Module], Entries] = attrgetter("_modules")
+
+# Where a module keeps them among its plain attributes.
+CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+# The names of buffers that are not part of the module's state.
+unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+# Methods without arguments by which a module of torch initialises its own parameters.
+RESETS = ("reset_parameters", "_reset_parameters")
+
+# Plain attributes that an RNN sets before each of its calls.
+FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def share_containers(outer: nn.Module, inner: nn.Module) -> None:
+    """Make `outer` hold what `inner` holds, in the same dictionaries, under the same names."""
+    for name in (*CONTAINERS, "_non_persistent_buffers_set"):
+        outer.__dict__[name] = inner.__dict__[name]
+
+
+def put_parameter(module: nn.Module, key: str, param: nn.Parameter) -> None:
+    """Set a module's parameter in place; an RNN's list of flat weights follows."""
+    own_parameters(module)[key] = param
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+def load_own_state(
+    outer: nn.Module, inner: nn.Module, state_dict: Any, prefix: str, *args: Any
+) -> None:
+    """Load what `inner` itself holds (one step of `load_state_dict`), after `outer`'s hooks."""
+    for hook in outer._load_state_dict_pre_hooks.values():
+        hook(state_dict, prefix, *args)
+    inner._load_from_state_dict(state_dict, prefix, *args)
+
+
+def state_metadata(state: Mapping[str, Any]) -> Any:
+    """Return the versions that `state_dict()` notes beside the values, None if it did not."""
+    return getattr(state, "_metadata", None)
+
+
+def note_state_metadata(state: Any, metadata: Any) -> None:
+    """Note the versions where `load_state_dict()` looks for them."""
+    state._metadata = metadata
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks of forward and backward."""
+    return [getattr(module, kind) for kind in _HOOKS]
+
+
+def forward_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that a forward runs."""
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that run before a forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Return the dictionaries in which torch keeps the hooks that it calls for every module."""
+    return [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]

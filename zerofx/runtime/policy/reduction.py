@@ -1,0 +1,97 @@
+"""How a bucket's gradients are reduced: whether at once, where they are packed, where the sum ends.
+
+is_set: p.grad already holds the gradient of an earlier backward, to which this one adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.tiers import Tier
+
+
+# -- no_sync ------------------------------------------------------------------------------------
+def is_put_off(layout: Layout, stage: int) -> bool:
+    """Tell whether no_sync puts reductions off.
+
+    At stages 2 and 3, and with an offloaded optimizer, whole gradients are never held, so that
+    every backward reduces. A single rank has nothing to put off.
+    """
+    ranks = layout.shard_size * layout.replicate_size
+    return stage <= 1 and ranks > 1 and not any(b.is_away for b in layout.buckets)
+
+
+def sums_lie_apart(layout: Layout) -> bool:
+    """Tell whether the sums of no_sync have memory of their own. If not, they lie in p.grad."""
+    return layout.shard_size > 1
+
+
+def sum_form(block: Sequence[Bucket]) -> tuple[int, torch.dtype]:
+    """Return the elements and dtype of a block's sum: whole, in the format of the shards."""
+    return sum(b.numel for b in block), block[0].dtype
+
+
+# -- where gradients are packed, and where their sum ends -----------------------------------------
+class End(Enum):
+    """What a reduction writes its result into."""
+
+    GRADIENT = "the memory of p.grad"
+    PACKED = "the buffer in which the gradients were packed"
+    SLICE = "a borrowed slice"
+    LEAVING = "memory of its own, until the copy of it has left the device"
+
+
+def packs_in_gradient(layout: Layout, bucket: Bucket, is_set: bool, reduces: bool = True) -> bool:
+    """Tell whether gradients are packed into p.grad itself.
+
+    reduces: this backward reduces, and there is no sum of no_sync to be reduced with it.
+    """
+    return reduces and not is_set and layout.reduces_in_place(bucket)
+
+
+def end_of(layout: Layout, bucket: Bucket, is_set: bool, in_slot: bool = False) -> End:
+    """Return where a reduction ends.
+
+    in_slot: the gradients were packed in a slot, which another bucket may fill next.
+    """
+    if bucket.is_away:
+        return End.LEAVING
+    if not is_set and bucket.reduce_dtype is bucket.dtype:
+        return End.GRADIENT
+    if layout.reduces_in_place(bucket) and not in_slot:
+        return End.PACKED
+    return End.SLICE
+
+
+# -- gradients that live off the device -----------------------------------------------------------
+def leaves_as(bucket: Bucket, is_scaled: bool) -> torch.dtype:
+    """Return the format in which a reduced slice leaves for the host.
+
+    is_scaled: zerofx scales the loss, so that a slice is unscaled first, in the format of p.grad.
+    """
+    return bucket.dtype if is_scaled else bucket.reduce_dtype
+
+
+def lands_in_gradient(bucket: Bucket, is_scaled: bool, is_set: bool) -> bool:
+    """Tell whether a slice is copied straight into p.grad. If not, it is then added or cast."""
+    return not is_set and leaves_as(bucket, is_scaled) is bucket.dtype
+
+
+def is_stored_apart(layout: Layout, bucket: Bucket, is_scaled: bool, is_set: bool) -> bool:
+    """Tell whether a reduced slice lies beside p.grad, so that storing it has work to do."""
+    if bucket.is_away:
+        return not lands_in_gradient(bucket, is_scaled, is_set)
+    return end_of(layout, bucket, is_set) is not End.GRADIENT
+
+
+def gradient_tier(bucket: Bucket, in_backward: bool) -> Tier:
+    """Return where a reduced gradient waits for its update.
+
+    in_backward: the update runs inside backward. Then a gradient never reaches NVMe: it passes
+    through host memory.
+    """
+    return Tier.HOST if bucket.home is Tier.NVME and in_backward else bucket.home
