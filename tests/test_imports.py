@@ -42,7 +42,7 @@ BELOW: dict[str, set[str]] = {
     "compiled": {"capture", "passes", "codegen", "runtime", "plan"},
     "snapshot": {"compiled", "runtime"},
     "optim": {"runtime", "fields"},
-    "reports": {"views", "codegen", "ir"},
+    "reports": {"views", "codegen", "compiled", "ir"},
     "recording": {"compiled", "views", "analysis", "runtime"},
     "targets": {"errors"},
     "predicting": {"api", "views", "hardware", "targets", "searching"},

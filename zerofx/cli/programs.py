@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +74,18 @@ def program_of(
     if Path(model).is_dir():
         if pipeline:
             raise PlanError(f"{model} is an emitted program: its passes ran; leave out --pipeline")
-        return emitted(model, world, plan, until)
+        return emitted(model, world, plan, until, hardware)
     start = captured(model, plan, batch, seq)
     described = hardware_of(hardware)
     setting = Setting(plan, world or RANKS, described, loop=Loop(**loop or {}), pipeline=pipeline)
     return run(start, setting, until)
 
 
-def emitted(directory: str, world: int | None, plan: Plan, until: str | None) -> Program:
-    """Load an emitted program, whose plan and world are settled."""
+def emitted(
+    directory: str, world: int | None, plan: Plan, until: str | None,
+    hardware: Hardware | str | None,
+) -> Program:  # fmt: skip
+    """Load an emitted program, whose plan and world are settled; hardware: instead of its own."""
     from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.api import load_program
     from zerofx.plan import Plan
@@ -92,7 +96,7 @@ def emitted(directory: str, world: int | None, plan: Plan, until: str | None) ->
             f"{directory} is an emitted program for world {program.world_size}: its plan is in "
             "plan.yaml; leave out --plan, --stage, --set, --pass and --world"
         )
-    return program
+    return program if hardware is None else replace(program, hardware=hardware_of(hardware))
 
 
 def refuse_machine(machine: str | None, hardware: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory import memory
 from zerofx.analysis.prices import Roofline
 from zerofx.analysis.traffic import traffic
 from zerofx.collector import paused_collector
@@ -80,7 +80,8 @@ def _num_nodes(program: Program) -> int:
 def _recorded(program: Program, spec: str, summary: str) -> Entry:
     """Return the entry of a pass that has just run, its record made at once."""
     entry = Entry(spec, summary, _num_nodes(program))
-    comm, peak = traffic(program).sent_bytes, peak_bytes(program)
+    comm = traffic(program).sent_bytes
+    peak = memory(program, keeps_results=False).peak_bytes
     record = Record(comm, peak, header(program, entry, comm, peak), dump_body(program))
     return replace(entry, record=lambda: record)
 
