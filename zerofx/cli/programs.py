@@ -42,9 +42,9 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
 
 def hardware_of(named: Hardware | str | None) -> Hardware:
     """Return the hardware that was named, else the default."""
-    from zerofx.hardware import hardware_for
+    from zerofx.hardware import DEFAULT, Hardware, load_hardware
 
-    return hardware_for("cpu", named)
+    return named if isinstance(named, Hardware) else load_hardware(named or DEFAULT)
 
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
