@@ -160,8 +160,10 @@ def measure(
     predicted = expected.kinds
     return Measured(
         peak_bytes=trained.peak.high_bytes,
-        predicted_bytes=program.memory(**asdict(how)).peak_bytes,
-        predicted_loss_only_bytes=program.memory(keeps_results=False, **asdict(how)).peak_bytes,
+        predicted_bytes=program.memory(
+            basis="compiled", keeps_results=True, **asdict(how)
+        ).peak_bytes,
+        predicted_loss_only_bytes=program.memory(basis="compiled", **asdict(how)).peak_bytes,
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),
@@ -172,7 +174,7 @@ def measure(
         moved={k: (n - moved[k][0], b - moved[k][1]) for k, (n, b) in _moved(model).items()},
         predicted_moved={k: (s.calls, s.sent_bytes) for k, s in expected.moved.items()},
         host_bytes=trained.host_bytes,
-        predicted_host_bytes=program.memory().memory.host_bytes,
+        predicted_host_bytes=program.memory(basis="compiled").memory.host_bytes,
     )
 
 
