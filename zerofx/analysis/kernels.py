@@ -1,7 +1,7 @@
 """What a region runs as: its kernels, each with its operations and the bytes that it moves.
 
 Run op by op, every node but a view is a kernel. Inductor leaves matrix products, attention and the
-like alone and fuses what stands between them: all that is connected at the same depth, counted in
+like alone and fuses what lies between them: all that is connected at the same depth, counted in
 such nodes, is one group, which reads what comes from outside once and writes what leaves it.
 """
 
