@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepList:
     """All steps of forward and backward, and the memory they were measured against."""
 
     steps: tuple[Step, ...]
@@ -68,7 +68,7 @@ class Schedule:
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
 
-def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
+def schedule(program: Program, compiled: Compiled | None = None) -> StepList:
     """Return the program's steps with the bytes resident at each."""
     report = memory(program, compiled=compiled)
     found: list[Step] = []
@@ -82,7 +82,7 @@ def schedule(program: Program, compiled: Compiled | None = None) -> Schedule:
         if taken[name] > 1:
             name = f"{name} ({taken[name]})"
         found.append(replace(step, name=name, times=(first, last)))
-    return Schedule(tuple(found), report)
+    return StepList(tuple(found), report)
 
 
 def _name(step: Step) -> str:
