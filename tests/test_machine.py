@@ -52,6 +52,11 @@ def test_the_names_and_forms_of_before_are_taken(tmp_path: Path) -> None:
     assert load_hardware("cpu-gloo") is CPU and load_hardware("cuda-nccl") is CUDA
     path = tmp_path / "old.json"
     path.write_text(json.dumps(OLD))
+    program = zerofx.capture(torch.nn.Linear(4, 4), (torch.zeros(2, 4),))
+    rewritten = [zerofx.rewrite(program, **{name: "dgx-h100"}) for name in ("machine", "hardware")]
+    assert all(each.hardware is CUDA for each in rewritten)
+    with pytest.raises(zerofx.errors.ArgumentError, match="two names of one parameter"):
+        zerofx.rewrite(program, machine="dgx-h100", hardware="dgx-h100")
     made, loaded = zerofx.Machine(**OLD), hardware_for("cuda", path)
     assert dataclasses.replace(loaded, sources=made.sources) == made
     assert loaded.sources["memory_bytes_per_s"] == "given in old.json"

@@ -38,7 +38,7 @@ from zerofx.analysis.traffic import traffic
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
-from zerofx.ir.spec import Bounded, Carries, Kind, Lane, Moved, OpSpec, define, slot_of
+from zerofx.ir.spec import Bounded, Carries, Kind, Lane, OpSpec, Payload, define, slot_of
 from zerofx.ir.verify import bounds, verify
 from zerofx.ops.gathers import erase_to_bucket, fake_full, is_in_slot, order_gather
 from zerofx.passes.base import Fact, Pass, Report
@@ -109,12 +109,12 @@ def in_a_graph(calls: Any, shard: Tensor, bucket: int, numel: int, slot: int = -
 
 
 # -- 3. What the planner asks: bytes on the wire, time, memory -----------------------------------
-def sent(program: Program, node: fx.Node, rank: int) -> list[Moved]:
+def sent(program: Program, node: fx.Node, rank: int) -> list[Payload]:
     assert program.layout is not None
     ranks = program.layout.shard_size
     if ranks == 1:
         return []
-    return [Moved("all_gather", wire_bytes(value(node).numel() // ranks) * (ranks - 1), 1)]
+    return [Payload("all_gather", wire_bytes(value(node).numel() // ranks) * (ranks - 1), 1)]
 
 
 def task(w: Walk, node: fx.Node) -> None:

@@ -56,6 +56,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     machine: Hardware | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
     **unknown: NoReturn,
 ) -> CompiledModule:
     """Shard a model at once, and return a module that compiles each signature at its first call.
@@ -68,7 +69,8 @@ def compile(
     mesh: a DeviceMesh of the data-parallel ranks: 1-D (shard) or 2-D (replicate, shard), without
         names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It decides the
         plan's shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks.
-    machine: a machine description (bucket sizes, prefetch, algorithms). Default: the device's.
+    hardware: what to plan for (bucket sizes, prefetch, algorithms): a description, a preset's name
+        or a file. Default: that of the type of device. machine: its name of before.
     weights: safetensors files that have all of the model, as `load_weights` takes them. What of a
         model on meta is in them goes straight to its shards and is not initialised.
 
@@ -83,7 +85,9 @@ def compile(
     with StartUp(mesh) as start:  # where this raises, the other ranks are told
         _check_arguments(model, optimizer, weights, unknown)
         check_wrappers(model)
-        world, described, checked = _connect(as_plan(plan), device, mesh, machine, start)
+        world, described, checked = _connect(
+            as_plan(plan), device, mesh, _either(hardware, machine), start
+        )
         if checked.cuda_graph:
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
@@ -166,14 +170,14 @@ def _connect(
     plan: Plan,
     device: torch.device | str | None,
     mesh: DeviceMesh | None,
-    machine: Hardware | str | os.PathLike[str] | None,
+    hardware: Hardware | str | os.PathLike[str] | None,
     start: StartUp,
 ) -> tuple[World, Hardware, Plan]:
-    """Return the world, the machine, and the plan with the shard axis of the mesh."""
+    """Return the world, the hardware, and the plan with the shard axis of the mesh."""
     if mesh is not None:
         check_mesh(mesh)
     here = place(device, mesh)
-    described = hardware_for(here, machine)
+    described = hardware_for(here, hardware)
 
     def algorithm(kind: str, nbytes: int, ranks: int) -> str:
         collective = "gather" if kind == "all_gather" else "reduce"
@@ -185,6 +189,19 @@ def _connect(
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so
         plan = replace(plan, shard_axis_size=world.shard_size)
     return world, described, plan
+
+
+def _either(hardware: Any, machine: Any) -> Any:
+    """Return the hardware that was given under one of the parameter's two names.
+
+    Raises:
+        ArgumentError: under both.
+    """
+    if hardware is not None and machine is not None:
+        raise ArgumentError(
+            "hardware and machine are two names of one parameter, and both are given. Give hardware"
+        )
+    return machine if hardware is None else hardware
 
 
 def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardware) -> Layout:
@@ -212,11 +229,14 @@ def rewrite(
     *,
     accumulation: int = 1,
     no_sync: bool = False,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
 ) -> Program:
     """Run the passes of a plan on a captured program, for any world size; no process group.
 
     accumulation, no_sync: backwards a step, and whether all but the last run under no_sync: what a
         memory budget is solved for, and memory is counted for.
+    hardware: what to plan for: a description, a preset's name or a file. Default: cpu-box. machine:
+        its name of before.
 
     Returns:
         A new Program with communication, its history one entry a pass. The given one is unchanged.
@@ -227,7 +247,7 @@ def rewrite(
             "zerofx.capture(model, args, kwargs), plan)"
         )
     checked = as_plan(plan if plan is not None else program.plan)
-    described = hardware_for("cpu", machine)
+    described = hardware_for("cpu", _either(hardware, machine))
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop))
 

@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepList:
     """All steps of forward and backward, and the memory they were measured against."""
 
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # d
 
 def schedule(
     program: Program, compiled: Compiled | None = None, keeps_results: bool = False
-) -> Schedule:
+) -> StepList:
     """Return the program's steps with the bytes resident at each; see `memory`."""
     report = memory(program, compiled=compiled, keeps_results=keeps_results)
     found: list[Step] = []
@@ -84,7 +84,7 @@ def schedule(
         if taken[name] > 1:
             name = f"{name} ({taken[name]})"
         found.append(replace(step, name=name, times=(first, last)))
-    return Schedule(tuple(found), report)
+    return StepList(tuple(found), report)
 
 
 def _name(step: Step) -> str:

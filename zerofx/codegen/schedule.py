@@ -230,7 +230,7 @@ class Function:
 
 
 def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
-    """Write an op as its schema stands: tensors by position, all else by name."""
+    """Write an op by its schema: tensors by position, all else by name."""
     given = [*argument_pairs(node)]
     texts = [
         w.buffer(a) if isinstance(a, fx.Node) else f"{k}={literal(a, w.names.of)}" for k, a in given

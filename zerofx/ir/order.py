@@ -1,4 +1,4 @@
-"""Order: what each node of a graph may read at the place where it stands, and what may leave it.
+"""Order: what each node of a graph may read at its place, and what may leave the graph.
 
 A graph is walked once, in the order in which its calls are made. A transfer occupies its memory
 from its launch to its wait, a gathered buffer its slot from its launch to its release: this is

@@ -145,7 +145,7 @@ class Bounded:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Payload:
     """What one launch moves. what: the collective's kind or the copy's lane of traffic."""
 
     what: str
@@ -153,7 +153,7 @@ class Moved:
     itemsize: int
 
 
-def _nothing_moved(*_: Any) -> list[Moved]:
+def _nothing_moved(*_: Any) -> list[Payload]:
     return []
 
 
@@ -177,7 +177,7 @@ class OpSpec:
     In time
         lane, verb ("AG") and what the verb means. task: appends its tasks to a
         `analysis.task_walk.Walk`. sends: the collectives of a node, `moves`: its copies between
-        tiers, both as `Moved` (see `analysis.traffic`).
+        tiers, both as `Payload` (see `analysis.traffic`).
     In memory
         hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
         for the wait of a launch. is_static: dropping its result frees nothing. adds, frees: bytes
@@ -214,8 +214,8 @@ class OpSpec:
     verb: str = ""
     means: str = ""
     task: Callable[[Any, fx.Node], None] = _takes_no_time
-    sends: Callable[[Any, fx.Node, int], list[Moved]] = _nothing_moved
-    moves: Callable[[Any, str, fx.Node], list[Moved]] = _nothing_moved
+    sends: Callable[[Any, fx.Node, int], list[Payload]] = _nothing_moved
+    moves: Callable[[Any, str, fx.Node], list[Payload]] = _nothing_moved
 
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None

@@ -17,7 +17,7 @@ from zerofx.codegen.text import wrap_list, wrap_tuple
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.order import Order
 from zerofx.ir.program import BACKWARD, Program
-from zerofx.ir.spec import Carries, Kind, Lane, Moved, OpSpec, define
+from zerofx.ir.spec import Carries, Kind, Lane, OpSpec, Payload, define
 from zerofx.ir.verify_values import Numbering
 
 
@@ -41,11 +41,11 @@ def _task(w: Walk, node: fx.Node) -> None:
     w.found.ended.add(w.found.sends(Lane.REDUCE, "BC buffers", price, Price()))
 
 
-def _sends(program: Program, node: fx.Node, rank: int) -> list[Moved]:
+def _sends(program: Program, node: fx.Node, rank: int) -> list[Payload]:
     if program.world_size == 1:
         return []
     sent = sum(map(nbytes, value(node))) * (program.world_size - 1) if rank == 0 else 0
-    return [Moved("broadcast", sent, torch.uint8.itemsize)]  # every dtype travels as bytes
+    return [Payload("broadcast", sent, torch.uint8.itemsize)]  # every dtype travels as bytes
 
 
 def _order(o: Order, node: fx.Node) -> None:

@@ -28,8 +28,8 @@ from zerofx.ir.spec import (
     Holds,
     Kind,
     Lane,
-    Moved,
     OpSpec,
+    Payload,
     define,
     kind_of,
     slot_of,
@@ -126,14 +126,14 @@ def _read_release(r: Calls, full: Tensor, slot: int = -1) -> None:
 
 
 # -- time -----------------------------------------------------------------------------------------
-def sends_shards(program: Program, node: fx.Node, rank: int) -> list[Moved]:
+def sends_shards(program: Program, node: fx.Node, rank: int) -> list[Payload]:
     """Return what an all-gather sends: this rank's slice to each of the others."""
     assert program.layout is not None
     full, shards = value(node), program.layout.shard_size
     if shards == 1:
         return []
     sent = exchange.part_sent(nbytes(full) // shards, shards)
-    return [Moved("all_gather", sent, full.element_size())]
+    return [Payload("all_gather", sent, full.element_size())]
 
 
 def _task_gather(w: Walk, node: fx.Node) -> None:
@@ -150,12 +150,12 @@ def _task_refresh(w: Walk, node: fx.Node) -> None:
     w.collective(node, "all_gather", nbytes(value(node)))
 
 
-def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Moved]:
+def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Payload]:
     """Return the way of a shard that lives off the device: this rank's slice."""
     layout = program.layout
     if layout is None or not layout.buckets[info(node).index].is_away:
         return []
-    return [Moved(H2D, dense_bytes(value(node)) // layout.shard_size, value(node).element_size())]
+    return [Payload(H2D, dense_bytes(value(node)) // layout.shard_size, value(node).element_size())]
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def hold_nothing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 # -- proof ----------------------------------------------------------------------------------------
 def order_gather(o: Order, node: fx.Node) -> None:
-    """Check an all-gather: of its bucket's shard, into memory that nobody uses."""
+    """Check an all-gather: of its bucket's shard, into unused memory."""
     bucket, near = _order_sent(o, node)
     buffer = Buffer(Holds.GATHERED, node, bucket.index, slot_of(node), landed=False)
     _order_made(o, node, buffer, near)

@@ -29,8 +29,8 @@ from zerofx.ir.spec import (
     Holds,
     Kind,
     Lane,
-    Moved,
     OpSpec,
+    Payload,
     define,
     slot_of,
     spec_of,
@@ -192,18 +192,18 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
         w.collective(node, "all_reduce", shard, replicas=True)
 
 
-def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Moved]:
+def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Payload]:
     """Return what a reduction sends: over the shard axis, then over the replicate axis."""
     assert program.layout is not None
     shards, replicas, out = program.layout.shard_size, program.layout.replicate_size, value(node)
     found = []
     if shards > 1:
         found.append(
-            Moved("reduce_scatter", exchange.part_sent(nbytes(out), shards), out.element_size())
+            Payload("reduce_scatter", exchange.part_sent(nbytes(out), shards), out.element_size())
         )
     if replicas > 1:
         sent = all_reduce_bytes(out, rank // shards, replicas)
-        found.append(Moved("all_reduce", sent, out.element_size()))
+        found.append(Payload("all_reduce", sent, out.element_size()))
     return found
 
 

@@ -24,8 +24,8 @@ from zerofx.ir.spec import (
     Holds,
     Kind,
     Lane,
-    Moved,
     OpSpec,
+    Payload,
     define,
     slot_of,
     spec_of,
@@ -114,26 +114,26 @@ def _task_offload_grad(w: Walk, node: fx.Node) -> None:
         w.copy(node, Lane.D2H, size)
 
 
-def _moves_reload(program: Program, graph: str, node: fx.Node) -> list[Moved]:
-    return [Moved(H2D, dense_bytes(value(node)), value(node).element_size())]
+def _moves_reload(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+    return [Payload(H2D, dense_bytes(value(node)), value(node).element_size())]
 
 
-def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Moved]:
+def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Payload]:
     if not shard_copies.refresh_moves(graph == FORWARD):
         return []
     return _moves_reload(program, graph, node)
 
 
-def _moves_read(program: Program, graph: str, node: fx.Node) -> list[Moved]:
+def _moves_read(program: Program, graph: str, node: fx.Node) -> list[Payload]:
     assert program.layout is not None
     size = staged_bytes(program.layout, info(node).index)
-    return [Moved(NVME_READ, size, value(node).element_size())]
+    return [Payload(NVME_READ, size, value(node).element_size())]
 
 
-def _moves_offload_grad(program: Program, graph: str, node: fx.Node) -> list[Moved]:
+def _moves_offload_grad(program: Program, graph: str, node: fx.Node) -> list[Payload]:
     assert program.layout is not None
     itemsize = landing_dtype(program, program.layout.buckets[info(node).index]).itemsize
-    return [Moved(D2H, value(node).numel() * itemsize, itemsize)]
+    return [Payload(D2H, value(node).numel() * itemsize, itemsize)]
 
 
 # -- memory ---------------------------------------------------------------------------------------

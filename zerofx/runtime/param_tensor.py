@@ -366,7 +366,7 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = 
     """Raise for an operation that a piece cannot answer.
 
     Raises:
-        ShardError: always; it names the operation, the parameter, its piece and the way out.
+        ShardError: always; it names the operation, the parameter, its piece and the fix.
     """
     target = find_sharded(args)
     if target is None:

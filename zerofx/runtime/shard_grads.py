@@ -237,7 +237,7 @@ class StoreGrads:
                 )
 
     def prepare_update(self, bucket: int) -> None:
-        """Begin to bring what a bucket's update takes into host memory, if it is far away."""
+        """Begin to bring what a bucket's update takes into host memory, if it is on NVMe."""
         b = self._layout.buckets[bucket]
         if b.home is Tier.NVME:
             assert self._homes.nvme is not None

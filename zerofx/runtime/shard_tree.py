@@ -51,7 +51,7 @@ class ParameterTree:
         """Raise unless every parameter is plain, initialised or on meta, and without gradient.
 
         Raises:
-            ShardError: names the parameter and the way out.
+            ShardError: names the parameter and the fix.
         """
         for name, param in self.params.items():
             if piece_of(param) is not None:

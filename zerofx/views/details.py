@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.analysis.steps import Schedule, Step
+from zerofx.analysis.steps import Step, StepList
 from zerofx.ir.dump_nodes import callee
 from zerofx.ir.graphs import is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
@@ -38,7 +38,7 @@ class Detail:
     used_by: str = ""
 
 
-def details(program: Program, schedule: Schedule) -> dict[str, Detail]:
+def details(program: Program, schedule: StepList) -> dict[str, Detail]:
     """Return the detail of every step, by its name, in order."""
     nodes = schedule.memory.life.nodes
     buckets = {} if program.layout is None else {b.index: b for b in program.layout.buckets}

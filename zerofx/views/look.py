@@ -11,7 +11,7 @@ from typing import Any
 from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured
 from zerofx.analysis.memory import ATEN
-from zerofx.analysis.steps import Lane, Schedule
+from zerofx.analysis.steps import Lane, StepList
 from zerofx.ir.program import Program
 from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
@@ -38,7 +38,7 @@ class Look:
     """
 
     program: Program
-    schedule: Schedule
+    schedule: StepList
     tracks: tuple[Track, ...]
     starts: tuple[int, ...]
     predicted: Forecast | None = None
@@ -135,7 +135,7 @@ class Look:
 
 
 def look(
-    program: Program, schedule: Schedule, predicted: Forecast | None, recorded: Sequence[Measured],
+    program: Program, schedule: StepList, predicted: Forecast | None, recorded: Sequence[Measured],
     unpriced: str = "", basis: str = ATEN,
 ) -> Look:  # fmt: skip
     """Return a program's look from what was predicted and recorded of it.
@@ -170,7 +170,7 @@ def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:
     return [*found, ("does not fit", short)] if short else found
 
 
-def step_track(schedule: Schedule) -> Track:
+def step_track(schedule: StepList) -> Track:
     """Return the schedule as a track on which every step is one wide."""
     waits = {s.name.removesuffix(" wait"): s.index for s in schedule.steps if s.kind == "wait"}
     bars = []

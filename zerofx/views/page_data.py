@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
-from zerofx.analysis.steps import Lane, Schedule
+from zerofx.analysis.steps import Lane, StepList
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.text import without_numbers
@@ -31,7 +31,7 @@ class Shown(Protocol):
     def program(self) -> Program: ...
 
     @property
-    def schedule(self) -> Schedule: ...
+    def schedule(self) -> StepList: ...
 
     @property
     def tracks(self) -> tuple[Track, ...]: ...
@@ -102,7 +102,7 @@ def _limits(shown: Shown) -> list[tuple[str, int]]:
     return found
 
 
-def layers(schedule: Schedule) -> list[list[Any]]:
+def layers(schedule: StepList) -> list[list[Any]]:
     """Return [first step, steps a layer, layers, unit of the first] of what repeats."""
     steps = schedule.steps
     keys: list[Hashable] = [
@@ -117,7 +117,7 @@ def layers(schedule: Schedule) -> list[list[Any]]:
     return found
 
 
-def _track(track: Track, schedule: Schedule, place: dict[str, int]) -> dict[str, Any]:
+def _track(track: Track, schedule: StepList, place: dict[str, int]) -> dict[str, Any]:
     """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
     note, 1 where it is on the critical path. held: what was measured at each step, -1: nothing.
     """

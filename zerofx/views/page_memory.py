@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerofx.analysis.memory import Memory
-from zerofx.analysis.steps import Schedule
+from zerofx.analysis.steps import StepList
 from zerofx.analysis.storage import Category, Storage
 from zerofx.views.bars import Track
 
@@ -28,7 +28,7 @@ class Texts:
         return self._number[text]
 
 
-def step_times(track: Track, schedule: Schedule) -> list[tuple[float, float]]:
+def step_times(track: Track, schedule: StepList) -> list[tuple[float, float]]:
     """Return from when to when a track is at each step: a step lasts up to the next one's begin.
 
     Where a step has no bar of its own, it is where the compute stood before it.
@@ -46,7 +46,7 @@ def step_times(track: Track, schedule: Schedule) -> list[tuple[float, float]]:
     return list(zip(starts, [*starts[1:], max(at, track.step_us)], strict=True)) if starts else []
 
 
-def memory_by_step(schedule: Schedule) -> dict[str, Any]:
+def memory_by_step(schedule: StepList) -> dict[str, Any]:
     """Return the bytes of each category where each step holds most."""
     report = schedule.memory
     times = [_fullest(report, *step.times) for step in schedule.steps]
@@ -81,7 +81,7 @@ def _curve(storages: Sequence[Storage], end: int) -> list[int]:
     return curve
 
 
-def largest_storages(schedule: Schedule, table: Texts) -> list[list[int]]:
+def largest_storages(schedule: StepList, table: Texts) -> list[list[int]]:
     """Return [name, place, category, bytes, first step, last step] of what takes most memory."""
     report = schedule.memory
     step_at = [0] * (len(report.curve) + 1)

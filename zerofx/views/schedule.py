@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerofx.analysis.memory import ATEN, COMPILED, runs_compiled
-from zerofx.analysis.steps import Lane, Schedule, Step, schedule
+from zerofx.analysis.steps import Lane, Step, StepList, schedule
 from zerofx.analysis.storage import Compiled
 from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse
@@ -32,7 +32,7 @@ class ScheduleView:
     """A program's schedule: print it, or take `to_dict()` for JSON."""
 
     title: str
-    schedule: Schedule
+    schedule: StepList
 
     def __str__(self) -> str:
         return as_text(self.lines())
