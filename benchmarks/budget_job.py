@@ -127,5 +127,7 @@ class Job:
         return {
             "low_bytes": min(p.low_bytes for p in self._memory.steps),
             "high_bytes": min(p.high_bytes for p in self._memory.steps),
-            "predicted_bytes": programs[0].memory().peak_bytes if programs else None,
+            "predicted_bytes": programs[0].memory(basis="compiled").peak_bytes
+            if programs
+            else None,
         }

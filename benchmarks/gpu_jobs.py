@@ -124,7 +124,7 @@ class Training:
 
     def predicted(self) -> int:
         """Return the peak that zerofx says this step has."""
-        return self._model.programs[0].memory().peak_bytes  # type: ignore[union-attr, index]
+        return self._model.programs[0].memory(basis="compiled").peak_bytes  # type: ignore[union-attr, index]
 
     def round(self, number: int) -> dict[str, float]:
         """Return seconds a step, after an untimed one: another system ran before."""

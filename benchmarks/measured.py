@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import zerofx
 from zerofx.demo.measure import Peak, PeakMemory
+from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop
-from zerofx.machine import Machine
 from zerofx.runtime.tiers import Tier
 
 MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
@@ -69,7 +69,7 @@ def train(
     forward: Forward,
     plan: dict[str, Any],
     device: str = "cpu",
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
     loop: Loop | None = None,
     before_step: Callable[[zerofx.CompiledModule], object] | None = None,
 ) -> Trained:

@@ -46,7 +46,9 @@ class Job:
         return {
             "low_bytes": min(peak.low_bytes for peak in memory.steps),
             "high_bytes": min(peak.high_bytes for peak in memory.steps),
-            "predicted_bytes": programs[0].memory().peak_bytes if programs else None,
+            "predicted_bytes": programs[0].memory(basis="compiled").peak_bytes
+            if programs
+            else None,
         }
 
 

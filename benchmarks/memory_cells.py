@@ -252,7 +252,7 @@ def run(cell: Cell) -> dict[str, Any]:
         loop=loop,
     )
     (program,) = trained.model.programs
-    found = program.memory(keeps_results=False, **asdict(loop))
+    found = program.memory(basis="compiled", **asdict(loop))
     return {
         "low_bytes": trained.peak.low_bytes,
         "high_bytes": trained.peak.high_bytes,

@@ -15,8 +15,8 @@ from benchmarks.measured import train
 from zerofx import ops
 from zerofx.analysis.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop
-from zerofx.machine import Machine
 
 BATCH, SEQ = 4, 64
 Call = Callable[[int], Tensor]  # runs a step's forward on the batch of that number
@@ -140,7 +140,7 @@ def measure(
     name: str,
     plan: dict[str, Any],
     on: str = "cpu",
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
     loop: Loop | None = None,
 ) -> Measured:
     """Train a model for some steps on this rank with AdamW, and measure one in the steady state."""
@@ -160,8 +160,10 @@ def measure(
     predicted = expected.kinds
     return Measured(
         peak_bytes=trained.peak.high_bytes,
-        predicted_bytes=program.memory(**asdict(how)).peak_bytes,
-        predicted_loss_only_bytes=program.memory(keeps_results=False, **asdict(how)).peak_bytes,
+        predicted_bytes=program.memory(
+            basis="compiled", keeps_results=True, **asdict(how)
+        ).peak_bytes,
+        predicted_loss_only_bytes=program.memory(basis="compiled", **asdict(how)).peak_bytes,
         sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),
@@ -172,7 +174,7 @@ def measure(
         moved={k: (n - moved[k][0], b - moved[k][1]) for k, (n, b) in _moved(model).items()},
         predicted_moved={k: (s.calls, s.sent_bytes) for k, s in expected.moved.items()},
         host_bytes=trained.host_bytes,
-        predicted_host_bytes=program.memory().memory.host_bytes,
+        predicted_host_bytes=program.memory(basis="compiled").memory.host_bytes,
     )
 
 

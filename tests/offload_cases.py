@@ -11,9 +11,9 @@ from torch import Tensor
 from training import loss_of
 
 import zerofx
-from zerofx.machine import CPU_GLOO
+from zerofx.hardware import load_hardware
 
-SMALL = replace(CPU_GLOO, offload_min_bytes=0)  # the models of the tests are tiny
+SMALL = replace(load_hardware("cpu-box"), offload_min_bytes=0)  # the models of the tests are tiny
 FINE = {"kernels": "aten", "bucket_bytes": 2000, "persist_below": 200}
 ALL = {"activations": {"*": "offload"}}
 MIXED = {"activations": {"blocks.0": "recompute", "blocks.*": "offload"}}

@@ -12,8 +12,8 @@ from oracle import Outcome, State, execute, make_tangents
 from torch import Tensor, nn
 
 from zerofx.capture import capture, trees
+from zerofx.hardware import hardware_for
 from zerofx.ir.program import Program
-from zerofx.machine import machine_for
 from zerofx.passes.base import Pass
 from zerofx.passes.order import Setting, build
 from zerofx.passes.pipeline import run_pass
@@ -141,7 +141,7 @@ class Choice:
         )
 
     def setting(self) -> Setting:
-        machine = replace(machine_for("cpu"), offload_min_bytes=0)  # the models are tiny
+        machine = replace(hardware_for("cpu"), offload_min_bytes=0)  # the models are tiny
         return Setting(self.plan(), self.world_size, machine)
 
 
@@ -150,7 +150,7 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
     done: list[tuple[Pass, Program]] = []
     program = program.clone()
     setting = choice.setting()
-    program.plan, program.machine = setting.plan, setting.machine
+    program.plan, program.hardware = setting.plan, setting.hardware
     for made in build(setting).passes:
         program = run_pass(program, made)
         done.append((made, program))

@@ -99,7 +99,7 @@ def _behind(case: str, choice: Choice, count: int) -> Program:
     if count == 0:
         program = captured(case, choice.units, choice.dtype).clone()
         setting = choice.setting()
-        program.plan, program.machine = setting.plan, setting.machine
+        program.plan, program.hardware = setting.plan, setting.hardware
         return program
     return run(_behind(case, choice, count - 1), build(choice.setting()).passes[count - 1])
 

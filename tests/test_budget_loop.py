@@ -116,7 +116,7 @@ def two_signatures(budget: int, sizes: tuple[int, int]) -> tuple[list[int], list
     for size in sizes:
         model(*batch(size)).backward()
         model.zero_grad()
-        peaks.append(model.programs[0].memory().peak_bytes)
+        peaks.append(model.programs[0].memory(keeps_results=True).peak_bytes)
     logging.getLogger("zerofx").removeHandler(handler)
     return peaks, list(model._engine.slots.sizes), [t for t in told if "memory_budget" in t]
 

@@ -17,21 +17,21 @@ import zerofx
 from zerofx import ops
 from zerofx.analysis import tradeoffs
 from zerofx.analysis.activations import halve
-from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import memory
 from zerofx.analysis.options import Option, Trade, hull, options
+from zerofx.analysis.prices import Roofline
 from zerofx.analysis.segments import find_segments
 from zerofx.analysis.solve import solve
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError
+from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import regions as regions_of
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Program
-from zerofx.machine import preset
 from zerofx.passes.decide import budget_bytes, budget_for
 
-CPU = preset("cpu-gloo")
+CPU = Roofline(load_hardware("cpu-box"), compiled=False)
 
 
 def gpt(layers: int = 4, dropout: float = 0.0) -> Program:
@@ -91,7 +91,7 @@ class Chain(nn.Module):
 def trade_of(program: Program) -> Trade:
     """Return the segment that keeps most values."""
     found = find_segments(halve(program.clone()).parts)
-    return Trade(max(found, key=lambda s: len(s.needed)), lambda n: node_us(n, CPU))
+    return Trade(max(found, key=lambda s: len(s.needed)), CPU.node_us)
 
 
 def best_of_all_subsets(trade: Trade) -> list[Option]:
@@ -192,7 +192,7 @@ def test_activations_may_leave_for_the_host(device: str) -> None:
     """Where the plan has a host tier the solver uses it, where it is quicker, within its budget."""
     link_gbs = 900e9 if device == "cuda" else 22e9  # so quick that a small model's copies hide
     machine = dataclasses.replace(
-        preset({"cpu": "cpu-gloo", "cuda": "cuda-nccl"}[device]), offload_min_bytes=4096,
+        load_hardware({"cpu": "cpu-gloo", "cuda": "cuda-nccl"}[device]), offload_min_bytes=4096,
         persist_below_bytes=0, bucket_bytes=0, host_link_bytes_per_s=link_gbs, prefetch=1,
         dense_flops_per_s=69e9, memory_bytes_per_s=22e9,
     )  # fmt: skip

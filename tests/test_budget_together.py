@@ -16,8 +16,8 @@ from training import train_cell
 import zerofx
 from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
+from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Program
-from zerofx.machine import Machine, preset
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -27,9 +27,9 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def machine() -> Machine:
+def machine() -> Hardware:
     """Return a machine on which small values may leave too, at a third of their copies' price."""
-    base = preset("cpu-gloo")
+    base = load_hardware("cpu-gloo")
     return dataclasses.replace(base, offload_min_bytes=512, host_link_bytes_per_s=60e9)
 
 

@@ -194,7 +194,7 @@ def test_what_was_found_becomes_hardware(tmp_path: Path) -> None:
 
     write_hardware(found, tmp_path / "mine.yaml")
     assert load_hardware(tmp_path / "mine.yaml") == found
-    assert found.machine().dense_flops_per_s == pytest.approx(100e9)
+    assert found.dense_flops_per_s["fp32"] == pytest.approx(100e9)
     # One rank alone sends nothing: what comes closest to a link is a copy.
     assert describe({1: _report(1)}, tmp_path).node_link_bytes_per_s == pytest.approx(10e9)
 

@@ -99,7 +99,7 @@ def test_an_emitted_directory_is_a_model(
         (["memory", STACK, "--set", "stgae=2"], "did you mean 'stage'"),
         (["memory", STACK, "--set", "stage"], "write key=value"),
         (["memory", STACK, "--stage", "4"], "stage"),
-        (["memory", STACK, "--machine", "abacus"], "unknown machine 'abacus'"),
+        (["memory", STACK, "--machine", "abacus"], "unknown hardware 'abacus'"),
         (["memory", STACK, "--plan", "absent.yaml"], "absent.yaml"),
         (["dump", STACK, "--pass", "prefetch"], "no pass is named 'prefetch'"),
         (["dump", STACK, "--level", "all"], "dump level 'all' is unknown"),

@@ -17,10 +17,10 @@ from training import loss_of, train_cell
 
 import zerofx
 from zerofx.codegen.emit import emit
+from zerofx.hardware import hardware_for
 from zerofx.ir.graphs import is_fused
 from zerofx.ir.meta import info
 from zerofx.ir.program import Program
-from zerofx.machine import machine_for
 from zerofx.passes import order as pass_order
 from zerofx.passes import pipeline
 from zerofx.passes.fuse import Fuse
@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {"stage": 3, "kernels": "aten"}
 
 
 def rewritten(case: str, world_size: int = 2) -> Program:
-    setting = pass_order.Setting(Plan(**PLAN), world_size, machine_for("cpu"))
+    setting = pass_order.Setting(Plan(**PLAN), world_size, hardware_for("cpu"))
     return pipeline.run(fused(captured(case))[0], setting)
 
 

@@ -110,7 +110,7 @@ ONE_IMPORTER = {
 
 # Modules in the folders that hold more than FOLDER_LIMIT.
 LARGE_FOLDERS = {
-    "zerofx/analysis": 33,
+    "zerofx/analysis": 31,
     "zerofx/capture": 18,
     "zerofx/ir": 19,
     "zerofx/passes": 30,  # a list by nature
@@ -131,7 +131,7 @@ WORDS = {
     r"mend(s|ed|ing)?": 0,
     r"nobody": 0,
     r"otherwise than": 0,
-    r"stands(?! (for|in|by|on|against)\b)": 23,  # for "is"
+    r"stands(?! (for|in|by|on|against)\b)": 22,  # for "is"
     r"way out": 0,
 }
 

@@ -8,7 +8,7 @@ from oracle_cases import Choice
 from passes_compact import before, pass_named, run
 
 from zerofx.api import make_layout
-from zerofx.machine import preset
+from zerofx.hardware import load_hardware
 from zerofx.plan import as_plan
 from zerofx.runtime.layout import Layout
 
@@ -44,10 +44,10 @@ def test_under_a_budget_no_bucket_is_larger_than_the_largest_unit() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, n) for n in (2, 2, 4, 2)))
     sizes = []
     for plan in ({}, {"memory_budget": "1GiB"}, {"memory_budget": "1GiB", "bucket_bytes": WHOLE}):
-        found = make_layout(model, as_plan(plan), 2, preset("cpu-gloo"))
+        found = make_layout(model, as_plan(plan), 2, load_hardware("cpu-gloo"))
         sizes.append([b.full_bytes for b in found.buckets])
     assert len(sizes[0]) == len(sizes[2]) == 1
-    alone = make_layout(model, as_plan({"bucket_bytes": 0}), 2, preset("cpu-gloo"))
+    alone = make_layout(model, as_plan({"bucket_bytes": 0}), 2, load_hardware("cpu-gloo"))
     assert max(sizes[1]) == max(b.full_bytes for b in alone.buckets)
     assert 1 < len(sizes[1]) < len(alone.buckets)
 

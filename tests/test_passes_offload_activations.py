@@ -18,12 +18,12 @@ from zerofx.analysis.leaving import leaving
 from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import PlanError
+from zerofx.hardware import load_hardware
 from zerofx.ir.dump import dump_program
 from zerofx.ir.graphs import alias_source, regions
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
-from zerofx.machine import CPU_GLOO
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run as run_pipeline
@@ -208,7 +208,9 @@ class Views(nn.Module):
 
 def views_program(plan: dict[str, Any]) -> Program:
     torch.manual_seed(0)
-    setting = Setting(Plan(kernels="aten", **plan), 1, replace(CPU_GLOO, offload_min_bytes=0))
+    setting = Setting(
+        Plan(kernels="aten", **plan), 1, replace(load_hardware("cpu-box"), offload_min_bytes=0)
+    )
     return run_pipeline(capture(Views(), (torch.randn(8, 8),)), setting)
 
 

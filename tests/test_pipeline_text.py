@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from zerofx.cli import app
 from zerofx.errors import PlanError
+from zerofx.hardware import hardware_for
 from zerofx.ir.program import Program
-from zerofx.machine import machine_for
 from zerofx.passes.order import Setting, build, parse
 from zerofx.passes.pipeline import run
 from zerofx.plan import Plan
@@ -33,7 +33,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 def setting_of(plan: dict[str, Any], text: str = "") -> Setting:
-    return Setting(Plan(**plan), 2, machine_for("cpu"), pipeline=text)
+    return Setting(Plan(**plan), 2, hardware_for("cpu"), pipeline=text)
 
 
 def _bodies(program: Program) -> list[str]:

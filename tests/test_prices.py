@@ -24,8 +24,7 @@ from zerofx.analysis.kernels import (
     kernels,
     region_key,
 )
-from zerofx.analysis.links import collective_us
-from zerofx.analysis.prices import HIGH, LOW, Roofline
+from zerofx.analysis.prices import HIGH, LOW, Roofline, collective_us
 from zerofx.analysis.steps import Lane
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.cost import node_flops
+from zerofx.analysis.kernels import node_flops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic

@@ -9,11 +9,11 @@ from verify_cases import captured, find, gathered, program, set_argument
 
 from zerofx import ops
 from zerofx.errors import ProgramError
+from zerofx.hardware import hardware_for
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD
 from zerofx.ir.verify import verify, verify_ranks
-from zerofx.machine import machine_for
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run, run_pass
@@ -67,7 +67,7 @@ def test_kept_gathered_buckets_are_legal() -> None:
 def test_the_pass_is_named() -> None:
     """An invariant broken by a pass is reported with the pass's name."""
     p = captured("gpt").clone()
-    setting = Setting(Plan(stage=3, prefetch=1), 2, machine_for("cpu"))
+    setting = Setting(Plan(stage=3, prefetch=1), 2, hardware_for("cpu"))
     done = run(p, setting)
     assert done.reference is not None
     node = find(done, ops.reduce_scatter)

@@ -11,11 +11,11 @@ from torch import fx
 from verify_cases import SMALL, Breaks, captured, check_refused
 
 from zerofx import ops
+from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
-from zerofx.machine import CPU_GLOO
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.plan import Offload, Plan
@@ -26,7 +26,9 @@ broken = Breaks()
 @cache
 def _compiled() -> Program:
     plan = Plan(**SMALL, offload=Offload(activations="nvme", path="/nowhere"))
-    return run(captured("gpt"), Setting(plan, 2, replace(CPU_GLOO, offload_min_bytes=0)))
+    return run(
+        captured("gpt"), Setting(plan, 2, replace(load_hardware("cpu-box"), offload_min_bytes=0))
+    )
 
 
 def compiled() -> Program:

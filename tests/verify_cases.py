@@ -17,10 +17,10 @@ from zerofx import ops
 from zerofx.capture import capture
 from zerofx.codegen.emit import render, write
 from zerofx.errors import ProgramError
+from zerofx.hardware import hardware_for
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
 from zerofx.ir.verify import verify
-from zerofx.machine import machine_for
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
@@ -40,7 +40,7 @@ def captured(case: str, is_training: bool = True, dtype: torch.dtype | None = No
 
 @cache
 def _rewritten(case: str, world: int, is_training: bool, plan: tuple[Any, ...]) -> Program:
-    setting = Setting(Plan(**{**SMALL, **dict(plan)}), world, machine_for("cpu"))
+    setting = Setting(Plan(**{**SMALL, **dict(plan)}), world, hardware_for("cpu"))
     dtype = compute_dtype(setting.plan.precision)
     return run(captured(case, is_training, dtype), setting)
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from zerofx.compiled.full_state import full_state_dict as full_state_dict
     from zerofx.compiled.full_state import iter_state_dict as iter_state_dict
     from zerofx.compiled.module import CompiledModule as CompiledModule
-    from zerofx.machine import Machine as Machine
+    from zerofx.hardware import Hardware as Hardware
+    from zerofx.hardware import Machine as Machine
     from zerofx.plan import Offload as Offload
     from zerofx.plan import Plan as Plan
     from zerofx.plan import Precision as Precision
@@ -40,7 +41,8 @@ _HOME = {
     "compile": "zerofx.api",
     "load_program": "zerofx.api",
     "rewrite": "zerofx.api",
-    "Machine": "zerofx.machine",
+    "Hardware": "zerofx.hardware",
+    "Machine": "zerofx.hardware",
     "CompiledModule": "zerofx.compiled.module",
     "full_state_dict": "zerofx.compiled.full_state",
     "iter_state_dict": "zerofx.compiled.full_state",

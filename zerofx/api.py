@@ -24,8 +24,8 @@ from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ArgumentError, OptimizerError
 from zerofx.fields import nearest
+from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Program
-from zerofx.machine import Machine, machine_for
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
@@ -54,7 +54,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
-    machine: Machine | str | os.PathLike[str] | None = None,
+    machine: Hardware | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     **unknown: NoReturn,
 ) -> CompiledModule:
@@ -166,14 +166,14 @@ def _connect(
     plan: Plan,
     device: torch.device | str | None,
     mesh: DeviceMesh | None,
-    machine: Machine | str | os.PathLike[str] | None,
+    machine: Hardware | str | os.PathLike[str] | None,
     start: StartUp,
-) -> tuple[World, Machine, Plan]:
+) -> tuple[World, Hardware, Plan]:
     """Return the world, the machine, and the plan with the shard axis of the mesh."""
     if mesh is not None:
         check_mesh(mesh)
     here = place(device, mesh)
-    described = machine_for(here, machine)
+    described = hardware_for(here, machine)
 
     def algorithm(kind: str, nbytes: int, ranks: int) -> str:
         collective = "gather" if kind == "all_gather" else "reduce"
@@ -187,7 +187,7 @@ def _connect(
     return world, described, plan
 
 
-def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine) -> Layout:
+def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardware) -> Layout:
     """Return how a model's parameters lie in buckets: decided before any capture."""
     units = find_units(model, plan.units)
     computes = compute_dtypes(model, compute_dtype(plan.precision))
@@ -199,8 +199,8 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, machine: Machine)
         unit_params(described, plan.precision),
         plan,
         world_size,
-        machine.persist_below_bytes if persist is None else persist,
-        machine.bucket_bytes if bucket is None else bucket,
+        hardware.persist_below_bytes if persist is None else persist,
+        hardware.bucket_bytes if bucket is None else bucket,
     )
 
 
@@ -208,7 +208,7 @@ def rewrite(
     program: Program,
     plan: PlanLike = None,
     world_size: int = 1,
-    machine: Machine | str | os.PathLike[str] | None = None,
+    machine: Hardware | str | os.PathLike[str] | None = None,
     *,
     accumulation: int = 1,
     no_sync: bool = False,
@@ -227,7 +227,7 @@ def rewrite(
             "zerofx.capture(model, args, kwargs), plan)"
         )
     checked = as_plan(plan if plan is not None else program.plan)
-    described = machine_for("cpu", machine)
+    described = hardware_for("cpu", machine)
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerofx import reports
 from zerofx.analysis.forecast import forecast
+from zerofx.analysis.memory import ATEN
 from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError
@@ -39,6 +41,7 @@ def predict(
     clips: bool = False,
     optimizer_bytes: int = 8,
     keeps_results: bool = False,
+    basis: str = ATEN,
     says: Says = silent,
 ) -> PredictionView:
     """Return what one step of a training loop holds and takes; nothing is run or allocated.
@@ -51,6 +54,8 @@ def predict(
     accumulation, no_sync: backwards a step, and whether all but the last run under no_sync.
     clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
     keeps_results: the loop holds all results until the step, not the loss alone.
+    basis: what regions are counted as in memory: "aten", op by op, or "compiled", as Inductor
+        compiles them; those that the cache lacks are compiled then.
     says: told what is done next, and whether that is of interest until the next thing only.
 
     Where the plan does not fit, `view.way_out` is the nearest plan that does: it is looked for when
@@ -71,15 +76,19 @@ def predict(
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if program.layout is None:
-        machine = described.machine(checked.precision.compute)
+        described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
-        program = run(program, Setting(checked, world_size, machine, loop=loop), proof=Proof.END)
+        program = run(program, Setting(checked, world_size, described, loop=loop), proof=Proof.END)
         given = checked, described, world_size, loop, {"clips": clips, **known}
         seek = partial(way_out, named, captured, *given, says)
-    compiled = reports.compiled_regions(program) if described.device_type == "cpu" else {}
+    else:
+        program = replace(program, hardware=described)
+    compiled = reports.regions_as(basis, program)
     found = forecast(program, described, clips, compiled=compiled, **known)
-    held = shown(program, found.memory, found.traffic, optimizer_bytes, compiled)
-    return PredictionView(found, held, seek)
+    held = shown(
+        program, found.memory, found.traffic, optimizer_bytes, compiled, keeps_results, basis
+    )
+    return PredictionView(found, held, basis, seek)
 
 
 def _source(

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
 
 from zerofx.analysis.forecast import Forecast, compute_format, forecast
+from zerofx.analysis.memory import ATEN, BASES, runs_compiled
 from zerofx.analysis.steps import schedule as steps
-from zerofx.analysis.storage import CompiledRegion
-from zerofx.analysis.wrapper import RegionTrace, trace
+from zerofx.analysis.storage import Compiled
 from zerofx.codegen.emit import emit
-from zerofx.codegen.regions import RegionCode, RegionLibrary
-from zerofx.compat.inductor import wrapper_of
-from zerofx.errors import UnpricedError
+from zerofx.compiled.allocations import compiled_regions
+from zerofx.errors import PlanError, UnpricedError
+from zerofx.fields import one_of
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
-from zerofx.ir.program import BACKWARD, FORWARD, Program, register_reports
-from zerofx.runtime.region_keys import artifact_key, cache_dir
+from zerofx.ir.program import Program, register_reports
 from zerofx.views import look, memory, schedule
 from zerofx.views.recording import RecordingView, load_recording
 
@@ -37,40 +36,39 @@ def _dump(program: Program, level: str = "nodes") -> str:
     return dump_program(program, level=level)
 
 
-def _schedule(program: Program) -> schedule.ScheduleView:
-    return schedule.view(program, compiled_regions(program))
+def _schedule(program: Program, basis: str = ATEN) -> schedule.ScheduleView:
+    return schedule.view(program, regions_as(basis, program), basis)
 
 
-def _memory(program: Program, **options: Any) -> memory.MemoryView:
-    return memory.view(program, compiled=compiled_regions(program), **options)
+def _memory(program: Program, basis: str = ATEN, **options: Any) -> memory.MemoryView:
+    compiled = regions_as(basis, program)
+    return memory.view(program, compiled=compiled, basis=basis, **options)
 
 
-def compiled_regions(program: Program) -> dict[fx.Node, CompiledRegion]:
-    """Return what this program's regions allocate, of those that Inductor has compiled here."""
-    plan = program.plan
-    if program.layout is None or plan.kernels != "inductor" or plan.debug:
+def regions_as(basis: str, program: Program) -> Compiled:
+    """Return what of a program's regions is counted as compiled: nothing by the basis "aten".
+
+    basis: "aten" counts regions op by op; "compiled" compiles those that the cache lacks and reads
+        what they allocate. So neither depends on what the cache has.
+
+    Raises:
+        PlanError: there is no such basis, or the regions would be compiled for another type of
+            device than the hardware has.
+        ProgramError: there is no compiler.
+    """
+    one_of(*BASES)("basis", basis)
+    if basis == ATEN or program.layout is None or not runs_compiled(program):
         return {}
-    library = RegionLibrary()
-    found: dict[fx.Node, CompiledRegion] = {}
-    traces: dict[str, RegionTrace | None] = {}
-    for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
-        for first, call in library.calls(program.graph(graph)).items():
-            if call.code.key not in traces:
-                traces[call.code.key] = _trace(call.code, call.inputs)
-            known = traces[call.code.key]
-            if known is not None and len(known.outputs) == len(call.outputs):
-                found[first] = CompiledRegion(call.nodes, call.inputs, call.outputs, known)
-    return found
-
-
-def _trace(code: RegionCode, inputs: tuple[fx.Node, ...]) -> RegionTrace | None:
-    device = value(inputs[0]).device.type if inputs else "cpu"
-    artifact = cache_dir() / "regions" / f"{artifact_key(code.source, device)}.bin"
-    path = Path(wrapper_of(str(artifact)))
-    if not path.exists():
-        return None
-    found = trace(path.read_text(encoding="utf-8"))
-    return found if found is not None and found.num_inputs == len(inputs) else None
+    values = (value(n) for name in program.graphs for n in program.placeholders(name))
+    device = next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")
+    hardware = program.hardware
+    if device != hardware.device_type:
+        raise PlanError(
+            f"basis = {basis!r}: the regions of {program.model_name} would be compiled for "
+            f"{device}, and {hardware.name} is {hardware.device_type}. Take basis='aten', or "
+            f"hardware of the type {device}"
+        )
+    return compiled_regions(program)
 
 
 def look_at(
@@ -78,16 +76,21 @@ def look_at(
     recording: Recorded = None,
     hardware: Hardware | _Path | None = None,
     predicted: Forecast | None = None,
+    basis: str = ATEN,
 ) -> look.Look:
-    """Return a program's lanes; without times where the hardware lacks what the schedule uses.
+    """Return a program's lanes; without times if the hardware lacks what the schedule uses.
 
-    recording: or its files, one a rank. predicted: what is known already of it on `hardware`.
+    recording: or its files, one per rank. predicted: what is known already of it on `hardware`.
+    basis: as in `regions_as`.
     """
-    compiled, unpriced = compiled_regions(program), ""
+    unpriced = ""
     if hardware is not None and predicted is None:
         described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+        program = replace(program, hardware=described)
+    compiled = regions_as(basis, program)
+    if hardware is not None and predicted is None:
         try:
-            described.machine(compute_format(program))  # whether it multiplies in that format
+            described.check_format(compute_format(program))
             predicted = forecast(program, described, compiled=compiled)
         except UnpricedError as error:
             unpriced = str(error)
@@ -96,7 +99,7 @@ def look_at(
     if recording is not None and not isinstance(recording, RecordingView):
         recording = load_recording(*recording)
     recorded = [] if recording is None else recording.of(program)
-    return look.look(program, steps(program, compiled), predicted, recorded, unpriced)
+    return look.look(program, steps(program, compiled), predicted, recorded, unpriced, basis)
 
 
 register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=look_at)

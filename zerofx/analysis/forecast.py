@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from zerofx.analysis.cost import node_flops
+from zerofx.analysis.kernels import node_flops
 from zerofx.analysis.memory import ADAMW_STATE_BYTES, Memory, memory
 from zerofx.analysis.prices import FORMATS, Roofline
 from zerofx.analysis.steps import Lane
@@ -189,8 +189,7 @@ def forecast(
         UnpricedError: the hardware lacks what the schedule uses.
     """
     hardware.check_world(program.world_size)
-    is_compiled = program.plan.kernels == "inductor" and not program.plan.debug
-    prices = Roofline(hardware, program.world_size, is_compiled)
+    prices = Roofline.of(program.plan, hardware, program.world_size)
     held = memory(program, optimizer_bytes, compiled, keeps_results)
     found = timeline(tasks(program, prices, clips))
     samples, tokens = batch(program)

@@ -1,7 +1,7 @@
 """What a region runs as: its kernels, each with its operations and the bytes that it moves.
 
 Run op by op, every node but a view is a kernel. Inductor leaves matrix products, attention and the
-like alone and fuses what stands between them: all that is connected at the same depth, counted in
+like alone and fuses what lies between them: all that is connected at the same depth, counted in
 such nodes, is one group, which reads what comes from outside once and writes what leaves it.
 """
 
@@ -11,14 +11,17 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx.analysis.convolution import ConvolutionPass, copied_bytes, passes
-from zerofx.analysis.cost import node_flops
+from zerofx.compat.flops import counted_flops
+from zerofx.compat.graphs import pytree
 from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
 from zerofx.ir.meta import nbytes, value
+from zerofx.runtime.kernels.ops import FUSED
 
 PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, BATCH_NORM, LAYOUT, POOL, OTHER = (
     "matmul", "convolution", "attention", "pointwise", "reduction", "batch_norm", "layout", "pool",
@@ -102,6 +105,43 @@ def kind_of(node: fx.Node) -> str:
     if "batch_norm" in name and "backward" not in name:
         return BATCH_NORM
     return REDUCTION if any(word in name for word in _REDUCTIONS) else POINTWISE
+
+
+def node_flops(node: fx.Node) -> float:
+    """Return the operations of a node's matrix products; pointwise work counts as traffic only."""
+    if node.target in FUSED:
+        return _of_products(node)
+    args, kwargs = pytree.tree_map(_value, (node.args, node.kwargs))
+    known = counted_flops(node.target, args, kwargs, value(node))
+    if known is not None:
+        return known
+    return _of_attention(node) if "attention" in str(node.target) else 0.0
+
+
+def _value(argument: Any) -> Any:
+    return value(argument) if isinstance(argument, fx.Node) else argument
+
+
+def _of_attention(node: fx.Node) -> float:
+    """Two products forward, five backward, over query and key lengths (heads x queries x keys)."""
+    tensors = [v for n in node.all_input_nodes if isinstance(v := value(n), torch.Tensor)]
+    full = [t for t in tensors if t.dim() == 4]
+    if len(full) < 3:
+        return 0.0
+    is_backward = "backward" in str(node.target)
+    query, key = (full[1], full[2]) if is_backward else (full[0], full[1])
+    products = 5 if is_backward else 2
+    return products * 2.0 * query.numel() * key.shape[-2]
+
+
+def _of_products(node: fx.Node) -> float:
+    """A fused loss head multiplies rows by its weight, three times as often in backward."""
+    if "cross_entropy" not in str(node.target):
+        return 0.0
+    matrices = [v for n in node.all_input_nodes if isinstance(v := value(n), torch.Tensor)]
+    hidden, weight = [t for t in matrices if t.dim() == 2][:2]
+    times = 3 if "grads" in str(node.target) or "backward" in str(node.target) else 1
+    return times * 2.0 * hidden.numel() * weight.shape[0]
 
 
 def _works(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from zerofx.analysis.standing import is_slot, slot_name, standing
 from zerofx.analysis.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Program
 
+# What regions are counted as: run op by op, or as Inductor compiles them.
+ATEN, COMPILED = BASES = ("aten", "compiled")
 ADAMW_STATE_BYTES = 8  # an element's two moments in fp32
 
 
@@ -103,6 +105,12 @@ class Memory:
 
 def _at(storages: tuple[Storage, ...], time: int) -> list[Storage]:
     return [s for s in storages if s.birth <= time <= s.death and s.nbytes]
+
+
+def runs_compiled(program: Program) -> bool:
+    """Tell whether a program's plan has Inductor compile its regions."""
+    plan = program.plan
+    return plan is not None and plan.kernels == "inductor" and not plan.debug
 
 
 def memory(

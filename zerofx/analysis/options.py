@@ -50,11 +50,12 @@ class Option:
 class Link:
     """The way to the host and back.
 
-    bytes_per_us: one way. least_bytes: what a storage must have to leave. is_beside: copies run
-        beside the compute, so that a segment's forward hides as many as it takes itself.
+    copy_us: time of copying so many bytes one way. least_bytes: what a storage must have to leave.
+    is_beside: copies run beside the compute, so that a segment's forward hides as many as it takes
+        itself.
     """
 
-    bytes_per_us: float
+    copy_us: Callable[[int], float]
     least_bytes: int
     is_beside: bool
 
@@ -103,7 +104,7 @@ class Trade:
     def copy_us(self, storage: int) -> float:
         """Return what taking a storage to the host and back costs the compute."""
         assert self.link is not None
-        both_ways = 2 * self.bytes_of(storage) / self.link.bytes_per_us
+        both_ways = 2 * self.link.copy_us(self.bytes_of(storage))
         return both_ways * (_BESIDE if self.link.is_beside else 1.0)
 
     def evaluate(self, kept: Iterable[int], offloaded: Iterable[int] = ()) -> Option:
@@ -139,7 +140,7 @@ class Trade:
         """Tell whether the segment's forward takes as long as copying these to the host."""
         if self.link is None or not self.link.is_beside:
             return True
-        return sum(map(self.bytes_of, storages)) / self.link.bytes_per_us <= sum(self.cost_us)
+        return sum(self.link.copy_us(self.bytes_of(s)) for s in storages) <= sum(self.cost_us)
 
     def all_kept(self) -> Option:
         """Return the option that recomputes nothing."""

@@ -91,7 +91,7 @@ class _Problem:
             rows.append((0, {self.saved[trade.storage[v]]: 1, keep[v]: -1}))
         rows += ((0, {self.saved[s]: 1, self.leaves[s]: -1}) for s in self.storages)
         if trade.link is not None and trade.link.is_beside:
-            copied = {self.leaves[s]: -n / trade.link.bytes_per_us for s, n in self._sizes()}
+            copied = {self.leaves[s]: -trade.link.copy_us(int(n)) for s, n in self._sizes()}
             rows.append((-sum(trade.cost_us), copied))
         matrix = lil_matrix((len(rows), len(self.upper)))
         for i, (_, row) in enumerate(rows):

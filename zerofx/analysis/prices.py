@@ -1,21 +1,28 @@
-"""What tasks cost on a hardware: rooflines under the efficiencies that were measured there.
+"""The cost model: what computing, moving and updating take on a hardware.
 
-A kernel takes the longer of its arithmetic and its memory traffic, each at the share of the paper's
-rate that the hardware's curves give for its size. Curves are optional: what stands in for one is
-named beside the constant.
+Passes, predictions and searches all ask it. A kernel takes the longer of its arithmetic and its
+memory traffic, each at the share of the paper's rate that the hardware's curves give for its size.
+Curves are optional: each constant below says which curve it replaces.
+
+A collective takes what was measured, else latency and bandwidth. On equal slices a ring all-gather
+or reduce-scatter of n bytes passes n * (w - 1) / w through each rank, and n * (nodes - 1) / nodes
+through each node's ports; an all-reduce is one of each. A tree takes all-reduces of little data,
+whose latency grows with the logarithm only. What lies within nodes goes at the speed of their
+links, at the same time as what goes between nodes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx.analysis.convolution import WINDOWS, ConvolutionPass
 from zerofx.analysis.kernels import ATTENTION, POOL, PRODUCT, Kernel, kernels, region_key
-from zerofx.analysis.links import collective_us, nearest_world
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
 from zerofx.errors import UnpricedError
@@ -23,7 +30,8 @@ from zerofx.hardware import Curve, Hardware
 from zerofx.runtime.tiers import Tier
 from zerofx.sizes import format_bytes
 
-_US = 1e6  # microseconds a second
+_US = 1e6  # microseconds per second
+NCCL_SHARE = 0.85  # of a link's rate, that large messages reach
 # From the middle of a price to its ends: together under the 30 % that a range may be wide.
 LOW, HIGH = 0.87, 1.15
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -47,6 +55,12 @@ class Roofline:
     world_size: int = 1
     compiled: bool = True
     known: dict[tuple, Price] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, plan: Any, hardware: Hardware, world_size: int) -> Roofline:
+        """Return the prices of a plan's tasks, its regions run as it says; None is any plan."""
+        is_compiled = plan is None or (plan.kernels == "inductor" and not plan.debug)
+        return cls(hardware, world_size, is_compiled)
 
     @property
     def is_inline(self) -> bool:
@@ -90,6 +104,10 @@ class Roofline:
     def _calls_are_known(self) -> bool:
         """Tell whether what a region's call itself takes is in a measured curve of whole calls."""
         return any(name.startswith("call.") for name in self.hardware.curves)
+
+    def node_us(self, node: fx.Node) -> float:
+        """Return the time of one node by itself; views and parts of results take none."""
+        return sum(map(self.kernel_us, kernels([node], self.compiled, self.is_inline)))
 
     def kernel_us(self, kernel: Kernel) -> float:
         """Return the longer of a kernel's arithmetic and its memory traffic."""
@@ -217,3 +235,92 @@ def _line(curve: Curve, x: float) -> float:
 
 def _price(us: float, nbytes: int = 0, flops: float = 0.0, calls: int = 1) -> Price:
     return Price(LOW * us, us, HIGH * us, nbytes, flops, calls)
+
+
+# -- collectives ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Axis:
+    """How the ranks of a collective lie over nodes.
+
+    within: ranks of the axis on one node. nodes: over how many they lie. beside: axes like it
+        that use one node's ports at the same time.
+    """
+
+    within: int
+    nodes: int
+    beside: int
+
+    @classmethod
+    def of(cls, hardware: Hardware, ranks: int, stride: int) -> Axis:
+        """Lay `ranks` ranks, each `stride` from the next, over nodes that are filled in order."""
+        per_node = hardware.devices_per_node
+        within = min(ranks, max(per_node // stride, 1))
+        return cls(within, math.ceil(ranks / within), min(stride, per_node))
+
+
+def collective_us(hardware: Hardware, kind: str, nbytes: int, ranks: int, stride: int) -> float:
+    """Return the time of a collective over `ranks` ranks, from launch to delivery."""
+    if ranks == 1:
+        return 0.0
+    measured = _measured_us(hardware, kind, nbytes, ranks)
+    if measured is not None:
+        return measured
+    axis = Axis.of(hardware, ranks, stride)
+    ring = _ring_us(hardware, nbytes, ranks, axis)
+    if kind == "all_reduce":
+        return min(2 * ring, _tree_us(hardware, nbytes, axis))
+    if kind == "broadcast":
+        return min(ring, _tree_us(hardware, nbytes, axis) / 2)
+    return ring
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A curve over bytes that was measured among `world` ranks."""
+
+    curve: Curve
+    world: int
+
+    def direct(self, ranks: int) -> float:
+        """Return by what to multiply it for another world, where each sends to each other."""
+        return (ranks - 1) / (self.world - 1)
+
+
+def nearest_world(hardware: Hardware, prefix: str, ranks: int) -> Measured | None:
+    """Return the curve `prefix` + world whose world is nearest to `ranks`, None without any."""
+    worlds = [int(n.removeprefix(prefix)) for n in hardware.curves if n.startswith(prefix)]
+    if not worlds:
+        return None
+    world = min(worlds, key=lambda w: abs(math.log(w / ranks)))
+    return Measured(hardware.curves[f"{prefix}{world}"], world)
+
+
+def _measured_us(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> float | None:
+    for algorithm in ("direct", "native"):
+        found = nearest_world(hardware, f"{kind}.{algorithm}.", ranks)
+        if found is not None:
+            parts = (ranks - 1) / ranks * found.world / (found.world - 1)
+            return parts * found.curve.time_at(max(nbytes, 1))
+    return None
+
+
+def _ring_us(hardware: Hardware, nbytes: int, ranks: int, axis: Axis) -> float:
+    """Return the time of a ring all-gather: the slower of links and network, and all hops."""
+    passed = nbytes * (ranks - 1) / ranks
+    within = passed / (hardware.node_link_bytes_per_s * NCCL_SHARE) if axis.within > 1 else 0.0
+    between, hops = 0.0, (axis.within - 1) * axis.nodes * hardware.node_latency_us
+    if axis.nodes > 1:
+        ports = hardware.network_bytes_per_s * NCCL_SHARE / axis.beside
+        between = nbytes * (axis.nodes - 1) / axis.nodes / ports
+        hops += axis.nodes * hardware.network_latency_us
+    return _US * max(within, between) + hops
+
+
+def _tree_us(hardware: Hardware, nbytes: int, axis: Axis) -> float:
+    """Return the time of an all-reduce up and down a binary tree of nodes."""
+    rate, up = hardware.node_link_bytes_per_s, 0.0
+    if axis.nodes > 1:
+        rate = min(rate, hardware.network_bytes_per_s / axis.beside)
+        up = math.ceil(math.log2(axis.nodes)) * hardware.network_latency_us
+    up += (axis.within - 1) * hardware.node_latency_us
+    return 2 * (_US * nbytes / (rate * NCCL_SHARE) + up)

@@ -17,7 +17,6 @@ from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
-from zerofx.machine import preset
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.policy import exchange, reduction, resting
 from zerofx.runtime.policy.borrowing import Loan, Scratch
@@ -93,7 +92,7 @@ class _Walk:
     def __init__(self, program: Program, life: Lifetimes) -> None:
         assert program.layout is not None
         self.life, self.layout = life, program.layout
-        self.machine = program.machine or preset("cpu-gloo")
+        self.hardware = program.hardware
         self.shard, self.replicate, self.slices = (
             _Pool(name, life.end, self.layout)
             for name in ("receive buffer", "receive buffer", "reduced slice")
@@ -121,7 +120,7 @@ class _Walk:
                 if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
                     size = [value(node).numel()]
                     ends[bucket.index] = self.slices.borrow(size, node, time)
-                if self.machine.backend == "gloo":
+                if self.hardware.backend == "gloo":
                     lent[node] = self._launch(node, time)
             elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
                 self._wait(launch, lent.pop(launch), time)
@@ -132,8 +131,8 @@ class _Walk:
         if self.layout.shard_size == 1:
             return self.replicate.borrow(self._all_reduce(launch).at_launch, launch, time)
         out, ranks = value(launch), self.layout.shard_size
-        is_native = self.machine.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks) == "native"
-        receives = exchange.reduce_scatter_receives(out.numel(), ranks, is_native)
+        way = self.hardware.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks)
+        receives = exchange.reduce_scatter_receives(out.numel(), ranks, way == "native")
         return self.shard.borrow(receives.at_launch, launch, time)
 
     def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:

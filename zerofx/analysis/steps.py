@@ -68,9 +68,11 @@ class StepList:
 _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
 
 
-def schedule(program: Program, compiled: Compiled | None = None) -> StepList:
-    """Return the program's steps with the bytes resident at each."""
-    report = memory(program, compiled=compiled)
+def schedule(
+    program: Program, compiled: Compiled | None = None, keeps_results: bool = False
+) -> StepList:
+    """Return the program's steps with the bytes resident at each; see `memory`."""
+    report = memory(program, compiled=compiled, keeps_results=keeps_results)
     found: list[Step] = []
     taken: Counter[str] = Counter()
     for graph, nodes, first in _groups(program, report):

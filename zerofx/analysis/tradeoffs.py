@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from zerofx.analysis.activations import Solved, as_kept, halve
-from zerofx.analysis.cost import node_us
 from zerofx.analysis.memory import Memory
 from zerofx.analysis.options import Link, Option, Trade, hull, options
+from zerofx.analysis.prices import Roofline
 from zerofx.analysis.segments import Segment, find_segments
 from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
-from zerofx.machine import Machine, preset
 from zerofx.sizes import format_bytes
 
 MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
@@ -40,7 +39,7 @@ class Tradeoffs:
     """What a joint program could give up, segment by segment; each structure is solved once."""
 
     def __init__(
-        self, captured: Program, machine: Machine, link: Link | None = None,
+        self, captured: Program, prices: Roofline, link: Link | None = None,
         host_budget_bytes: int | None = None, mixes: bool = True,
     ) -> None:  # fmt: skip
         """mixes: alike segments may be treated differently, so that few options each are enough."""
@@ -51,11 +50,11 @@ class Tradeoffs:
         segments = find_segments(halve(joint).parts)
         count = Counter(s.structure for s in segments)
         for segment in segments:
-            trade = Trade(segment, lambda n: node_us(n, machine), link)
+            trade = Trade(segment, prices.node_us, link)
             if segment.structure not in known:
                 tries = [trade]
                 if link is not None and host_budget_bytes is not None:  # for when it is used up
-                    tries.append(Trade(segment, lambda n: node_us(n, machine)))
+                    tries.append(Trade(segment, prices.node_us))
                 best = [options(t) for t in tries]
                 if mixes and count[segment.structure] >= MANY:
                     best = [hull(found) for found in best]
@@ -179,7 +178,8 @@ def solve_fraction(captured: Program, fraction: float) -> tuple[Solved, tuple[De
     """Return what is kept of a joint program's activations if at most a fraction of the bytes that
     could be is, and why.
     """
-    tradeoffs = Tradeoffs(captured, captured.machine or preset("cpu-gloo"), mixes=False)
+    prices = Roofline.of(captured.plan, captured.hardware, captured.world_size)
+    tradeoffs = Tradeoffs(captured, prices, mixes=False)
     picked = tradeoffs.of_fraction(fraction)
     reasons = tradeoffs.decisions(picked, f"keep {fraction:.0%} of all bytes")
     return tradeoffs.solved(picked, str(fraction)), tuple(reasons)

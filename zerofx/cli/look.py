@@ -10,6 +10,7 @@ import typer
 from zerofx.cli.app import app
 from zerofx.cli.options import (
     RANKS,
+    Basis,
     Batch,
     Json,
     MachineName,
@@ -39,6 +40,7 @@ def view(
     recording: Annotated[
         list[Path] | None, typer.Option(help="what zerofx.record saved; a file each rank")
     ] = None,
+    basis: Basis = "aten",
     passes: Annotated[
         bool, typer.Option(help="on the page: what each pass changed; all of them run again")
     ] = True,
@@ -47,9 +49,9 @@ def view(
     """Show the lanes over time: as text, or as a page (--out) or a trace (--trace)."""
     chosen = plan_of(plan, stage, set_)
     if hardware is None:
-        found = program_of(model, world, chosen, machine, batch, seq).look(recording)
+        found = program_of(model, world, chosen, machine, batch, seq).look(recording, basis=basis)
     else:
-        found = _predicted(model, chosen, hardware, world, machine, batch, seq, recording)
+        found = _predicted(model, chosen, hardware, world, machine, batch, seq, recording, basis)
     if out is not None:
         found.page(out, passes)
     if trace is not None:
@@ -62,7 +64,7 @@ def view(
 
 def _predicted(
     model: str, plan: Plan, hardware: str, world: int | None, machine: str | None, batch: int,
-    seq: int, recording: list[Path] | None,
+    seq: int, recording: list[Path] | None, basis: str,
 ) -> Any:  # fmt: skip
     """Return the look of a program that is planned and predicted for some hardware."""
     from zerofx.errors import UnpricedError
@@ -75,10 +77,9 @@ def _predicted(
     try:
         found = predict(
             model, None if Path(model).is_dir() else plan, hardware=described,
-            world_size=world or RANKS, batch=batch, seq=seq,
+            world_size=world or RANKS, batch=batch, seq=seq, basis=basis,
         ).forecast  # fmt: skip
     except UnpricedError:  # the schedule and what was recorded can be shown without times
-        known = described.machine(next(iter(described.dense_flops_per_s)))
-        program = program_of(model, world, plan, known, batch, seq)
-        return look_at(program, recording, described)
-    return look_at(found.program, recording, predicted=found)
+        program = program_of(model, world, plan, described, batch, seq)
+        return look_at(program, recording, described, basis=basis)
+    return look_at(found.program, recording, predicted=found, basis=basis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from zerofx.cli.progress import done
 from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
+    from zerofx.hardware import Hardware
     from zerofx.ir.program import Program
-    from zerofx.machine import Machine
     from zerofx.plan import Plan
 
 
@@ -39,10 +40,11 @@ def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     return Plan.from_dict(given)
 
 
-def machine_of(machine: Machine | str | None) -> Machine:
-    from zerofx.machine import machine_for
+def hardware_of(named: Hardware | str | None) -> Hardware:
+    """Return the hardware that was named, else the default."""
+    from zerofx.hardware import DEFAULT, Hardware, load_hardware
 
-    return machine_for("cpu", machine)
+    return named if isinstance(named, Hardware) else load_hardware(named or DEFAULT)
 
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
@@ -61,8 +63,8 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 
 
 def program_of(
-    model: str, world: int | None, plan: Plan, machine: Machine | str | None, batch: int, seq: int,
-    until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
+    model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int,
+    seq: int, until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
 ) -> Program:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
@@ -72,15 +74,18 @@ def program_of(
     if Path(model).is_dir():
         if pipeline:
             raise PlanError(f"{model} is an emitted program: its passes ran; leave out --pipeline")
-        return emitted(model, world, plan, until)
+        return emitted(model, world, plan, until, hardware)
     start = captured(model, plan, batch, seq)
-    described = machine_of(machine)
+    described = hardware_of(hardware)
     setting = Setting(plan, world or RANKS, described, loop=Loop(**loop or {}), pipeline=pipeline)
     return run(start, setting, until)
 
 
-def emitted(directory: str, world: int | None, plan: Plan, until: str | None) -> Program:
-    """Load an emitted program, whose plan and world are settled."""
+def emitted(
+    directory: str, world: int | None, plan: Plan, until: str | None,
+    hardware: Hardware | str | None,
+) -> Program:  # fmt: skip
+    """Load an emitted program, whose plan and world are settled; hardware: instead of its own."""
     from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.api import load_program
     from zerofx.plan import Plan
@@ -91,7 +96,7 @@ def emitted(directory: str, world: int | None, plan: Plan, until: str | None) ->
             f"{directory} is an emitted program for world {program.world_size}: its plan is in "
             "plan.yaml; leave out --plan, --stage, --set, --pass and --world"
         )
-    return program
+    return program if hardware is None else replace(program, hardware=hardware_of(hardware))
 
 
 def refuse_machine(machine: str | None, hardware: str) -> None:

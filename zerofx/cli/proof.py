@@ -10,8 +10,8 @@ import typer
 from zerofx.cli.app import app
 from zerofx.cli.options import (
     Batch,
+    HardwareName,
     Json,
-    MachineName,
     Model,
     PlanFile,
     Seq,
@@ -28,7 +28,7 @@ def verify(
         list[int] | None, typer.Option("--world", min=1, help="ranks; repeatable [default: 2]")
     ] = None,
     plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     is_run: Annotated[
         bool, typer.Option("--run", help="train too, on real ranks, beside plain training")
     ] = False,
@@ -53,7 +53,7 @@ def verify(
     chosen, found = plan_of(plan, stage, set_), []
     each: list[int | None] = [*worlds] if worlds else [None]
     for world in each:
-        view: Any = ProofView.of(program_of(model, world, chosen, machine, batch, seq))
+        view: Any = ProofView.of(program_of(model, world, chosen, hardware, batch, seq))
         found.append(view)
         if is_run:
             refuse_directory(model)

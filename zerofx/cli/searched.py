@@ -8,9 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from zerofx.cli.app import app
-from zerofx.cli.options import RANKS, Batch, Json, Model, PlanFile, Seq, Set, Stage, World
-from zerofx.cli.predicted import HardwareName
-from zerofx.cli.programs import plan_of, show
+from zerofx.cli.options import (
+    RANKS,
+    Batch,
+    HardwareName,
+    Json,
+    Model,
+    PlanFile,
+    Seq,
+    Set,
+    Stage,
+    World,
+)
+from zerofx.cli.programs import hardware_of, plan_of, show
 from zerofx.cli.progress import done, say
 from zerofx.errors import PlanError
 
@@ -25,7 +35,7 @@ Nvme = Annotated[str, typer.Option("--nvme", help="the folder that plans name fo
 
 @app.command(rich_help_panel="Know before you run")
 def search(
-    model: Model, hardware: HardwareName, world: World = None, batch_tokens: Tokens = None,
+    model: Model, hardware: HardwareName = None, world: World = None, batch_tokens: Tokens = None,
     global_batch: Samples = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     batch: Batch = 1, seq: Seq = 128, nvme: Nvme = "/nvme", as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -33,9 +43,9 @@ def search(
     from zerofx.searching import search as searched
 
     view = searched(
-        model, hardware=hardware, world_size=world or RANKS, global_samples=global_batch,
-        batch_tokens=batch_tokens, plan=_settled(plan, stage, set_), batch=batch, seq=seq,
-        nvme=nvme, says=say,
+        model, hardware=hardware_of(hardware), world_size=world or RANKS,
+        global_samples=global_batch, batch_tokens=batch_tokens, plan=_settled(plan, stage, set_),
+        batch=batch, seq=seq, nvme=nvme, says=say,
     )  # fmt: skip
     show(view, as_json)
 

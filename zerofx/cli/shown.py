@@ -11,8 +11,11 @@ import typer
 from zerofx.cli.app import app
 from zerofx.cli.options import (
     RANKS,
+    Basis,
     Batch,
+    HardwareName,
     Json,
+    KeepsResults,
     MachineName,
     Model,
     PlanFile,
@@ -22,7 +25,7 @@ from zerofx.cli.options import (
     World,
 )
 from zerofx.cli.programs import (
-    machine_of,
+    hardware_of,
     plan_of,
     program_of,
     refuse_machine,
@@ -36,7 +39,7 @@ from zerofx.errors import PlanError
 def passes(
     model: Annotated[str | None, typer.Argument(help="a model, to show what each does")] = None,
     world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     pipeline: Annotated[
         str | None, typer.Option(help="run these passes: text as printed here, or @FILE")
     ] = None,
@@ -47,10 +50,10 @@ def passes(
     from zerofx.views import passes as view
 
     chosen, text = plan_of(plan, stage, set_), _text_of(pipeline)
-    built = build(Setting(chosen, world or RANKS, machine_of(machine), pipeline=text))
+    built = build(Setting(chosen, world or RANKS, hardware_of(hardware), pipeline=text))
     program = None
     if model:
-        program = program_of(model, world, chosen, machine, batch, seq, pipeline=text)
+        program = program_of(model, world, chosen, hardware, batch, seq, pipeline=text)
     show(view.PassesView.of(built.passes, program), as_json)
 
 
@@ -67,7 +70,7 @@ def _text_of(pipeline: str | None) -> str:
 @app.command(rich_help_panel="See what a plan does")
 def dump(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     after: Annotated[str | None, typer.Option("--pass", help="show it after this pass")] = None,
     level: Annotated[str, typer.Option(help="summary, units, regions, nodes or full")] = "nodes",
     as_json: Json = False,
@@ -77,7 +80,7 @@ def dump(
 
     check_level(level)
     chosen = plan_of(plan, stage, set_)
-    program = program_of(model, world, chosen, machine, batch, seq, after)
+    program = program_of(model, world, chosen, hardware, batch, seq, after)
     text = program.dump(level=level)
     if as_json:
         entry = program.history[-1]
@@ -89,25 +92,22 @@ def dump(
 @app.command(rich_help_panel="See what a plan does")
 def schedule(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128, as_json: Json = False,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
+    basis: Basis = "aten", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print what runs when: compute, gathers, reduces, and what is resident meanwhile."""
-    show(
-        program_of(model, world, plan_of(plan, stage, set_), machine, batch, seq).schedule(),
-        as_json,
-    )
+    program = program_of(model, world, plan_of(plan, stage, set_), hardware, batch, seq)
+    show(program.schedule(basis), as_json)
 
 
 @app.command(rich_help_panel="See what a plan does")
 def memory(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
-    machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
     ] = 8,
-    keeps_results: Annotated[
-        bool, typer.Option("--keep-results/--loss-only", help="what the loop holds until step()")
-    ] = True,
+    keeps_results: KeepsResults = False, basis: Basis = "aten",
     accumulation: Annotated[int, typer.Option(min=1, help="backwards a step")] = 1,
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="all but the last backward run under no_sync")
@@ -119,9 +119,9 @@ def memory(
 ) -> None:  # fmt: skip
     """Print what a rank holds: by category, and the names at the peak."""
     loop = {"accumulation": accumulation, "no_sync": no_sync}
-    program = program_of(model, world, plan_of(plan, stage, set_), machine, batch, seq, loop=loop)
+    program = program_of(model, world, plan_of(plan, stage, set_), hardware, batch, seq, loop=loop)
     options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results, **loop}
-    view = program.memory(**options)
+    view = program.memory(basis=basis, **options)
     show(view if why is None else view.why(why), as_json)
 
 

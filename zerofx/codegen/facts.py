@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Calling, Program, Reference
 from zerofx.ir.verify_values import SHORT
@@ -24,6 +25,7 @@ def program_facts(program: Program) -> dict[str, Any]:
         "model": program.model_name,
         "training": program.is_training,
         "world_size": program.world_size,
+        "hardware": _hardware(program.hardware),
         "kernels": program.plan.kernels if not program.plan.debug else "aten",
         "debug": program.plan.debug,
         "slots": program.slots.get("bytes", []),
@@ -49,6 +51,20 @@ def program_facts(program: Program) -> dict[str, Any]:
         "signature": program.signature,
         "reference": _reference(program.reference),
     }
+
+
+def _hardware(hardware: Hardware) -> dict[str, Any]:
+    """Return what it was planned for, without what was measured there and where that is from."""
+    return {k: v for k, v in hardware.to_dict().items() if k not in ("curves", "sources")}
+
+
+def read_hardware(said: dict[str, Any] | None) -> Hardware:
+    """Return what `_hardware` wrote, the preset if it is one; earlier programs do not say."""
+    if said is None:
+        return default_hardware()
+    name = said["name"]
+    preset = load_hardware(name) if name in hardware_names() else None
+    return preset if preset is not None and _hardware(preset) == said else Hardware.from_dict(said)
 
 
 def _calling(calling: Calling) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerofx.codegen.facts import read_reference
+from zerofx.codegen.facts import read_hardware, read_reference
 from zerofx.codegen.load_files import Emitted, read_calling, read_directory
 from zerofx.codegen.load_schedule import Reading
 from zerofx.errors import ProgramError
@@ -53,6 +53,7 @@ def load(
         model_name=facts["model"],
         is_training=facts["training"],
         world_size=facts["world_size"],
+        hardware=read_hardware(facts.get("hardware")),
         plan=plan,
         layout=reading.layout,
         facts=frozenset(Fact),

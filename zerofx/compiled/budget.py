@@ -14,6 +14,7 @@ from itertools import zip_longest
 
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import forward_slots
+from zerofx.compiled.allocations import compiled_regions
 from zerofx.ir.program import Loop, Pool, Program
 from zerofx.passes.decide import budget_bytes
 from zerofx.plan import Plan
@@ -40,7 +41,12 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
 def fits(program: Program, loop: Loop) -> bool:
     """Tell whether a training program stays under its budget in such a loop."""
     budget = program.plan.memory_budget
-    return budget is None or program.memory(**asdict(loop)).peak_bytes <= budget
+    return budget is None or _peak_bytes(program, loop) <= budget
+
+
+def _peak_bytes(program: Program, loop: Loop) -> int:
+    """Return what a rank holds at most, with the regions as they were compiled."""
+    return memory(program, compiled=compiled_regions(program), **asdict(loop)).peak_bytes
 
 
 def slots_of(program: Program) -> Pool:
@@ -66,7 +72,7 @@ def excess_bytes(program: Program) -> int:
     budget = budget_bytes(program.plan)
     if budget is None or not program.is_training or program.plan.kernels != "inductor":
         return 0
-    return max(0, program.memory(**asdict(program.loop)).peak_bytes - budget)
+    return max(0, _peak_bytes(program, program.loop) - budget)
 
 
 def margin_for(program: Program, excess: int) -> int:
@@ -98,7 +104,7 @@ def _warn(program: Program, why: str, way_out: str) -> None:
     budget = program.plan.memory_budget
     if budget is None or not program.is_training:
         return
-    peak = program.memory(**asdict(program.loop)).peak_bytes
+    peak = _peak_bytes(program, program.loop)
     if peak > budget:
         log.warning(
             "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",

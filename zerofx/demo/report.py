@@ -118,7 +118,7 @@ class Reporter:
 def summary(program: Program, result: Result) -> list[tuple[str, str]]:
     """Return the summary's lines."""
     tail = result.losses[-20:]
-    predicted, measured = program.memory().peak_bytes, result.peak_bytes
+    predicted, measured = program.memory(basis="compiled").peak_bytes, result.peak_bytes
     return [
         ("loss", f"{result.losses[0]:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last 20)"),
         ("loss on held-out files", f"{result.valid_loss:.3f} (plain model, full weights)"),
@@ -152,6 +152,6 @@ def write_files(out: Path, program: Program, sample: str) -> None:
         name = entry.pass_spec.split("{")[0]
         (passes / f"{number:02d}-{name}.txt").write_text(f"{entry.dump}\n")
     program.emit(out / "emitted")
-    (out / "schedule.txt").write_text(f"{program.schedule()}\n")
-    (out / "memory.txt").write_text(f"{program.memory()}\n")
+    (out / "schedule.txt").write_text(f"{program.schedule(basis='compiled')}\n")
+    (out / "memory.txt").write_text(f"{program.memory(basis='compiled')}\n")
     (out / "sample.txt").write_text(f"{sample}\n")

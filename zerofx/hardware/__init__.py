@@ -1,7 +1,26 @@
 """Hardware: node types and their networks as data, each figure with its source."""
 
 from zerofx.hardware.curve import Curve
-from zerofx.hardware.description import Hardware
-from zerofx.hardware.files import hardware_names, load_hardware, write_hardware
+from zerofx.hardware.description import (
+    DEFAULT,
+    Hardware,
+    default_hardware,
+    hardware_for,
+    hardware_names,
+    load_hardware,
+    write_hardware,
+)
 
-__all__ = ["Curve", "Hardware", "hardware_names", "load_hardware", "write_hardware"]
+Machine = Hardware  # its name of before
+
+__all__ = [
+    "DEFAULT",
+    "Curve",
+    "Hardware",
+    "Machine",
+    "default_hardware",
+    "hardware_for",
+    "hardware_names",
+    "load_hardware",
+    "write_hardware",
+]

@@ -46,13 +46,14 @@ _SPELLED = {
 class Table(Mapping[str, V]):
     """An immutable mapping with a hash, so that a description of hardware can be a key."""
 
-    __slots__ = ("_pairs",)
+    __slots__ = ("_pairs", "_values")
 
     def __init__(self, values: Mapping[str, V]) -> None:
         self._pairs = tuple(sorted(values.items()))
+        self._values = dict(self._pairs)
 
     def __getitem__(self, name: str) -> V:
-        return dict(self._pairs)[name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self._pairs)
@@ -64,7 +65,7 @@ class Table(Mapping[str, V]):
         return hash(self._pairs)
 
     def __repr__(self) -> str:
-        return repr(dict(self._pairs))
+        return repr(self._values)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,28 @@
-"""One node type and its network: plain data, checked field by field."""
+"""Hardware: one node type and its network, with the sizes that a plan takes where it names none.
+
+Planning and predicting read a description and never measure, so every rank, and a laptop, decides
+alike. Presets lie in `nodes/`; a file may build on one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
 
 from zerofx.errors import PlanError, UnpricedError
 from zerofx.fields import (
     check_names,
+    load_mapping,
     nearest,
     one_of,
     read_fields,
@@ -22,15 +34,65 @@ from zerofx.fields import (
     whole,
 )
 from zerofx.hardware.curve import Curve, Table, read_curves
-from zerofx.machine import CPU_GLOO, CUDA_NCCL, Machine
+
+Algorithm = Literal["direct", "native"]
 
 _REQUIRED: Any = dataclasses.MISSING
 FORMATS = ("fp32", "fp16", "bf16")
 MEASURED = "measured by zerofx doctor --calibrate"
 _RATE = re.compile(r"([\d.]+)\s*([KMGTP]?)(?:i?B|FLOPS)?(?:/s)?", re.IGNORECASE)
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-# What is said of a figure: names say what a thing is, curves and sources have entries of their own.
-UNSOURCED = frozenset({"name", "device", "device_type", "backend", "curves", "sources"})
+NODES = Path(__file__).parent / "nodes"
+
+# What is planned for where nothing is said: on paper, and on a device of that type.
+DEFAULT = "cpu-box"
+DEFAULTS = {"cpu": DEFAULT, "cuda": "dgx-h100"}
+# Names of before, which `machine=` and files may still use.
+OLD_NAMES = {"cpu-gloo": "cpu-box", "cuda-nccl": "dgx-h100"}
+
+# The sizes of a description that names none, by type of device.
+SIZES: dict[str, dict[str, int]] = {
+    "cpu": {
+        # A unit's small parameters travel in its flat buffer for nothing, and a unit that has
+        # nothing else is merged into a neighbour's bucket; keeping them apart would add one refresh
+        # and one reduction a step (GPT, 4 layers x 32 wide: 3 collectives a step against 5).
+        "persist_below_bytes": 0,
+        # gloo's cost per byte doubles from 4 to 16 MB (the buffers leave the caches); below 1 MB
+        # the latency shows.
+        "bucket_bytes": 4 * 2**20,
+        # A direct exchange posts 2 * (world - 1) messages and receives into world - 1 buffers: fine
+        # within one host, but above that they contend for one network port.
+        "direct_exchange_max_world": 8,
+        # Measured from 1 KiB to 16 MiB at 2 and 4 ranks: a direct gather is never slower, a direct
+        # reduce 1.3 to 10 times faster, since gloo's reduce-scatter is an all-reduce of a copy.
+        "direct_gather_min_bytes": 0,
+        "direct_reduce_min_bytes": 0,
+        # A copy of 64 KiB takes about as long as its launch and its wait, some 10 us.
+        "offload_min_bytes": 64 * 2**10,
+        # One unit ahead hides as much as two: transfers share the cores with compute.
+        "prefetch": 1,
+    },
+    "cuda": {
+        # Like DeepSpeed's stage3_param_persistence_threshold (1e5 elements), but in bytes: norms
+        # and biases to 25,600 fp32 wide, a few MiB on the largest models.
+        "persist_below_bytes": 100 * 2**10,
+        # At 25 GB/s (one 200 Gbit/s port a GPU) 64 MiB take 2.7 ms, so that launch and latency are
+        # under 2 % of a collective.
+        "bucket_bytes": 64 * 2**20,
+        "direct_exchange_max_world": 0,
+        "direct_gather_min_bytes": 0,
+        "direct_reduce_min_bytes": 0,
+        # At 25 GB/s 1 MiB takes 40 us, four times what a launch and its events cost the host.
+        "offload_min_bytes": 2**20,
+        # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
+        "prefetch": 2,
+    },
+}
+# What is said of a figure: names say what a thing is, curves and sources have entries of their own,
+# and sizes are choices.
+UNSOURCED = frozenset(
+    {"name", "device", "device_type", "backend", "curves", "sources", *SIZES["cpu"]}
+)
 
 
 def rate(least: float, above: bool = False) -> Any:
@@ -47,6 +109,8 @@ def rate(least: float, above: bool = False) -> Any:
 
 
 def _rates(where: str, value: Any) -> Table[float]:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = dict.fromkeys(FORMATS, value)  # the same in every format
     if not isinstance(value, Mapping) or not value:
         raise refuse(where, value, f"is a mapping from formats ({', '.join(FORMATS)}) to rates")
     for name in value:
@@ -67,12 +131,22 @@ class Hardware:
 
     name, device: the preset's name, the product's.
     device_type, backend: what `torch.device(...).type` and the process group are called.
+
+    Sizes, of a plan that names none:
+    persist_below_bytes: parameters of fewer bytes stay gathered.
+    bucket_bytes: smaller units are merged into one collective up to this.
+    direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
+    direct_gather_min_bytes, direct_reduce_min_bytes: from this many bytes of a full bucket.
+    offload_min_bytes: activations of fewer bytes stay on the device.
+    prefetch: distance, in units.
+
+    Figures; those that are left out are those of the default hardware for the type of device:
     devices_per_node: how many devices share the fast links, host memory and disks; a rank has one.
     device_memory_bytes, memory_bytes_per_s: of one device.
     dense_flops_per_s: of matrix products on paper, by format; a format that the device does not
-        multiply fast in is left out.
+        multiply fast in is left out. A number is the same in every format.
     node_link_bytes_per_s: between devices of a node, of one device, one way.
-    network_bytes_per_s: between nodes, all ports of one node, one way; 0 where there is none.
+    network_bytes_per_s: between nodes, all ports of one node, one way; 0 if there is none.
     node_latency_us, network_latency_us: of one hop within a node, between two nodes.
     host_memory_bytes, host_memory_bytes_per_s: of the whole node.
     host_link_bytes_per_s: between host and one device, one way.
@@ -94,35 +168,55 @@ class Hardware:
     """
 
     name: str = spec_field(_REQUIRED, text)
-    device: str = spec_field(_REQUIRED, text)
+    device: str = spec_field(None, text)
     device_type: str = spec_field(_REQUIRED, one_of("cpu", "cuda"))
     backend: str = spec_field(_REQUIRED, one_of("gloo", "nccl"))
-    devices_per_node: int = spec_field(_REQUIRED, whole(1))
-    device_memory_bytes: int = spec_field(_REQUIRED, size(1))
+    persist_below_bytes: int = spec_field(_REQUIRED, size(0))
+    bucket_bytes: int = spec_field(_REQUIRED, size(0))
+    direct_exchange_max_world: int = spec_field(_REQUIRED, whole(0))
+    direct_gather_min_bytes: int = spec_field(_REQUIRED, size(0))
+    direct_reduce_min_bytes: int = spec_field(_REQUIRED, size(0))
+    offload_min_bytes: int = spec_field(_REQUIRED, size(0))
+    prefetch: int = spec_field(_REQUIRED, whole(0))
+    devices_per_node: int = spec_field(None, whole(1))
+    device_memory_bytes: int = spec_field(None, size(1))
     dense_flops_per_s: Mapping[str, float] = spec_field(_REQUIRED, _rates)
     memory_bytes_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
-    node_link_bytes_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
-    node_latency_us: float = spec_field(_REQUIRED, real(0))
-    network_bytes_per_s: float = spec_field(_REQUIRED, rate(0))
-    network_latency_us: float = spec_field(_REQUIRED, real(0))
-    host_memory_bytes: int = spec_field(_REQUIRED, size(1))
-    host_memory_bytes_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
+    node_link_bytes_per_s: float = spec_field(None, rate(0, above=True))
+    node_latency_us: float = spec_field(None, real(0))
+    network_bytes_per_s: float = spec_field(None, rate(0))
+    network_latency_us: float = spec_field(None, real(0))
+    host_memory_bytes: int = spec_field(None, size(1))
+    host_memory_bytes_per_s: float = spec_field(None, rate(0, above=True))
     host_link_bytes_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
-    node_host_link_bytes_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
-    nvme_bytes: int = spec_field(_REQUIRED, size(0))
-    nvme_read_bytes_per_s: float = spec_field(_REQUIRED, rate(0))
-    nvme_write_bytes_per_s: float = spec_field(_REQUIRED, rate(0))
-    host_update_elements_per_s: float = spec_field(_REQUIRED, rate(0, above=True))
-    launch_us: float = spec_field(_REQUIRED, real(0))
+    node_host_link_bytes_per_s: float = spec_field(None, rate(0, above=True))
+    nvme_bytes: int = spec_field(None, size(0))
+    nvme_read_bytes_per_s: float = spec_field(None, rate(0))
+    nvme_write_bytes_per_s: float = spec_field(None, rate(0))
+    host_update_elements_per_s: float = spec_field(None, rate(0, above=True))
+    launch_us: float = spec_field(None, real(0))
     curves: Mapping[str, Curve] = spec_field(Table({}), read_curves)
     sources: Mapping[str, str] = spec_field(Table({}), _sources)
 
     def __post_init__(self) -> None:
+        self._complete()
         read_fields(self, "Hardware")
         known = [*self.figures(), *KNOWN_FIELDS]
         for name in self.sources:
             if name not in known:
                 raise PlanError(f"Hardware.sources: unknown field {name!r}{nearest(name, known)}")
+
+    def _complete(self) -> None:
+        """Take figures that are left out from the default hardware for the type of device."""
+        left_out = [name for name in KNOWN_FIELDS if getattr(self, name) is None]
+        if not left_out or self.device_type not in DEFAULTS:
+            return
+        default = default_hardware(self.device_type)
+        for name in left_out:
+            object.__setattr__(self, name, getattr(default, name))
+        figures = (name for name in left_out if name not in UNSOURCED)
+        sources = dict.fromkeys(figures, f"as {default.name}") | dict(self.sources)
+        object.__setattr__(self, "sources", sources)
 
     def figures(self) -> list[str]:
         """Name everything that needs a source: the fields that hold figures, and the curves."""
@@ -131,6 +225,22 @@ class Hardware:
     def curve(self, name: str) -> Curve | None:
         """Return the curve of that name, None where nothing was measured."""
         return self.curves.get(name)
+
+    def algorithm(
+        self, collective: Literal["gather", "reduce"], backend: str, nbytes: int, world_size: int
+    ) -> Algorithm:
+        """Return how a bucket of `nbytes` (full) is gathered or reduced over `world_size` ranks.
+
+        `"direct"`: each rank sends each other rank its part (batch_isend_irecv); `"native"`: the
+        backend's own collective. Both sum in rank order, so the choice never changes a bit. It is
+        a function of these arguments and this description alone, so that ranks agree on it.
+        """
+        least = self.direct_gather_min_bytes
+        if collective == "reduce":
+            least = self.direct_reduce_min_bytes
+        # NCCL's own collectives follow the topology; a direct exchange would not.
+        is_direct = backend == "gloo" and 2 <= world_size <= self.direct_exchange_max_world
+        return "direct" if is_direct and nbytes >= least else "native"
 
     def check_world(self, world_size: int) -> None:
         """Refuse more ranks than a node has devices where there is no network between nodes.
@@ -145,13 +255,11 @@ class Hardware:
                 f"file with base: {self.name} and a network_bytes_per_s"
             )
 
-    def machine(self, compute: str = "fp32") -> Machine:
-        """Return what the passes plan with, for a plan that computes in the format `compute`.
-
-        Sizes and algorithms are those of the preset for the type of device; rates are ours.
+    def check_format(self, compute: str) -> None:
+        """Refuse a format in which the device does not multiply, so that no time is known.
 
         Raises:
-            UnpricedError: the device does not multiply in that format.
+            UnpricedError: naming the formats that it has.
         """
         if compute not in self.dense_flops_per_s:
             known = ", ".join(self.dense_flops_per_s)
@@ -159,21 +267,12 @@ class Hardware:
                 f"{self.name} has no rate for matrix products in {compute}; it has {known}: "
                 f"choose one of them as precision, or add dense_flops_per_s[{compute!r}]"
             )
-        preset = CUDA_NCCL if self.device_type == "cuda" else CPU_GLOO
-        return dataclasses.replace(
-            preset,
-            name=self.name,
-            backend=self.backend,
-            dense_flops_per_s=self.dense_flops_per_s[compute],
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            host_link_bytes_per_s=self.host_link_bytes_per_s,
-        )
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Hardware:
-        """Return what plain values describe: what `to_dict` gives."""
+        """Return what plain values describe: what `to_dict` gives; sizes may be left out."""
         check_names("hardware", given, KNOWN_FIELDS)
-        return cls(**given)
+        return cls(**with_sizes(given))
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field in plain values, as a hardware file holds them."""
@@ -182,5 +281,177 @@ class Hardware:
         tables = {name: dict(given[name]) for name in ("dense_flops_per_s", "sources")}
         return given | tables | {"curves": curves}
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Hardware:
+        """Read a YAML or JSON file; see `load_hardware`."""
+        return load_hardware(Path(path))
+
 
 KNOWN_FIELDS = [field.name for field in dataclasses.fields(Hardware)]
+OPTIONAL = ("curves", "sources")
+MERGED = ("dense_flops_per_s", *OPTIONAL)
+# A file without a base says one of these: all figures, or all that planning reads.
+COMPLETE = {
+    "hardware": [n for n in KNOWN_FIELDS if n not in OPTIONAL and n not in SIZES["cpu"]],
+    "machine": [f.name for f in dataclasses.fields(Hardware) if f.default is _REQUIRED],
+}
+
+
+def with_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the sizes that are left out, which follow from the type of device."""
+    return {**SIZES.get(str(given.get("device_type")), {}), **given}
+
+
+def default_hardware(device_type: str = "cpu") -> Hardware:
+    """Return what is planned for on such a device where nothing is said."""
+    return _shipped(DEFAULTS[device_type])
+
+
+def hardware_for(
+    device: torch.device | str, given: Hardware | str | os.PathLike[str] | None = None
+) -> Hardware:
+    """Return the hardware to plan for: the one given, else the default for `device`.
+
+    given: a description, a preset's name, or the path of a YAML or JSON file. It need not be of
+        the device's type: a laptop plans for GPUs.
+
+    Raises:
+        PlanError: no such preset or file, or no default for this type of device.
+    """
+    if isinstance(given, Hardware):
+        return given
+    if given is not None:
+        if not isinstance(given, (str, os.PathLike)):
+            raise PlanError(
+                f"machine is of type {type(given).__name__}; give a Hardware, a preset's name "
+                f"({', '.join(hardware_names())}), a file, or None"
+            )
+        return load_hardware(given, "machine")
+    device_type = torch.device(device).type
+    if device_type not in DEFAULTS:
+        raise PlanError(
+            f"no machine preset for device type {device_type!r}; presets are "
+            f"{', '.join(hardware_names())}; pass machine= with one of them or a file"
+        )
+    return default_hardware(device_type)
+
+
+def hardware_names() -> list[str]:
+    """List the presets, in the order of their names."""
+    return sorted(path.stem for path in NODES.glob("*.yaml"))
+
+
+def load_hardware(name_or_path: str | os.PathLike[str], what: str = "hardware") -> Hardware:
+    """Return the preset of that name, or what a YAML or JSON file describes.
+
+    `base: dgx-h100` in a file takes from that preset (or file, from the folder of this one) what
+    it leaves out; entries of `dense_flops_per_s`, `curves` and `sources` are added to the base's.
+    A file without a name has that of the file. What it changes without a source is said to be
+    given there. Without a base a file says all
+    figures or all that planning reads; sizes may be left out.
+
+    what: what errors call it: "hardware" or "machine".
+
+    Raises:
+        PlanError: no such preset, or a field that is unknown, missing or out of range.
+    """
+    if isinstance(name_or_path, os.PathLike) or Path(name_or_path).suffix in (
+        ".yaml", ".yml", ".json"
+    ):  # fmt: skip
+        return _from_file(Path(name_or_path), (), what)
+    return _preset(str(name_or_path), what)
+
+
+def _preset(name: str, what: str) -> Hardware:
+    known = hardware_names()
+    if name not in known and name not in OLD_NAMES:
+        longer = [each for each in known if name and name.lower() in each]
+        close = longer or difflib.get_close_matches(name, [*known, *OLD_NAMES], n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise PlanError(
+            f"unknown {what} {name!r}; {hint}known are {', '.join(known)}, or give a file that "
+            "ends in .yaml, .yml or .json"
+        )
+    return _shipped(OLD_NAMES.get(name, name))
+
+
+@cache
+def _shipped(name: str) -> Hardware:
+    return _from_file(NODES / f"{name}.yaml", (), "hardware")
+
+
+def _from_file(path: Path, above: tuple[Path, ...], what: str) -> Hardware:
+    path = path.resolve()
+    if path in above:
+        raise PlanError(f"{what} file {path} is a base of itself: {' -> '.join(map(str, above))}")
+    given = load_mapping(path, what)
+    base = given.pop("base", None)
+    try:
+        check_names(what, given, KNOWN_FIELDS)
+        # A preset's sources are complete, and a test says so; a user's file need not name any.
+        if path.parent != NODES.resolve():
+            given["sources"] = {**_given_in(path, given), **_mapping("sources", given)}
+        return Hardware(**_complete(path, given, base, (*above, path), what))
+    except PlanError as error:
+        raise PlanError(f"{what} file {path}: {error}") from error
+
+
+def _given_in(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
+    curves = _mapping("curves", given)
+    fields = [name for name in given if name not in UNSOURCED]
+    return {str(name): f"given in {path.name}" for name in (*fields, *curves)}
+
+
+def _complete(
+    path: Path, given: dict[str, Any], base: Any, above: tuple[Path, ...], what: str
+) -> dict[str, Any]:
+    if base is None:
+        missing = {form: [n for n in names if n not in given] for form, names in COMPLETE.items()}
+        if all(missing.values()):
+            raise PlanError(
+                f"leaves out {', '.join(missing[what])}; set them, or name a preset that has them: "
+                f"base: {hardware_names()[0]}"
+            )
+        return with_sizes(given)
+    if not isinstance(base, str):
+        raise refuse("base", base, "is the name of a preset or a file")
+    is_file = Path(base).suffix in (".yaml", ".yml", ".json")
+    found = _from_file(path.parent / base, above, what) if is_file else _preset(base, what)
+    complete = found.to_dict() | {"name": path.stem} | given
+    for name in MERGED:
+        is_number = isinstance(given.get(name), (int, float))  # one rate for every format
+        if not (is_number and name == "dense_flops_per_s"):
+            complete[name] = {**getattr(found, name), **_mapping(name, given)}
+    return complete
+
+
+def _mapping(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    value = given.get(name, {})
+    if not isinstance(value, Mapping):
+        raise refuse(f"Hardware.{name}", value, "is a mapping")
+    return value
+
+
+def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
+    """Write a YAML file that `load_hardware` reads back: a field, curve or source a line."""
+    lines = []
+    for name, value in hardware.to_dict().items():
+        if not isinstance(value, dict):
+            lines.append(f"{name}: {_plain(value)}")
+            continue
+        lines.append(f"{name}:" if value else f"{name}: {{}}")
+        lines += [f"  {key}: {_plain(each)}" for key, each in value.items()]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"hardware file {path} cannot be written: {error.strerror}") from error
+
+
+def _plain(value: Any) -> str:
+    """Write one value on one line; YAML takes a number with an exponent for text without a dot."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if isinstance(value, float):
+        digits, e, exponent = repr(value).partition("e")
+        return digits + ("" if "." in digits or not e else ".0") + e + exponent
+    return json.dumps(value, ensure_ascii=False)

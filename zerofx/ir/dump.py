@@ -81,7 +81,8 @@ def header(program: Program, entry: Entry, comm_bytes: int, peak_bytes: int) -> 
     before = program.history[-1] if program.history else None
     parts = [f"{len(program.history):02d} {entry.pass_spec}"]
     if program.layout is not None:
-        parts.append(f"stage={program.plan.stage} world={program.world_size}")
+        where = f"world={program.world_size} on {program.hardware.name}"
+        parts.append(f"stage={program.plan.stage} {where}")
     num_before = before.num_nodes if before else entry.num_nodes
     parts.append(f"nodes {num_before} -> {entry.num_nodes}")
     parts.append(f"comm {format_bytes(comm_bytes)}")

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
+from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.tiles import Tile
@@ -168,6 +169,7 @@ class Program:
     signature: digest of inputs, parameters and computation: equal for interchangeable programs.
     directory: the emitted directory that the program was loaded from.
     decisions: what the budget decided, each with its reason.
+    hardware: what it was planned for, or will be.
     compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
     loop: what memory is counted for, and the budget was solved for.
     pool: the slots that other programs of the model need too.
@@ -183,7 +185,7 @@ class Program:
     is_training: bool = True
     world_size: int = 1
     plan: Any = None
-    machine: Any = None
+    hardware: Hardware = field(default_factory=default_hardware, repr=False)
     layout: Layout | None = None
     facts: frozenset = frozenset()
     history: list[Entry] = field(default_factory=list)
@@ -214,21 +216,31 @@ class Program:
         """Return the program as text: level summary, units, regions, nodes or full."""
         return _report("dump")(self, level=level)
 
-    def schedule(self) -> Any:
-        """Return what runs when in each lane: print it, or take its `to_dict()`."""
-        return _report("schedule")(self)
+    def schedule(self, basis: str = "aten") -> Any:
+        """Return what runs when in each lane: print it, or take its `to_dict()`.
+
+        basis: as in `memory`.
+        """
+        return _report("schedule")(self, basis=basis)
 
     def memory(self, **options: Any) -> Any:
-        """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`."""
+        """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`.
+
+        options: `basis="aten"` (the default) counts regions op by op, `"compiled"` as Inductor
+            compiles them, which takes a compile of those that the cache lacks; `optimizer_bytes`
+            per element; `keeps_results`, whether the loop holds all results until step() or the
+            loss alone (the default); `accumulation`, `no_sync`.
+        """
         return _report("memory")(self, **options)
 
-    def look(self, recording: Any = None, hardware: Any = None) -> Any:
+    def look(self, recording: Any = None, hardware: Any = None, basis: str = "aten") -> Any:
         """Return the lanes over time: print it, or write its `page` or its `trace` for Perfetto.
 
         recording: what `zerofx.record` found of this program, or the files it was saved in.
         hardware: for which times are predicted: a name, a file, a description.
+        basis: as in `memory`.
         """
-        return _report("look")(self, recording=recording, hardware=hardware)
+        return _report("look")(self, recording=recording, hardware=hardware, basis=basis)
 
     def view(self, path: str | os.PathLike[str], passes: bool = True, **beside: Any) -> Path:
         """Write one offline HTML page: lanes over time, memory, every pass and decision.

@@ -3,7 +3,7 @@
 The program is first compiled on paper with everything kept. Its curve of bytes says by how much
 each moment is over the budget, its segments what could be given up and for what time; `solve`
 picks, and the result is compiled on paper too, until it fits. Identical layers are solved once. All
-of it is a function of program, plan and machine.
+of it is a function of program, plan and hardware.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from zerofx.analysis.activations import Policy, Solved
 from zerofx.analysis.memory import Memory, memory
 from zerofx.analysis.options import Link
+from zerofx.analysis.prices import Roofline
+from zerofx.analysis.steps import Lane
 from zerofx.analysis.tradeoffs import Tradeoffs, solve_fraction
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Program
-from zerofx.machine import Machine
 from zerofx.plan import Plan
 from zerofx.sizes import format_bytes
 
@@ -66,21 +67,21 @@ def budget_for(peak_bytes: int) -> int:
     return peak_bytes + (peak_bytes - 1) // (SPARE - 1)
 
 
-def link_of(plan: Plan, machine: Machine) -> Link | None:
+def link_of(plan: Plan, prices: Roofline) -> Link | None:
     """Return the way to the host that activations may take; None where the plan offloads none.
 
     On a CPU copies run inline; on a GPU they have lanes of their own.
     """
     if plan.offload.activations == "none":
         return None
-    rate = machine.host_link_bytes_per_s / 1e6
-    return Link(rate, machine.offload_min_bytes, machine.device_type == "cuda")
+    least_bytes = prices.hardware.offload_min_bytes
+    return Link(lambda n: prices.copy(Lane.D2H, n).us, least_bytes, not prices.is_inline)
 
 
 def decide(
     captured: Program,
     plan: Plan,
-    machine: Machine,
+    prices: Roofline,
     prefetch: int,
     trial: Trial,
     margin_bytes: int = 0,
@@ -93,8 +94,8 @@ def decide(
     Raises:
         BudgetError: nothing fits; it says the least that does, and what stands at that peak.
     """
-    link = link_of(plan, machine)
-    tradeoffs = functools.cache(lambda: Tradeoffs(captured, machine, link, plan.host_budget))
+    link = link_of(plan, prices)
+    tradeoffs = functools.cache(lambda: Tradeoffs(captured, prices, link, plan.host_budget))
     least: Memory | None = None
     for distance in range(prefetch, -1, -1) if plan.prefetch == "auto" else (prefetch,):
         attempt = _Attempt(captured, plan, distance, trial, tradeoffs, margin_bytes)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from zerofx.errors import PlanError
 from zerofx.fields import nearest, whole
+from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Pool
-from zerofx.machine import Machine
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass
@@ -47,7 +47,7 @@ class Setting:
 
     plan: Plan
     world_size: int
-    machine: Machine
+    hardware: Hardware
     layout: Layout | None = None
     choices: Choices | None = None
     loop: Loop = field(default_factory=Loop)
@@ -86,7 +86,7 @@ PLACE: list[Make] = [
         everything=s.plan.offload.activations != "none" and s.plan.activations != "auto",
         values=s.choices.offloaded if s.choices else (),
         distance=distance(s),
-        least_bytes=s.machine.offload_min_bytes,
+        least_bytes=s.hardware.offload_min_bytes,
         # what else is on the host is counted with it, behind the last pass
         host_budget_bytes=None if _spills(s) or _lives_away(s) else s.plan.host_budget,
     ),
@@ -96,8 +96,8 @@ PLACE: list[Make] = [
     lambda s: AssignBuckets(
         plan=s.plan,
         world_size=s.world_size,
-        persist_below=_or(s.plan.persist_below, s.machine.persist_below_bytes),
-        bucket_bytes=_or(s.plan.bucket_bytes, s.machine.bucket_bytes),
+        persist_below=_or(s.plan.persist_below, s.hardware.persist_below_bytes),
+        bucket_bytes=_or(s.plan.bucket_bytes, s.hardware.bucket_bytes),
         layout=s.layout,
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
@@ -137,7 +137,7 @@ def _patterns(setting: Setting) -> str:
     """Return what may be fused: it changes rounding, and on CPU only the loss head gains by it."""
     if setting.plan.numerics == "bitwise":
         return "none"
-    return "all" if setting.machine.device_type == "cuda" else "linear-cross-entropy"
+    return "all" if setting.hardware.device_type == "cuda" else "linear-cross-entropy"
 
 
 def _or(value: int | None, default: int) -> int:
@@ -149,7 +149,7 @@ def distance(setting: Setting) -> int:
     if setting.choices is not None:
         return setting.choices.prefetch
     prefetch = setting.plan.prefetch
-    return setting.machine.prefetch if prefetch == "auto" else int(prefetch)
+    return setting.hardware.prefetch if prefetch == "auto" else int(prefetch)
 
 
 _ADDED: list[tuple[str, Make]] = []  # after the pass of this name

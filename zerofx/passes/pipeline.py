@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory import memory
+from zerofx.analysis.prices import Roofline
 from zerofx.analysis.traffic import traffic
 from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
@@ -79,7 +80,8 @@ def _num_nodes(program: Program) -> int:
 def _recorded(program: Program, spec: str, summary: str) -> Entry:
     """Return the entry of a pass that has just run, its record made at once."""
     entry = Entry(spec, summary, _num_nodes(program))
-    comm, peak = traffic(program).sent_bytes, peak_bytes(program)
+    comm = traffic(program).sent_bytes
+    peak = memory(program, keeps_results=False).peak_bytes
     record = Record(comm, peak, header(program, entry, comm, peak), dump_body(program))
     return replace(entry, record=lambda: record)
 
@@ -107,7 +109,7 @@ def run(
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
     last = names.index(until) if until is not None else len(pipeline.passes)
     program = program.clone()
-    program.plan, program.machine = setting.plan, setting.machine
+    program.plan, program.hardware = setting.plan, setting.hardware
     program.loop, program.pool = setting.loop, setting.pool
     source, history = program.clone(), program.history
     ran: list[Pass] = []
@@ -155,7 +157,7 @@ def resume(program: Program, setting: Setting, after: str) -> Program:
     passes = build(setting).passes
     first = [p.name for p in passes].index(after) + 1
     program = program.clone()
-    program.plan, program.machine = setting.plan, setting.machine
+    program.plan, program.hardware = setting.plan, setting.hardware
     program.loop, program.pool = setting.loop, setting.pool
     for p in passes[first:]:
         _apply(program, p, Proof.NONE)
@@ -181,7 +183,8 @@ def decide_budget(program: Program, setting: Setting) -> Choices:
         return tried
 
     ahead = distance(setting)
-    return decide(program, setting.plan, setting.machine, ahead, trial, setting.margin_bytes)
+    prices = Roofline.of(setting.plan, setting.hardware, setting.world_size)
+    return decide(program, setting.plan, prices, ahead, trial, setting.margin_bytes)
 
 
 @paused_collector()

@@ -33,6 +33,7 @@ from zerofx.compat.inductor import (
     is_fault_of_machine,
     load_artifact,
     probe_compiler,
+    wrapper_of,
 )
 from zerofx.errors import ProgramError
 from zerofx.runtime.meeting import timeout_s
@@ -118,10 +119,33 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
 
 def _path(module: ModuleType) -> Path:
     device = module.INPUTS[0][3] if module.INPUTS else "cpu"
-    source = Path(str(module.__file__)).read_text()
-    path = cache_dir() / "regions" / f"{artifact_key(source, device)}.bin"
+    path = artifact_path(Path(str(module.__file__)).read_text(), device)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def artifact_path(source: str, device: str) -> Path:
+    """Return where the compiled form of a region's source lies, or would lie."""
+    return cache_dir() / "regions" / f"{artifact_key(source, device)}.bin"
+
+
+def generated_source(path: Path) -> tuple[Path | None, bool]:
+    """Return where Inductor's source for an artifact lies, and whether that is known for good.
+
+    Nothing is generated for a region of views alone, or one that Inductor cannot compile.
+    """
+    source = Path(wrapper_of(str(path)))
+    if source.exists():
+        return source, True
+    return None, _num_bytes(path) == 0 and _is_known(path)
+
+
+def compile_missing(name: str, module: ModuleType) -> None:
+    """Compile a region whose generated source is not in the cache."""
+    path, limit_s = _path(module), lock_limit_s()
+    with _lock(path.with_suffix(".lock"), limit_s) as held:
+        if not generated_source(path)[1]:
+            _compile(name, module, path, limit_s if held else _STUCK_S)
 
 
 def _compiled(name: str, module: ModuleType, path: Path, patient: bool) -> Region | None:

@@ -112,9 +112,9 @@ class Bounds:
             if plan.offload.activations != "nvme":
                 del offload["path"]
             bare = Plan.from_dict(plan.to_dict() | ALONE | {"offload": offload})
-            machine = self.hardware.machine(plan.precision.compute)
+            self.hardware.check_format(plan.precision.compute)
             programs = self.family.finished(
-                choice.samples, Setting(bare, 1, machine, loop=Loop()), key
+                choice.samples, Setting(bare, 1, self.hardware, loop=Loop()), key
             )
             found = [self._alone_in(program) for program in programs]
             columns = zip(*found, strict=True)
@@ -133,7 +133,7 @@ class Bounds:
     def _lanes(self, choice: Choice, alone: Alone) -> dict[str, float]:
         """Return the least time of each lane; the device computes, updates and waits in one."""
         plan, times = choice.plan, choice.accumulation
-        prices = Roofline(self.hardware, self.world_size, plan.kernels == "inductor")
+        prices = Roofline.of(plan, self.hardware, self.world_size)
         ranks, copies = plan.axis_sizes(self.world_size)
         numel, item = self.family.numel, ITEM_BYTES[plan.precision.compute]
         trained = self.family.trained_numel

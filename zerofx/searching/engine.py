@@ -118,7 +118,7 @@ class Search:
             if self.bounded[choice].peak_bytes <= limit:
                 found.setdefault(choice.kin, []).append(choice)
         for kin in found.values():
-            kin.sort(key=lambda choice: choice.holds(self.space.machine))
+            kin.sort(key=lambda choice: choice.holds(self.hardware))
         return found
 
     def exactly(self, choice: Choice) -> Bound | None:

@@ -112,9 +112,9 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
     Raises:
         ZerofxError: the plan cannot be, for this model.
     """
-    machine = hardware.machine(choice.plan.precision.compute)
+    hardware.check_format(choice.plan.precision.compute)
     setting = Setting(
-        choice.plan, world_size, machine, loop=Loop(choice.accumulation, choice.no_sync)
+        choice.plan, world_size, hardware, loop=Loop(choice.accumulation, choice.no_sync)
     )
     programs = family.finished(choice.samples, setting, choice.shape)
     found = [_looped(choice, program, hardware, family.loop) for program in programs]

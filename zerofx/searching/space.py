@@ -11,7 +11,6 @@ from typing import Any
 
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
-from zerofx.machine import Machine
 from zerofx.plan import Plan
 
 MIB = 2**20
@@ -52,11 +51,11 @@ class Choice:
         plan = replace(self.plan, prefetch="auto", bucket_bytes=None)
         return plan, self.samples, self.accumulation, self.no_sync
 
-    def holds(self, machine: Machine) -> tuple[int, int]:
+    def holds(self, hardware: Hardware) -> tuple[int, int]:
         """Return (bytes of a bucket, prefetch distance): the less of them, the less is held."""
         plan = self.plan
-        distance = machine.prefetch if plan.prefetch == "auto" else int(plan.prefetch)
-        return plan.bucket_bytes or machine.bucket_bytes, distance
+        distance = hardware.prefetch if plan.prefetch == "auto" else int(plan.prefetch)
+        return plan.bucket_bytes or hardware.bucket_bytes, distance
 
     def words(self) -> str:
         """Say what was chosen, in a line."""
@@ -92,10 +91,6 @@ class Space:
     tiled: tuple[str, ...]
     nvme: str
     most_samples: int | None = None
-
-    @cached_property
-    def machine(self) -> Machine:
-        return self.hardware.machine(self.base.precision.compute)
 
     def choices(self) -> Iterator[Choice]:
         """Yield every choice that contradicts nothing, the plainest first."""
@@ -199,8 +194,8 @@ class Space:
         return ["off", dict.fromkeys(self.tiled, TILES)] if self.tiled else ["off"]
 
     def _prefetch(self) -> list[Any]:
-        return ["auto", *(d for d in (1, 3) if d != self.machine.prefetch)]
+        return ["auto", *(d for d in (1, 3) if d != self.hardware.prefetch)]
 
     def _bucket_bytes(self) -> list[Any]:
-        """The machine's own size, and one that joins more."""
-        return [None, 4 * self.machine.bucket_bytes]
+        """The hardware's own size, and one that joins more."""
+        return [None, 4 * self.hardware.bucket_bytes]

@@ -37,7 +37,7 @@ class SearchView:
         space, counts = self.found.space, self.found.counts
         lines = [
             f"{space.world_size} ranks of {space.hardware.name}, {space.global_samples} samples a "
-            f"step, in {space.base.precision.compute}",
+            f"step, in {space.base.precision.compute}; memory: regions as ATen",
             f"{counts.considered} plans considered: {counts.too_large} hold too much by a bound, "
             f"{counts.too_slow} could not be the fastest, {counts.priced} priced, "
             f"{counts.refused} cannot be",

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured
+from zerofx.analysis.memory import ATEN
 from zerofx.analysis.steps import Lane, StepList
 from zerofx.ir.program import Program
 from zerofx.ir.text import as_text
@@ -33,6 +34,7 @@ class Look:
     predicted: the prediction on some hardware, if there is one.
     in_steps: no times are known: the only track is the schedule, each step one wide.
     unpriced: why there is no prediction on the hardware that was asked for.
+    basis: what regions are counted as in memory, "aten" or "compiled".
     """
 
     program: Program
@@ -42,9 +44,10 @@ class Look:
     predicted: Forecast | None = None
     in_steps: bool = False
     unpriced: str = ""
+    basis: str = ATEN
 
     def __str__(self) -> str:
-        lines = [f"# {title(self.program)}"]
+        lines = [f"# {title(self.program, self.basis)}"]
         lines += [f"no predicted times: {self.unpriced}"] if self.unpriced else []
         for track in self.tracks:
             end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
@@ -133,7 +136,7 @@ class Look:
 
 def look(
     program: Program, schedule: StepList, predicted: Forecast | None, recorded: Sequence[Measured],
-    unpriced: str = "",
+    unpriced: str = "", basis: str = ATEN,
 ) -> Look:  # fmt: skip
     """Return a program's look from what was predicted and recorded of it.
 
@@ -144,8 +147,8 @@ def look(
     starts = [0] * (predicted is not None) + [m.walls_ns[m.typical] for m in recorded]
     if not tracks:
         track = step_track(schedule)
-        return Look(program, schedule, (track,), (0,), in_steps=True, unpriced=unpriced)
-    return Look(program, schedule, tuple(tracks), tuple(starts), predicted, unpriced=unpriced)
+        return Look(program, schedule, (track,), (0,), None, True, unpriced, basis)
+    return Look(program, schedule, tuple(tracks), tuple(starts), predicted, False, unpriced, basis)
 
 
 def beside(measured: int, predicted: int) -> str:

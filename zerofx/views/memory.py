@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.memory import ADAMW_STATE_BYTES, Held, Memory, memory
+from zerofx.analysis.memory import ADAMW_STATE_BYTES, ATEN, Held, Memory, memory
 from zerofx.analysis.storage import Category, Compiled
 from zerofx.analysis.traffic import Traffic, traffic
-from zerofx.ir.meta import info
+from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
@@ -186,13 +186,18 @@ def view(
     program: Program,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
-    keeps_results: bool = True,
+    keeps_results: bool = False,
     accumulation: int | None = None,
     no_sync: bool | None = None,
+    basis: str = ATEN,
 ) -> MemoryView:
-    """Return the memory of one rank over a step of a program; see analysis.memory.memory."""
+    """Return the memory of one rank over a step of a program; see analysis.memory.memory.
+
+    basis: by what `compiled` was chosen.
+    """
     report = memory(program, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
-    return shown(program, report, traffic(program), optimizer_bytes, compiled)
+    sent = traffic(program)
+    return shown(program, report, sent, optimizer_bytes, compiled, keeps_results, basis)
 
 
 def shown(
@@ -201,10 +206,22 @@ def shown(
     sent: Traffic,
     optimizer_bytes: int,
     compiled: Compiled | None = None,
+    keeps_results: bool = False,
+    basis: str = ATEN,
 ) -> MemoryView:
     """Return the view of what is known already of a program's memory and traffic."""
     known = f"{len(compiled or {})} regions as Inductor compiled them"
-    basis = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
+    said = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
+    if _has_more_than_a_loss(program):
+        said += f"; until step() the loop holds {'all results' if keeps_results else 'the loss'}"
     if report.micro.packs_apart:
-        basis += f"; {report.micro}"
-    return MemoryView(title(program), report, sent, optimizer_bytes, basis, program.decisions)
+        said += f"; {report.micro}"
+    heading = title(program, basis)
+    return MemoryView(heading, report, sent, optimizer_bytes, said, program.decisions)
+
+
+def _has_more_than_a_loss(program: Program) -> bool:
+    """Tell whether a training program returns anything that the loop may keep beside the loss."""
+    results = (s for specs in program.outputs.values() for s in specs if s.role is Role.OUTPUT)
+    loss = program.calling.loss
+    return program.is_training and any(s.index != loss for s in results)

@@ -42,6 +42,9 @@ class Shown(Protocol):
     @property
     def in_steps(self) -> bool: ...
 
+    @property
+    def basis(self) -> str: ...
+
 
 def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     """Return everything that the page's script reads. passes: with what each changed."""
@@ -52,7 +55,7 @@ def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     place = {name: i for i, name in enumerate(about)}
     report = schedule.memory
     return {
-        "title": title(program),
+        "title": title(program, shown.basis),
         "lanes": [lane.value for lane in Lane],
         "graphs": GRAPHS,
         "steps": steps,

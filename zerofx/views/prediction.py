@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from zerofx.analysis.forecast import Forecast, Range
+from zerofx.analysis.memory import ATEN
 from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.memory import MemoryView
@@ -30,11 +31,13 @@ class WayOut(Protocol):
 class PredictionView:
     """What is known of a step before it runs: print it, or take `to_dict()` for JSON.
 
+    basis: what regions are counted as in memory, "aten" or "compiled".
     seek: looks for what fits in place of a plan that does not; None where the plan is settled.
     """
 
     forecast: Forecast
     memory: MemoryView
+    basis: str = ATEN
     seek: Callable[[], WayOut] | None = None
 
     @property
@@ -71,7 +74,7 @@ class PredictionView:
         ranks, hardware = self.forecast.program.world_size, self.forecast.hardware
         nodes = -(-ranks // hardware.devices_per_node)
         where = f"{hardware.name}, {nodes} node{'s' if nodes > 1 else ''}"
-        return f"{title(self.forecast.program)} on {where}"
+        return title(self.forecast.program, self.basis, where)
 
     def __str__(self) -> str:
         return as_text(self.lines())
@@ -128,6 +131,7 @@ class PredictionView:
         return {
             "title": self.title,
             "hardware": found.hardware.name,
+            "basis": self.basis,
             "world_size": found.program.world_size,
             "fits": self.fits,
             "shortages": [{**asdict(s), "missing_bytes": s.missing_bytes} for s in found.shortages],

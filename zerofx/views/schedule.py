@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerofx.analysis.memory import ATEN, COMPILED, runs_compiled
 from zerofx.analysis.steps import Lane, Step, StepList, schedule
 from zerofx.analysis.storage import Compiled
 from zerofx.ir.program import Program
@@ -113,17 +114,25 @@ class ScheduleView:
         }
 
 
-def view(program: Program, compiled: Compiled | None = None) -> ScheduleView:
-    """Return the schedule of a program."""
-    return ScheduleView(title(program), schedule(program, compiled))
+def view(program: Program, compiled: Compiled | None = None, basis: str = ATEN) -> ScheduleView:
+    """Return the schedule of a program. compiled: see `memory`; basis: what it was chosen by."""
+    return ScheduleView(title(program, basis), schedule(program, compiled))
 
 
-def title(program: Program) -> str:
-    """Name a program for the first line of a view."""
+def title(program: Program, basis: str = ATEN, where: str = "") -> str:
+    """Name a program, its hardware and the basis of its memory for the first line of a view.
+
+    where: the hardware in other words than its name.
+    """
     kind = "training" if program.is_training else "inference"
     if program.plan is None:
         return f"{program.model_name}: {kind}"
-    return f"{program.model_name}: {kind}   stage={program.plan.stage} world={program.world_size}"
+    setting = f"stage={program.plan.stage} world={program.world_size}"
+    regions = "compiled" if basis == COMPILED and runs_compiled(program) else "ATen"
+    return (
+        f"{program.model_name}: {kind}   {setting} on {where or program.hardware.name}   "
+        f"memory: regions as {regions}"
+    )
 
 
 def _cell(step: Step) -> str:
