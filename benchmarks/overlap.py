@@ -37,10 +37,10 @@ from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx import nvme
-from zerofx.analysis.host_places import IN_STEP
 from zerofx.analysis.steps import Lane
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.runtime.policy.staging import at_once_in_step
 
 TARGETS = {"cpu": 1.15, "nvme": 1.25}  # of the longest lane, by where the states are
 NUM_MODELS, BYTES_PER_PARAM = 3, 24
@@ -105,7 +105,9 @@ def disk(model: zerofx.CompiledModule, store: nvme.NvmeStore) -> Callable[[], No
     """
     pieces = [(lane, *piece) for lane, piece in extents(model)]
     largest = max(nbytes for _, _, nbytes in pieces)
-    buffers = [nvme.aligned_empty(largest, dtype=torch.uint8) for _ in range(2 * IN_STEP * 3)]
+    buffers = [
+        nvme.aligned_empty(largest, dtype=torch.uint8) for _ in range(2 * at_once_in_step() * 3)
+    ]
 
     def move() -> None:
         under_way: list[nvme.Request] = []

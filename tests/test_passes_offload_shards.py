@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_cases import BOTH, OPTIMIZER, PARAMETERS, Choice
+from oracle_cases import BOTH, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice
 from passes_compact import before, final, order, pass_named, run
 from torch import fx
 
@@ -256,3 +256,15 @@ def test_golden_texts() -> None:
     rows = render(program)["schedule.py"].split("def ", 1)[1].splitlines()
     words = ("rt.reload_shard", "rt.offload_grad", "rt.wait(offl", "rt.wait(relo", "rt.release(sha")
     goldens.check("emitted_away", "\n".join(r for r in rows if any(w in r for w in words)))
+
+
+def test_values_of_every_node_are_fake() -> None:
+    """A rule that allocates would take a model's whole memory while it is planned."""
+    from zerofx.compat.graphs import FakeTensor
+
+    for offload in (BOTH, SPILLED, STORED):
+        program = final("gpt", Choice(3, offload=offload, **FINE))
+        for gm in program.graphs.values():
+            for node in gm.graph.nodes:
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    assert isinstance(node.meta["val"], FakeTensor), node

@@ -53,8 +53,10 @@ def test_schedule_twin_has_every_step() -> None:
 
 
 def test_every_short_word_of_a_schedule_is_explained() -> None:
-    verbs = {spec.verb for spec in specs() if spec.kind in (Kind.LAUNCH, Kind.SYNC)}
-    assert verbs == set(meanings()) and all(meanings().values())
+    assert all(meanings().values())
+    own = [spec for spec in specs() if spec.runtime is None]  # tests declare ops as well
+    verbs = {spec.verb for spec in own if spec.kind in (Kind.LAUNCH, Kind.SYNC)}
+    assert verbs <= set(meanings())
     glossary = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text()
     rows = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| ")]
     words = {word.strip() for row in rows for word in row.split(",")}

@@ -150,7 +150,8 @@ def call(
     named = dict(named or {})
     node = graph.call_function(target, args, named)  # type: ignore[arg-type]
     spec = spec_of(node)
-    rule: Any = target if spec is None else spec.fake
+    # a view's rule makes nothing, so that it needs no fake mode around it
+    rule: Any = spec.fake if spec is not None and spec.kind is Kind.VIEW else target
     values = value_of(args)
     if shares_value:
         node.meta["val"] = fake_value(target, values, named, rule)
