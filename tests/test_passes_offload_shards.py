@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, final
+from oracle_cases import BOTH, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice
 from passes_compact import before, final, order, pass_named, run
 from torch import fx
 
@@ -263,7 +263,7 @@ def test_values_of_every_node_are_fake() -> None:
     from zerofx.compat.graphs import FakeTensor
 
     for offload in (BOTH, SPILLED, STORED):
-        program = final("gpt", Choice(3, units=FINE, offload=offload))
+        program = final("gpt", Choice(3, offload=offload, **FINE))
         for gm in program.graphs.values():
             for node in gm.graph.nodes:
                 if isinstance(node.meta.get("val"), torch.Tensor):
