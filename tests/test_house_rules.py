@@ -221,6 +221,20 @@ def test_words_that_prose_avoids(word: str) -> None:
     assert len(found) <= WORDS[word], "write it in plain English: " + ", ".join(found)
 
 
+def test_ops_are_named_by_the_passes_that_insert_them_only() -> None:
+    """All else asks a node's spec: `zerofx.ops` is for what it is made of, and for passes."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] in ("ops", "passes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                if any(name.startswith("zerofx.ops.") or name == "zerofx.ops" for name in names):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "ask spec_of(node) instead"
+
+
 def test_lists_are_current() -> None:
     """What was put right meanwhile has left the lists."""
     gone = {

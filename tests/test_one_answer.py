@@ -90,7 +90,7 @@ def answers(
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path / "cache"))
-    path = tmp_path / "one_answer_targets.py"
+    path = tmp_path / "one_answer_nets.py"
     path.write_text(MODELS)
     return str(path)
 
