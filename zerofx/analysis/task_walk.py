@@ -16,13 +16,11 @@ from zerofx.analysis.task import Price, TaskList
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Program
-from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of
+from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of, verb_of
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.tiers import Tier
-
-_WAYS = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.NVME: "RD", Lane.TO_NVME: "WR"}
 
 
 @dataclass
@@ -137,7 +135,7 @@ class Walk:
 
     def copy(self, node: fx.Node, lane: Lane, size: int, beside: bool = False) -> None:
         """Append a copy between tiers. beside: something else than the cores moves it."""
-        name = f"{_WAYS[lane]} {self.label(node)}"
+        name = f"{verb_of(lane)} {self.label(node)}"
         price = self.found.prices.copy(lane, size)
         before = self.data(node)
         self.behind[node] = self.found.moves(lane, name, price, info(node), before, beside)

@@ -338,6 +338,11 @@ def timed_calls() -> tuple[str, ...]:
     return tuple(spec.call for spec in specs() if spec.kind in STEPS)
 
 
+def verb_of(lane: Lane) -> str:
+    """Return the verb of the launches on a lane that is for one way, as those between tiers are."""
+    return next(s.verb for s in specs() if s.kind is Kind.LAUNCH and s.lane is lane)
+
+
 def meanings() -> dict[str, str]:
     """Return what each verb of a launch means, in the order of the lanes."""
     order = list(Lane)

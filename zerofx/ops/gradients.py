@@ -7,7 +7,7 @@ p.grad. `update` runs the optimizer over a shard, in place: what backward does i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -551,12 +551,15 @@ pack = define(
         erase=_erase_pack,
     )
 )
-reduce_scatter = define(
-    OpSpec(
-        schema="reduce_scatter(Tensor packed, int bucket, int numel, float scale) -> Tensor",
+
+
+def _reduction(name: str, axis: str, verb: str, read: Callable[..., Any]) -> OpSpec:
+    """Return the spec of a reduction over one axis: they differ in that alone."""
+    return OpSpec(
+        schema=f"{name}(Tensor packed, int bucket, int numel, float scale) -> Tensor",
         kind=Kind.LAUNCH,
         carries=Carries.GRADIENTS,
-        axis="shard",
+        axis=axis,
         bucket=1,
         in_backward=True,
         takes=frozenset({Holds.PACKED}),
@@ -564,8 +567,8 @@ reduce_scatter = define(
         run=lambda calls, packed, bucket, numel, scale: calls.reduce(packed, bucket, scale),
         has_effect=True,
         lane=Lane.REDUCE,
-        verb="RS",
-        means="reduce-scatter",
+        verb=verb,
+        means=name.replace("_", "-"),
         task=_task_reduce,
         sends=_sends_reduce,
         hold=_hold_reduced,
@@ -574,39 +577,14 @@ reduce_scatter = define(
         arrives_as=lambda wait: f"reduced_{info(wait).index}",
         place="reduce",
         write=_write_reduce,
-        read=_read_reduce_scatter,
+        read=read,
         order=_order_reduce,
         erase=_erase_reduce,
     )
-)
-all_reduce = define(
-    OpSpec(
-        schema="all_reduce(Tensor packed, int bucket, int numel, float scale) -> Tensor",
-        kind=Kind.LAUNCH,
-        carries=Carries.GRADIENTS,
-        axis="replicate",
-        bucket=1,
-        in_backward=True,
-        takes=frozenset({Holds.PACKED}),
-        fake=lambda packed, bucket, numel, scale: packed.new_empty(numel),
-        run=lambda calls, packed, bucket, numel, scale: calls.reduce(packed, bucket, scale),
-        has_effect=True,
-        lane=Lane.REDUCE,
-        verb="AR",
-        means="all-reduce",
-        task=_task_reduce,
-        sends=_sends_reduce,
-        hold=_hold_reduced,
-        is_static=_is_reduced_static,
-        stem="reduce",
-        arrives_as=lambda wait: f"reduced_{info(wait).index}",
-        place="reduce",
-        write=_write_reduce,
-        read=_read_all_reduce,
-        order=_order_reduce,
-        erase=_erase_reduce,
-    )
-)
+
+
+reduce_scatter = define(_reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter))
+all_reduce = define(_reduction("all_reduce", "replicate", "AR", _read_all_reduce))
 store_grad = define(
     OpSpec(
         schema="store_grad(Tensor reduced, int bucket, *, ScalarType? dtype=None) -> Tensor",

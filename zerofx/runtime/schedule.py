@@ -25,83 +25,67 @@ class Schedule(Protocol):
     parameters by their positions in their bucket. A launch's result may be read after `wait` only.
     """
 
-    @property
-    def all_gather(self) -> Callable[..., InFlight]:
-        """Launch the all-gather of a bucket: `(shard, bucket, slot=-1)`."""
+    def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> InFlight:
+        """Launch the all-gather of a bucket into a slot."""
 
-    @property
-    def refresh(self) -> Callable[..., InFlight]:
-        """Launch the all-gather of a bucket that stays, if it is stale: `(shard, bucket)`."""
+    def refresh(self, shard: Tensor, bucket: int) -> InFlight:
+        """Launch the all-gather of a bucket that stays, if its copy is stale."""
 
-    @property
-    def resident(self) -> Callable[..., Tensor]:
-        """Return the copy that stays, as this step's forward left it: `(shard, bucket)`."""
+    def resident(self, shard: Tensor, bucket: int) -> Tensor:
+        """Return the copy that stays, as this step's forward left it."""
 
     def wait(self, flight: Any) -> Any:
         """Wait for a launch and return what it delivered."""
 
-    @property
-    def unpack(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return views of parameters: `(full, bucket, positions)`."""
+    def unpack(self, full: Tensor, bucket: int, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return views of the parameters at these positions of a gathered bucket."""
 
     def release(self, full: Tensor, slot: int = -1) -> None:
         """Give a gathered bucket's slot back."""
 
-    @property
-    def grad_buffer(self) -> Callable[..., Tensor]:
-        """Return the flat buffer of a bucket's gradients: `(bucket, zero=False, slot=-1)`."""
+    def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
+        """Return the flat buffer into which a bucket's gradients are packed."""
 
-    @property
-    def pack(self) -> Callable[..., None]:
-        """Copy gradients into their buffer: `(buffer, bucket, positions, grads)`."""
+    def pack(
+        self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
+    ) -> None:
+        """Copy the gradients of the parameters at these positions into their buffer."""
 
-    @property
-    def reduce_scatter(self) -> Callable[..., InFlight]:
-        """Launch the reduction of a packed bucket: `(buffer, bucket, scale)`."""
+    def reduce_scatter(self, buffer: Tensor, bucket: int, scale: float) -> InFlight:
+        """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
 
-    @property
-    def all_reduce(self) -> Callable[..., InFlight]:
-        """Launch it where nothing is sharded: `(buffer, bucket, scale)`."""
+    def all_reduce(self, buffer: Tensor, bucket: int, scale: float) -> InFlight:
+        """Launch it where nothing is sharded: the slice is the whole bucket."""
 
-    @property
-    def store_grad(self) -> Callable[..., None]:
-        """Give a reduced slice to p.grad: `(reduced, bucket)`."""
+    def store_grad(self, reduced: Tensor | None, bucket: int) -> None:
+        """Give a reduced slice to p.grad; None for one that no_sync puts off."""
 
-    @property
-    def update(self) -> Callable[..., None]:
-        """Run the optimizer over a bucket's shard: `(shard, bucket)`."""
+    def update(self, shard: Tensor, bucket: int) -> None:
+        """Run the optimizer over a bucket's shard, in place."""
 
-    @property
-    def offload(self) -> Callable[..., InFlight]:
-        """Launch a value's copy to the host: `(x)`."""
+    def offload(self, x: Tensor) -> InFlight:
+        """Launch a value's copy to host memory."""
 
-    @property
-    def reload(self) -> Callable[..., InFlight]:
-        """Launch its copy back: `(host)`."""
+    def reload(self, host: Tensor) -> InFlight:
+        """Launch its copy back to the device."""
 
-    @property
-    def write_out(self) -> Callable[..., InFlight]:
-        """Launch its way on to NVMe: `(host, name)`."""
+    def write_out(self, host: Tensor, name: str) -> InFlight:
+        """Launch the way of a value on the host on to NVMe."""
 
-    @property
-    def read_back(self) -> Callable[..., InFlight]:
-        """Launch its way back to the host: `(stored)`."""
+    def read_back(self, stored: Any) -> InFlight:
+        """Launch the way of a value on NVMe back to the host."""
 
-    @property
-    def reload_shard(self) -> Callable[..., InFlight]:
-        """Launch a shard's copy to the device: `(shard, bucket, slot=-1)`."""
+    def reload_shard(self, shard: Tensor, bucket: int, slot: int = -1) -> InFlight:
+        """Launch a shard's copy to the device, into a slot."""
 
-    @property
-    def refresh_shard(self) -> Callable[..., InFlight]:
-        """Launch it for a copy that stays, if it is stale: `(shard, bucket)`."""
+    def refresh_shard(self, shard: Tensor, bucket: int) -> InFlight:
+        """Launch it for a copy that stays, if that is stale."""
 
-    @property
-    def read_shard(self) -> Callable[..., InFlight]:
-        """Launch a shard's read from NVMe: `(shard, bucket)`."""
+    def read_shard(self, shard: Tensor, bucket: int) -> InFlight:
+        """Launch a shard's read from NVMe into host memory."""
 
-    @property
-    def offload_grad(self) -> Callable[..., InFlight]:
-        """Launch a reduced slice's copy to where its shard lives: `(reduced, bucket)`."""
+    def offload_grad(self, reduced: Tensor | None, bucket: int) -> InFlight:
+        """Launch a reduced slice's copy to where its shard lives."""
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's values of these tensors on every rank."""

@@ -11,6 +11,7 @@ from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
 from zerofx.analysis.steps import Lane, StepList
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
+from zerofx.ir.spec import meanings
 from zerofx.ir.text import without_numbers
 from zerofx.views.bars import Bar, Track
 from zerofx.views.beside import pairs
@@ -57,6 +58,7 @@ def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     return {
         "title": title(program, shown.basis),
         "lanes": [lane.value for lane in Lane],
+        "verbs": meanings(),
         "graphs": GRAPHS,
         "steps": steps,
         "texts": table.texts,

@@ -1,8 +1,5 @@
 // What is said of the picture: the legends, and what stands at the pointer.
-const VERBS = {
-  AG: "all-gather", RS: "reduce-scatter", AR: "all-reduce", BC: "broadcast of buffers", D2H: "copy to the host",
-  H2D: "copy from the host", RD: "read from NVMe", WR: "write to NVMe",
-};
+const VERBS = D.verbs;
 const KINDS = {
   pack: "gradients into a bucket", wait: "wait for a transfer", update: "optimizer", launch: "launch on the host",
   release: "release of a gathered copy", sync: "broadcast of buffers", beside: "work beside a transfer", store: "copy or sum",
