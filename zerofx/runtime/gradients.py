@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.compat.tensors import foreach_copy_, foreach_zero_, local_tensor
+from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.collectives import receive_buffers
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.param_tensor import local_of
 from zerofx.runtime.policy import reduction
 from zerofx.runtime.policy.borrowing import Loan
 from zerofx.runtime.policy.reduction import End
@@ -76,14 +76,9 @@ class Anchor:
             return
         for old, new in zip(self.returned, found, strict=True):
             if old is not None and new is not None:
-                _local(old).add_(_local(new))
+                local_of(old).add_(local_of(new))
         pairs = zip(self.returned, found, strict=True)
         self.returned[:] = [new if old is None else old for old, new in pairs]
-
-
-def _local(grad: Tensor) -> Tensor:
-    # inside autograd.grad, methods of sharded tensors do not reach their own handlers
-    return local_tensor(grad) if isinstance(grad, ShardedTensor) else grad
 
 
 class _Parameters(torch.autograd.Function):

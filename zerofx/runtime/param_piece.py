@@ -265,6 +265,10 @@ class ParameterPiece(ABC):
         """Return the piece itself: copies of a tensor belong to the same parameter."""
         return self
 
+    def within(self, shard: Tensor) -> Tensor:
+        """Return the parameter's range of the rank's flat shard of its bucket, or of its tiles."""
+        return shard[self.shard_offset : self.shard_offset + self.length]
+
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
         return cut(full, self.ranges)

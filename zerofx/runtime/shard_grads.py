@@ -50,9 +50,7 @@ class GradShard:
     def _adopt(self, flat: Tensor) -> None:
         with torch.no_grad():
             self.flat = flat
-            self.views = [
-                p.show(flat[p.shard_offset : p.shard_offset + p.length]) for p in self._pieces
-            ]
+            self.views = [p.show(p.within(flat)) for p in self._pieces]
             self._locals = [p.local(v) for p, v in zip(self._pieces, self.views, strict=True)]
         self._quiet = self._references()
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
-from zerofx.runtime.param_tensor import wrap
 from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class _Sum:
             if name in self._marks or not param.requires_grad:
                 continue
             inner = Unreduced.of(self._ranges[name], name, param.grad)
-            shown = wrap(inner, self._store.pieces[name])
+            shown = self._store.pieces[name].show(inner)
             param.grad = shown
             self._marks[name] = shown, inner
 

@@ -145,8 +145,7 @@ class ShardStore:
     def local_view(self, name: str) -> Tensor:
         """Return what the flat shard holds of a parameter, 1-D."""
         piece = self.pieces[name]
-        flat = self._flats[self.layout.block_of[piece.bucket.index]]
-        return flat[piece.shard_offset : piece.shard_offset + piece.length]
+        return piece.within(self._flats[self.layout.block_of[piece.bucket.index]])
 
     def adopt(self, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
         """Make the parameter over the shard's values and put it wherever the old one is held.
