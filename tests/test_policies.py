@@ -16,7 +16,7 @@ import zerofx
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.compiled.module import CompiledModule
-from zerofx.runtime.host_tier import D2H
+from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.runtime.policy import exchange, reduction, resting, shard_copies, staging
 from zerofx.runtime.policy.borrowing import FreeBuffers, Scratch
 from zerofx.runtime.policy.exchange import Receives
@@ -32,7 +32,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def held(plan: dict[str, Any], patch: Patch | None) -> tuple[Figures, Figures]:
     """Train some steps under a changed policy; return what is held between steps.
 
-    Planned, and measured on this rank, in bytes. `sent`: what a step copies to the host.
+    Planned, and measured on this rank, in bytes. `sent`, `received`: what a step copies to the host
+    and back.
     """
     with pytest.MonkeyPatch.context() as changed:
         if patch is not None:
@@ -41,14 +42,19 @@ def held(plan: dict[str, Any], patch: Patch | None) -> tuple[Figures, Figures]:
         model = zerofx.compile(case.make(), {**FINE, **plan})
         optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
-            before = model._engine.host.moved[D2H].nbytes
+            before = moved(model)
             args, kwargs = case.batch(step)
             loss_of(model(*args, **kwargs)).backward()
             optimizer.step()
             optimizer.zero_grad()
         model._engine.store.grads.rest()  # as the next forward does
-        real = measured(model) | {"sent": model._engine.host.moved[D2H].nbytes - before}
-        return planned(model), real
+        step = {name: after - before[name] for name, after in moved(model).items()}
+        return planned(model), measured(model) | step
+
+
+def moved(model: CompiledModule) -> Figures:
+    counts = model._engine.host.moved
+    return {"sent": counts[D2H].nbytes, "received": counts[H2D].nbytes}
 
 
 @cache
@@ -80,6 +86,7 @@ def planned(model: CompiledModule) -> Figures:
         ),
         "places": memory.place_bytes,
         "sent": traffic(program).moved[D2H].sent_bytes,
+        "received": traffic(program).moved[H2D].sent_bytes,
     }
 
 
@@ -216,6 +223,15 @@ def casts_stay(changed: pytest.MonkeyPatch) -> None:
 
 def test_which_copies_stay(pool: Pool) -> None:
     follow(pool, {"precision": "bf16", "offload": ON_HOST}, casts_stay, "casts", "places")
+
+
+def always_outdated(changed: pytest.MonkeyPatch) -> None:
+    changed.setattr(shard_copies, "is_outdated", lambda made_of, now: True)
+
+
+def test_when_copies_are_made_again(pool: Pool) -> None:
+    """Backward refreshes the copies on the device as well, and finds them current."""
+    follow(pool, {"offload": ON_HOST}, always_outdated, "received")
 
 
 def two_are_read_ahead(changed: pytest.MonkeyPatch) -> None:

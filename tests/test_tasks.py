@@ -23,6 +23,7 @@ from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Program
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.runtime.policy import staging
 
 FINE: dict[str, Any] = {"bucket_bytes": 0, "persist_below": 0}
 CHOICES = {
@@ -174,6 +175,20 @@ def test_clipping_waits_for_every_gradient() -> None:
         before.has_edge(t.index, norm.index) for t in found if t.name.startswith("backward RS")
     )
     assert all(before.has_edge(norm.index, t.index) for t in found if t.kind == "update")
+
+
+def test_updates_over_nvme_follow_the_order_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ahead in (1, 2):
+        monkeypatch.setattr(staging, "READS_AHEAD", ahead)
+        found = [
+            t
+            for t in tasks(final("chain", CHOICES["all on nvme"]), FlatPrices())
+            if t.graph == "step"
+        ]
+        updates = {t.index for t in found if t.kind == "update"}
+        assert len(updates) > ahead
+        at_once = [t for t in found if t.lane is Lane.NVME and not updates & {*t.needs}]
+        assert len(at_once) == ahead + 1
 
 
 def test_identical_layers_are_numbered() -> None:

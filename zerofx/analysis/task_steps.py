@@ -1,8 +1,7 @@
 """The tasks of the optimizer: in `step()` behind all backward passes, or bucket by bucket in one.
 
 What lives on the device is updated by the compute lane, what lives on the host by the host, and
-what lives on NVMe passes through host memory: while one bucket is updated the next one is read and
-the last one written.
+what lives on NVMe passes through host memory, as `policy/staging.py` says.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.policy import staging
+from zerofx.runtime.policy.staging import Move
 from zerofx.runtime.tiers import Tier
 
 STEP = "step"
@@ -88,32 +89,33 @@ def _staged(
     found: TaskList, layout: Layout, buckets: Sequence[Bucket], stored: Mapping[int, int | None],
     clips: bool,
 ) -> None:  # fmt: skip
-    """Append updates of what lives on NVMe, three buckets of which are in host memory at once."""
-    updates: list[int] = []
-    writes: list[int] = []
-    for k, bucket in enumerate(buckets):
-        size = layout.shard_numel(bucket) * bucket.dtype.itemsize * (1 + ADAMW_STATES)
-        where = _where(bucket)
-        before = [
-            found.host,
-            found.compute,
-            *updates[k - 2 : k - 1],
-            *writes[max(k - 3, 0) : k - 2],
-        ]
-        read = found.add(
-            Lane.NVME, "transfer", f"RD b{bucket.index}", found.prices.copy(Lane.NVME, size),
-            before, where,
-        )  # fmt: skip
-        price = found.prices.update(Tier.HOST, layout.shard_numel(bucket))
-        needs = [read, stored[bucket.index], found.host, *writes[max(k - 2, 0) : k - 1]]
-        updates.append(found.add(Lane.UPDATE, "update", _name(bucket), price, needs, where))
-        writes.append(
-            found.add(
-                Lane.TO_NVME, "transfer", f"WR b{bucket.index}",
-                found.prices.copy(Lane.TO_NVME, size), [updates[-1]], where,
+    """Append updates of what lives on NVMe, in the order that `policy/staging.py` gives.
+
+    `step()` runs updates itself and waits for writes: what it launches then comes after both.
+    """
+    begin = [found.host, found.compute]
+    updated: int | None = None  # the last update
+    waited: int | None = None  # the last write that `step()` has waited for
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for move, k in staging.step_order(len(buckets)):
+        bucket, where = buckets[k], _where(buckets[k])
+        numel = layout.shard_numel(bucket)
+        size = numel * bucket.dtype.itemsize * (1 + ADAMW_STATES)
+        if move is Move.READ:
+            price, needs = found.prices.copy(Lane.NVME, size), [*begin, updated, waited]
+            reads[k] = found.add(Lane.NVME, "transfer", f"RD b{bucket.index}", price, needs, where)
+        elif move is Move.UPDATE:
+            price = found.prices.update(Tier.HOST, numel)
+            needs = [reads[k], stored[bucket.index], found.host, waited]
+            updated = found.add(Lane.UPDATE, "update", _name(bucket), price, needs, where)
+            price = found.prices.copy(Lane.TO_NVME, size)
+            writes[k] = found.add(
+                Lane.TO_NVME, "transfer", f"WR b{bucket.index}", price, [updated], where
             )
-        )  # fmt: skip
-    found.ended.update(writes)
+        else:
+            waited = writes[k]
+    found.ended.update(writes.values())
 
 
 def update_beside(found: TaskList, layout: Layout, bucket: Bucket, needs: Sequence[int]) -> int:

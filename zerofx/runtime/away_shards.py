@@ -13,17 +13,13 @@ from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
 from zerofx.runtime.policy import shard_copies
-from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.runtime.policy.shard_copies import SentAs, Stamp
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore
-
-
-Stamp = tuple[int, int]  # writes that were or may have been made, updates that were published
-NEVER: Stamp = (-1, -1)
 
 
 class AwayShards:
@@ -76,7 +72,7 @@ class AwayShards:
                     shard.numel(), dtype=b.compute_dtype, device=self._store.world.device
                 )
             self._near[bucket] = near
-        elif self._fresh.get(bucket) == self._made_of(bucket):
+        elif not shard_copies.is_outdated(self._fresh.get(bucket), self._made_of(bucket)):
             self._await_update(bucket)
             return Flight(near, None, bucket)
         copy = self._send(near, shard, bucket)
@@ -87,11 +83,11 @@ class AwayShards:
         """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
         near = self._near.get(bucket)
         is_there = near is not None and near.data_ptr() == out.data_ptr()
-        if is_there and self._fresh.get(bucket) == self._made_of(bucket):
+        made_of = self._made_of(bucket)
+        if is_there and not shard_copies.is_outdated(self._fresh.get(bucket), made_of):
             self._await_update(bucket)
             return out
-        self._near[bucket] = out
-        self._fresh[bucket] = self._made_of(bucket)
+        self._near[bucket], self._fresh[bucket] = out, made_of
         return self._send(out, shard, bucket).wait()
 
     def _await_update(self, bucket: int) -> None:
@@ -140,7 +136,7 @@ class AwayShards:
             return shard
         stays = sent_as is SentAs.COPY
         cast = self._casts.get(bucket)
-        if cast is not None and self._cast.get(bucket) == self._cast_of(bucket):
+        if cast is not None and not self._is_cast_outdated(bucket):
             return cast
         if self._delayed:  # somebody else wrote: what is under way comes first
             self._store.ledger.pending.join()
@@ -174,6 +170,9 @@ class AwayShards:
         made_of, _ = stamp = self._made_of(bucket)
         return (made_of, 0) if self._delayed else stamp
 
+    def _is_cast_outdated(self, bucket: int) -> bool:
+        return shard_copies.is_outdated(self._cast.get(bucket), self._cast_of(bucket))
+
     def _writes(self) -> int:
         """Count the writes after which copies are outdated: delayed updates are published."""
         return self._store.ledger.foreign_writes if self._delayed else self._store.epoch
@@ -195,8 +194,10 @@ class AwayShards:
         for b in layout.blocks[layout.block_of[place]]:
             mine, bucket = layout.part(values, b.index), b.index
             cast, near = self._casts.get(bucket), self._near.get(bucket)
-            has_cast = cast is not None and self._cast.get(bucket) == self._cast_of(bucket)
-            has_near = near is not None and self._fresh.get(bucket) == self._made_of(bucket)
+            has_cast = cast is not None and not self._is_cast_outdated(bucket)
+            has_near = near is not None and not shard_copies.is_outdated(
+                self._fresh.get(bucket), self._made_of(bucket)
+            )
             self._updated[bucket] = self._updated.get(bucket, 0) + 1
             if cast is not None and has_cast:
                 self._host.settle_place(cast)

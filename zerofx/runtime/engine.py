@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.away_shards import NEVER, AwayShards, Stamp
+from zerofx.runtime.away_shards import AwayShards
 from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
@@ -21,7 +21,8 @@ from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
 from zerofx.runtime.param_piece import CastCopy
-from zerofx.runtime.policy import resting
+from zerofx.runtime.policy import resting, shard_copies
+from zerofx.runtime.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.schedule import Schedule, added_method
 from zerofx.runtime.slots import SlotPool
 
@@ -172,7 +173,7 @@ class Engine:
             with torch.inference_mode(False):  # it outlives the mode that first asked for it
                 full = torch.empty(b.numel, dtype=b.compute_dtype, device=self.world.device)
             self._resident[bucket] = full
-        elif self._fresh[bucket] == self.away.stamp(bucket):
+        elif not shard_copies.is_outdated(self._fresh[bucket], self.away.stamp(bucket)):
             return Flight(full, None, bucket)
         mine = self._cast_resident(shard, full, bucket)
         self._fresh[bucket] = self.away.stamp(bucket)
@@ -205,7 +206,10 @@ class Engine:
 
     def stale(self) -> list[int]:
         """Return the resident buckets that a forward would refresh now."""
-        return [b for b, fresh in self._fresh.items() if fresh != self.away.stamp(b)]
+        return [
+            b for b, made_of in self._fresh.items()
+            if shard_copies.is_outdated(made_of, self.away.stamp(b))
+        ]  # fmt: skip
 
     def forget_resident(self) -> None:
         """Force a refresh of every copy that stays, at the next forward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,6 +29,7 @@ from zerofx.runtime.param_checkpoint import box_at, chunks, write_items
 from zerofx.runtime.param_piece import ParameterPiece
 from zerofx.runtime.param_refuse import op_name, refusal
 
+K = TypeVar("K")
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[Any, Handler] = {}
@@ -351,15 +352,20 @@ def _leave_aliases(target: ShardedTensor, value: torch.Tensor, is_own: bool) -> 
         alias._aliases = False
 
 
-def find_sharded(args: Any) -> ShardedTensor | None:
-    """Return the first sharded tensor in nested lists, tuples and dicts."""
-    if isinstance(args, ShardedTensor):
+def first_of(kind: type[K], args: Any) -> K | None:
+    """Return the first tensor of a kind in nested lists, tuples and dicts."""
+    if isinstance(args, kind):
         return args
     if isinstance(args, dict):
         args = args.values()
     elif not isinstance(args, (list, tuple)):
         return None
-    return next((t for t in map(find_sharded, args) if t is not None), None)
+    return next((t for t in (first_of(kind, a) for a in args) if t is not None), None)
+
+
+def find_sharded(args: Any) -> ShardedTensor | None:
+    """Return the first sharded tensor in nested lists, tuples and dicts."""
+    return first_of(ShardedTensor, args)
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoReturn:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.param_tensor import first_of
 from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ class Unreduced(Tensor):
             for tensor in args[0] if op == foreach_zero_.__name__ else args:
                 _zero(tensor)
             return args[0]
+        found = first_of(Unreduced, (args, kwargs))
+        assert found is not None, f"{op}: no unreduced gradient among its arguments"
         raise GradientError(
-            f"{_name_in((args, kwargs))}: {op} of a gradient that no_sync has summed on each rank "
+            f"{found.param_name}: {op} of a gradient that no_sync has summed on each rank "
             "alone; run the last backward of a step outside no_sync, which reduces the sum, or "
             "drop it with zero_grad()"
         )
@@ -70,17 +73,6 @@ def _zero(tensor: Tensor) -> None:
             tensor.before.zero_()
     else:
         tensor.zero_()
-
-
-def _name_in(args: Any) -> str:
-    """Return the name of the first unreduced gradient in nested arguments."""
-    if isinstance(args, Unreduced):
-        return args.param_name
-    if isinstance(args, dict):
-        args = args.values()
-    elif not isinstance(args, (list, tuple)):
-        return ""
-    return next(filter(None, map(_name_in, args)), "")
 
 
 class _Sum:

@@ -7,6 +7,11 @@ from enum import Enum
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.tiers import Tier
 
+Stamp = tuple[int, int]  # writes that were or may have been made, updates that were published
+NEVER: Stamp = (-1, -1)
+_BEFORE_STEP: Stamp = (0, 0)
+_AFTER_STEP: Stamp = (1, 0)
+
 
 class SentAs(Enum):
     """What of a shard on the host, or read into host memory, travels to the device."""
@@ -31,11 +36,20 @@ def sent_as(bucket: Bucket, delayed: bool) -> SentAs:
     return SentAs.CAST if bucket.is_cast else SentAs.SHARD
 
 
+def is_outdated(made_of: Stamp | None, now: Stamp) -> bool:
+    """Tell whether a copy that stays is made again when it is next asked for.
+
+    made_of: the stamp of the shard when the copy was made, None before that. now: its stamp now.
+    """
+    return made_of != now
+
+
 def refresh_moves(in_forward: bool, micro: int = 0) -> bool:
     """Tell whether a refresh moves anything in the steady state: an optimizer steps once per step.
 
-    A copy that stays is outdated by a step. The first forward after it makes the copy current, and
-    so it is for backward and for later micro-batches. The runtime sees this by counting writes
-    (`AwayShards`, `Engine.refresh`), so that a loop that never steps moves less.
+    The step outdates all copies. The first forward after it makes them current for its backward
+    and for later micro-batches. The runtime has stamps in place of this assumption, so that a loop
+    that never steps moves less.
     """
-    return in_forward and micro == 0
+    made_of = _BEFORE_STEP if in_forward and micro == 0 else _AFTER_STEP
+    return is_outdated(made_of, _AFTER_STEP)
