@@ -106,8 +106,8 @@ def test_without_triton_every_refresh_casts() -> None:
 def check_rank(rank: int, size: int, name: str) -> None:
     """One rank of several: its own slice is right, and what is sent is that slice."""
     world = World(
-        device=torch.device("cpu"), backend="loopback", shard=LoopbackAxis(rank, size),
-        replicate=LoopbackAxis(0, 1), whole=LoopbackAxis(rank, size),
+        device=torch.device("cpu"), backend="loopback", whole=LoopbackAxis(rank, size),
+        axes={"shard": LoopbackAxis(rank, size), "replicate": LoopbackAxis(0, 1)},
     )  # fmt: skip
     model = small_model()
     params = [

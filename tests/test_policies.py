@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import CASES
 from pool import Pool
 from training import loss_of
@@ -16,14 +17,18 @@ import zerofx
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.compiled.module import CompiledModule
+from zerofx.runtime import layout
 from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.runtime.policy import exchange, reduction, resting, shard_copies, staging
 from zerofx.runtime.policy.borrowing import FreeBuffers, Scratch
 from zerofx.runtime.policy.exchange import Receives
 from zerofx.runtime.policy.reduction import End
 from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.runtime.standalone import LoopbackAxis
+from zerofx.runtime.world import World
 
 FINE: dict[str, Any] = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
+CPU = torch.device("cpu")
 ON_HOST = {"optimizer": "cpu"}
 Figures = dict[str, int]
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -92,7 +97,7 @@ def planned(model: CompiledModule) -> Figures:
 
 def measured(model: CompiledModule) -> Figures:
     engine = model._engine
-    axes = engine.world._shard, engine.world._replicate
+    axes = engine.world._axes.values()
     shards = engine.store.grads.shards.values()
     pool, casts = engine.slots, engine.away._casts.values()
     return {
@@ -201,6 +206,29 @@ def sums(plan: dict[str, Any], patch: Patch | None) -> tuple[int, int]:
         expected = sum(s.nbytes for s in memory.storages if s.name == "sum of no_sync")
         blocks = model._engine.gradients._sums._sums.values()
         return expected, sum(t.nbytes for b in blocks for t in b._parts.values())
+
+
+def test_an_axis_is_a_row_of_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reduces, numbers ranks and predicts knows no axis by its name."""
+    monkeypatch.setattr(layout, "AXES", ("outer", "replicate", "shard"))
+    every = {**reduction._AXES, "outer": "all_reduce"}
+    monkeypatch.setattr(reduction, "_AXES", every)
+    axes = {name: LoopbackAxis(1, 2) for name in every}
+    world = World(device=CPU, backend="loopback", axes=axes, whole=axes["outer"])
+    assert (world.size, world.rank) == (8, 7)
+    legs = reduction.legs(world.mesh)
+    assert [(leg.axis, leg.stride) for leg in legs] == [
+        ("shard", 1),
+        ("replicate", 2),
+        ("outer", 4),
+    ]
+    out, full = torch.empty(3), torch.arange(6.0)
+    world.reduce_scatter(out, full, 0.125).wait()
+    assert out.tolist() == [3.0, 4.0, 5.0]  # each loopback axis doubles, and the mean halves again
+    grid = torch.arange(8).view(world.mesh.sizes)
+    for rank in range(8):
+        at = {name: world.mesh.position(name, rank) for name in every}
+        assert world.mesh.rank(at) == rank == grid[at["outer"], at["replicate"], at["shard"]]
 
 
 def never_put_off(changed: pytest.MonkeyPatch) -> None:

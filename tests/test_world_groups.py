@@ -126,7 +126,7 @@ def test_a_new_default_group_means_new_groups(pool: Pool) -> None:
 
 def grid_worlds() -> bool:
     first = World.connect("cpu", shard_size=2)
-    ours = {axis._gathers for axis in (first._shard, first._replicate, first._whole)}  # type: ignore[attr-defined]
+    ours = {axis._gathers for axis in (*first._axes.values(), first._whole)}  # type: ignore[attr-defined]
     del first
     flat = World.connect("cpu")  # another grid: other groups
     second = World.connect("cpu", shard_size=2)
@@ -134,7 +134,7 @@ def grid_worlds() -> bool:
     second.agree("forward", "")
     part = torch.tensor([float(second.rank)])
     second.all_reduce(part).wait()
-    again = {axis._gathers for axis in (second._shard, second._replicate, second._whole)}  # type: ignore[attr-defined]
+    again = {axis._gathers for axis in (*second._axes.values(), second._whole)}  # type: ignore[attr-defined]
     return part.item() == 6.0 and again == ours and groups_of(flat)[0] not in ours
 
 

@@ -21,7 +21,7 @@ from zerofx.runtime.layout import Layout
 from zerofx.runtime.policy import exchange, reduction, resting
 from zerofx.runtime.policy.borrowing import Loan, Scratch
 from zerofx.runtime.policy.exchange import Receives
-from zerofx.runtime.policy.reduction import End
+from zerofx.runtime.policy.reduction import End, Leg
 
 
 @dataclass(eq=False)
@@ -93,21 +93,23 @@ class _Walk:
         assert program.layout is not None
         self.life, self.layout = life, program.layout
         self.hardware = program.hardware
-        self.shard, self.replicate, self.slices = (
-            _Pool(name, life.end, self.layout)
-            for name in ("receive buffer", "receive buffer", "reduced slice")
-        )
+        self.legs = reduction.legs(self.layout.mesh)
+        self.receive = {
+            leg.axis: _Pool("receive buffer", life.end, self.layout) for leg in self.legs
+        }
+        self.slices = _Pool("reduced slice", life.end, self.layout)
+        self.pools = (*self.receive.values(), self.slices)
 
     def storages(self) -> list[Storage]:
         return [
             Storage(Category.COMMUNICATION, b.nbytes, p.name, b.birth, b.death, Info(unit=b.bucket))
-            for p in (self.shard, self.replicate, self.slices)
+            for p in self.pools
             for b in p.made
         ]
 
     def run(self, micro: Micro) -> None:
         """Go through one backward; what is small is there from the one before."""
-        for pool in (self.shard, self.replicate, self.slices):
+        for pool in self.pools:
             pool.rest()
         if not micro.reduces:
             return
@@ -120,7 +122,7 @@ class _Walk:
                 if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
                     size = [value(node).numel()]
                     ends[bucket.index] = self.slices.borrow(size, node, time)
-                if self.hardware.backend == "gloo":
+                if self.hardware.backend == "gloo" and self.legs:
                     lent[node] = self._launch(node, time)
             elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
                 self._wait(launch, lent.pop(launch), time)
@@ -128,27 +130,23 @@ class _Walk:
                 self.slices.give_back(ends.pop(info(node).index, []))
 
     def _launch(self, launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
-        if self.layout.shard_size == 1:
-            return self.replicate.borrow(self._all_reduce(launch).at_launch, launch, time)
-        out, ranks = value(launch), self.layout.shard_size
-        way = self.hardware.algorithm("reduce", "gloo", nbytes(out) * ranks, ranks)
-        receives = exchange.reduce_scatter_receives(out.numel(), ranks, way == "native")
-        return self.shard.borrow(receives.at_launch, launch, time)
+        first = self.legs[0]
+        sizes = self._receives(first, launch).at_launch
+        return self.receive[first.axis].borrow(sizes, launch, time)
 
     def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:
-        if self.layout.shard_size == 1:
-            more = self.replicate.borrow(self._all_reduce(launch).at_end, launch, time)
-            self.replicate.give_back([*lent, *more])
-            return
-        self.shard.give_back(lent)
-        if self.layout.replicate_size > 1:  # starts when the first has ended
-            receives = self._all_reduce(launch)
-            sizes = receives.at_launch + receives.at_end
-            self.replicate.give_back(self.replicate.borrow(sizes, launch, time))
+        first, *later = self.legs
+        pool = self.receive[first.axis]
+        more = pool.borrow(self._receives(first, launch).at_end, launch, time)
+        pool.give_back([*lent, *more])
+        for leg in later:  # each starts when the one before has ended
+            receives, pool = self._receives(leg, launch), self.receive[leg.axis]
+            pool.give_back(pool.borrow(receives.at_launch + receives.at_end, launch, time))
 
-    def _all_reduce(self, launch: fx.Node) -> Receives:
-        """Return what an all-reduce over the replicas receives: none if there is one replica."""
-        ranks = self.layout.replicate_size
-        if ranks == 1:
-            return Receives(())
-        return exchange.all_reduce_receives(value(launch).numel(), 0, ranks)
+    def _receives(self, leg: Leg, launch: fx.Node) -> Receives:
+        """Return what a rank borrows for one leg of a reduction."""
+        out = value(launch)
+        if leg.kind == "all_reduce":
+            return exchange.all_reduce_receives(out.numel(), 0, leg.size)
+        way = self.hardware.algorithm("reduce", "gloo", nbytes(out) * leg.size, leg.size)
+        return exchange.reduce_scatter_receives(out.numel(), leg.size, way == "native")

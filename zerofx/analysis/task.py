@@ -107,8 +107,7 @@ class TaskList:
     """Tasks as they are found, with where the compute lane and the host stand.
 
     compute, host: the last task of either. ended: what has ended before the next task of the
-        compute lane, beside the last one there. wires: the last collective over the shard axis, and
-        over the replicate axis.
+        compute lane, beside the last one there. wires: the last collective over each mesh axis.
     """
 
     prices: Prices
@@ -118,7 +117,7 @@ class TaskList:
     compute: int | None = None
     host: int | None = None
     ended: set[int] = field(default_factory=set)
-    wires: dict[bool, int] = field(default_factory=dict)
+    wires: dict[str, int] = field(default_factory=dict)
     names: Counter[str] = field(default_factory=Counter)
 
     def add(
@@ -183,15 +182,15 @@ class TaskList:
 
     def sends(
         self, lane: Lane, name: str, price: Price, beside: Price, where: Info | None = None,
-        needs: Iterable[int] = (), replicas: bool = False,
+        needs: Iterable[int] = (), axis: str = "shard",
     ) -> int:  # fmt: skip
-        """Append a collective that is launched here, and what it takes from the compute.
+        """Append a collective over a mesh axis, launched here, and what it takes from compute.
 
         Gathers and reductions over the same ranks are on lanes of their own, but pass the same
         wires: one begins when the one before has ended, which takes as long as sharing them.
         """
-        before = [*needs, *([self.wires[replicas]] if replicas in self.wires else [])]
-        index = self.wires[replicas] = self.moves(lane, name, price, where, before, beside=True)
+        before = [*needs, *([self.wires[axis]] if axis in self.wires else [])]
+        index = self.wires[axis] = self.moves(lane, name, price, where, before, beside=True)
         if beside.us > 0.0:
             self.computes("beside", f"beside {name}", beside, where)
         return index

@@ -88,15 +88,14 @@ class Walk:
         return self.layout.buckets[info(node).index]
 
     # -- what the ops' own tasks ask --------------------------------------------------------
-    def collective(self, node: fx.Node, kind: str, size: int, replicas: bool = False) -> None:
-        """Append a collective over one axis; one rank's is a copy, made at once.
+    def collective(self, node: fx.Node, kind: str, size: int, axis: str = "shard") -> None:
+        """Append a collective over a mesh axis; one rank's is a copy, made at once.
 
         kind: what it is priced as. size: bytes of the full buffer.
         """
         spec = spec_of(node)
         assert spec is not None and spec.lane is not None, f"{node} has no lane"
-        shards, copies = self.layout.shard_size, self.layout.replicate_size
-        ranks, stride = (copies, shards) if replicas else (shards, 1)
+        ranks, stride = self.layout.mesh.along(axis), self.layout.mesh.stride(axis)
         name = f"{'AR' if kind == 'all_reduce' else spec.verb} {self.label(node)}"
         if ranks == 1:
             if kind == "all_gather":
@@ -106,7 +105,7 @@ class Walk:
         price = self.found.prices.collective(kind, size, ranks, stride)
         beside = self.found.prices.beside(kind, size, ranks)
         self.behind[node] = self.found.sends(
-            spec.lane, name, price, beside, info(node), self.data(node), replicas
+            spec.lane, name, price, beside, info(node), self.data(node), axis
         )
 
     def reduces(self, bucket: Bucket) -> bool:

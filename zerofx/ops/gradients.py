@@ -42,6 +42,7 @@ from zerofx.ops.waits import same
 from zerofx.runtime.collectives import all_reduce_bytes
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import exchange, reduction
+from zerofx.runtime.policy.reduction import Leg
 from zerofx.runtime.tiers import Tier
 
 _Format = torch.dtype | None
@@ -184,26 +185,25 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
         w.found.computes("store", f"sum b{bucket.index}", price, info(node))
         return
     shard = nbytes(value(node))
-    if w.layout.shard_size > 1:
-        w.collective(node, "reduce_scatter", shard * w.layout.shard_size)
-    if w.layout.replicate_size > 1:
-        if node in w.behind:  # of what the other axis delivered
-            w.arrive(node, shard, w.layout.shard_size)
-        w.collective(node, "all_reduce", shard, replicas=True)
+    before: Leg | None = None
+    for leg in reduction.legs(w.layout.mesh):
+        if before is not None:
+            w.arrive(node, shard, before.size)
+        w.collective(node, leg.kind, shard * leg.num_slices, leg.axis)
+        before = leg
 
 
 def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Payload]:
-    """Return what a reduction sends: over the shard axis, then over the replicate axis."""
+    """Return what a reduction sends over each axis."""
     assert program.layout is not None
-    shards, replicas, out = program.layout.shard_size, program.layout.replicate_size, value(node)
+    mesh, out = program.layout.mesh, value(node)
     found = []
-    if shards > 1:
-        found.append(
-            Payload("reduce_scatter", exchange.part_sent(nbytes(out), shards), out.element_size())
-        )
-    if replicas > 1:
-        sent = all_reduce_bytes(out, rank // shards, replicas)
-        found.append(Payload("all_reduce", sent, out.element_size()))
+    for leg in reduction.legs(mesh):
+        if leg.kind == "reduce_scatter":
+            sent = exchange.part_sent(nbytes(out), leg.size)
+        else:
+            sent = all_reduce_bytes(out, mesh.position(leg.axis, rank), leg.size)
+        found.append(Payload(leg.kind, sent, out.element_size()))
     return found
 
 
@@ -357,13 +357,12 @@ def _order_reduce(o: Order, node: fx.Node) -> None:
         o.fail(node, f"{label} is reduced twice: by {first} and by {node.name}")
     spec = spec_of(node)
     assert spec is not None
-    is_whole = o.layout.shard_size == 1
-    if (spec.axis == "replicate") != is_whole:
-        wanted = "all_reduce" if is_whole else "reduce_scatter"
+    axis = reduction.first_axis(o.layout.mesh)
+    if spec.axis != axis:
         o.fail(
             node,
             f"{label} is sharded over {o.layout.shard_size} ranks: its reduction is "
-            f"{wanted}, not {spec.name}",
+            f"{reduction.kind_over(axis)}, not {spec.name}",
         )
     o.numel(node, o.layout.shard_numel(bucket), f"a shard of bucket {bucket.index}")
     _order_scale(o, node, label)

@@ -16,6 +16,7 @@ from zerofx.ir.order import Order
 from zerofx.ir.spec import Kind, Lane, OpSpec, define, launch_of, launched, spec_of
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering
+from zerofx.runtime.policy import reduction
 
 
 def _launched(wait: fx.Node) -> OpSpec:
@@ -69,9 +70,7 @@ def _task(w: Walk, node: fx.Node) -> None:
         return
     w.found.ended.add(task)
     if spec.is_reduction:
-        layout = w.layout
-        axis = layout.replicate_size if layout.replicate_size > 1 else layout.shard_size
-        w.arrive(launch, nbytes(value(launch)), axis)
+        w.arrive(launch, nbytes(value(launch)), reduction.legs(w.layout.mesh)[-1].size)
 
 
 def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:

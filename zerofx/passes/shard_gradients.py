@@ -15,6 +15,9 @@ from zerofx.ir.program import BACKWARD, Program
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, spans
 from zerofx.runtime.layout import Bucket
+from zerofx.runtime.policy import reduction
+
+_REDUCE = {"reduce_scatter": ops.reduce_scatter, "all_reduce": ops.all_reduce}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class ShardGradients(Pass):
                 packed = call(graph, ops.pack, (packed, [n for _, n in groups[region]], offsets))
                 set_info(packed, **fields)
         assert packed is not None
-        reduce = ops.all_reduce if layout.shard_size == 1 else ops.reduce_scatter
+        reduce = _REDUCE[reduction.kind_over(reduction.first_axis(layout.mesh))]
         with graph.inserting_after(packed):
             numel = layout.shard_numel(bucket)
             launch = call(graph, reduce, (packed, bucket.index, numel, 1.0 / self.world_size))

@@ -25,6 +25,7 @@ from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
 from zerofx.runtime.hosts import meet
+from zerofx.runtime.layout import AXES
 from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
 from zerofx.runtime.nccl import NcclAxis
 from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, last_resort_s
@@ -39,8 +40,7 @@ class Axes:
     """A rank's axes and their process groups."""
 
     backend: str
-    shard: Axis
-    replicate: Axis
+    axes: dict[str, Axis]
     whole: Axis
     lane: Lane
     agreement: Agreement
@@ -368,20 +368,21 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
         DesyncError: a rank did not come, or has raised; names it.
     """
     ranks = grid.tolist()
-    row, column = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
-    everyone = [rank for line in ranks for rank in line]
+    me = dist.get_rank()
+    at = [int(i) for i in (grid == me).nonzero()[0]]
+    everyone = grid.flatten().tolist()
     backend = "nccl" if device.type == "cuda" else "gloo"
     joined: list[GlooAxis | NcclAxis] = []
-    rank = row * len(ranks[0]) + column
     meeting, agreement, name = start.meet(everyone)
     _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
     groups = spare.take((backend, str(ranks)), meeting) or spare.Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else Watchdog)(agreement)
     lane = Lane(watchdog)
 
-    def axis(what: str, members: list[int], position: int) -> Axis:
+    def axis(what: str, members: list[int]) -> Axis:
         if len(members) == 1:
             return Axis()
+        position = members.index(me)
         if what not in groups.pairs:
             with meeting.making(f"the groups of the {what} axis"):
                 groups.pairs[what] = _new_group(members, device), _new_group(members, device)
@@ -394,12 +395,12 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
         joined.append(made)
         return made
 
-    shard = axis("shard", ranks[row], column)
-    replicate = axis("replicate", [line[column] for line in ranks], row)
-    if shard.size == 1 or replicate.size == 1:
-        whole = replicate if shard.size == 1 else shard
-    else:
-        whole = axis("whole", everyone, rank)
+    def line(dim: int) -> list[int]:
+        return grid[tuple(slice(None) if d == dim else i for d, i in enumerate(at))].tolist()
+
+    axes = {name: axis(name, line(dim)) for dim, name in reversed([*enumerate(AXES)])}
+    several = [a for a in axes.values() if a.size > 1]
+    whole = several[0] if len(several) == 1 else axis("whole", everyone)
 
     def break_off() -> None:
         for each in joined:
@@ -412,9 +413,9 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
             spare.keep((backend, str(ranks)), groups)
 
     watchdog.start(break_off)
-    if groups.mesh is None and shard.size > 1:
+    if groups.mesh is None and axes["shard"].size > 1:
         groups.mesh = DeviceMesh.from_group(groups.pairs["shard"][0], device.type)
-    return Axes(backend, shard, replicate, whole, lane, agreement, groups.mesh, give_back)
+    return Axes(backend, axes, whole, lane, agreement, groups.mesh, give_back)
 
 
 def _new_group(members: list[int], device: torch.device) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,6 +119,43 @@ class Bucket:
         return head if len(self.units) <= 1 else f"{head}..{self.units[-1]}"
 
 
+# The axes of the grid of ranks, the slowest first: along the last one, ranks are numbered 0, 1, 2.
+AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks there are along each of AXES."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """Return the mesh with these axes. The others have one rank."""
+        assert sizes.keys() <= {*AXES}, f"{sizes.keys() - {*AXES}} are no axes of a mesh"
+        return cls(tuple(sizes.get(axis, 1) for axis in AXES))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def along(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return self.sizes[AXES.index(axis)]
+
+    def stride(self, axis: str) -> int:
+        """Return how far the numbers of neighbours along an axis are apart."""
+        return math.prod(self.sizes[AXES.index(axis) + 1 :])
+
+    def position(self, axis: str, rank: int) -> int:
+        """Return the position of a rank along an axis."""
+        return rank // self.stride(axis) % self.along(axis)
+
+    def rank(self, positions: Mapping[str, int]) -> int:
+        """Return the rank that has these positions along the axes."""
+        return sum(positions[axis] * self.stride(axis) for axis in AXES)
+
+
 @dataclass(frozen=True)
 class Layout:
     """All buckets of a model, and over how many ranks each is sharded and replicated."""
@@ -125,6 +163,11 @@ class Layout:
     buckets: tuple[Bucket, ...]
     shard_size: int
     replicate_size: int = 1
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks that hold the model, by axis."""
+        return Mesh.of(shard=self.shard_size, replicate=self.replicate_size)
 
     @property
     def rest_bytes(self) -> int:

@@ -25,6 +25,7 @@ from zerofx.runtime.collectives import (
     all_reduce_bytes,
     ordered_sum,
 )
+from zerofx.runtime.layout import AXES, Mesh
 from zerofx.runtime.watchdog import Watchdog
 from zerofx.runtime.world import World
 
@@ -181,16 +182,20 @@ class SimulatedWorld(World):
         cls, rank: int, size: int, shard_size: int, hub: Hub, agreement: Agreement
     ) -> SimulatedWorld:
         lane = Lane(SimulatedWatch(agreement))
-        row, column = divmod(rank, shard_size)
+        mesh = Mesh.of(shard=shard_size, replicate=size // shard_size)
 
         def axis(rank: int, size: int, *name: object) -> Axis:
             return Axis() if size == 1 else SimulatedAxis(rank, size, name, hub, lane)
 
+        def line(name: str) -> Axis:
+            position = mesh.position(name, rank)
+            first = rank - position * mesh.stride(name)
+            return axis(position, mesh.along(name), name, first)
+
         return cls(
             device=torch.device("cpu"),
             backend="simulated",
-            shard=axis(column, shard_size, "shard", row),
-            replicate=axis(row, size // shard_size, "replicate", column),
+            axes={name: line(name) for name in AXES},
             whole=axis(rank, size, "whole"),
             lane=lane,
             agreement=agreement,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.layout import AXES, Bucket, Layout, ParamSlice
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Tile
@@ -108,11 +108,9 @@ def run_standalone(schedule_file: str) -> None:
     facts = json.loads((Path(schedule_file).parent / "fingerprint.json").read_text())
     layout = layout_from_facts(facts["layout"])
     torch.manual_seed(0)
-    shard, replicate = LoopbackAxis(0, layout.shard_size), LoopbackAxis(0, layout.replicate_size)
+    axes = {name: LoopbackAxis(0, layout.mesh.along(name)) for name in AXES}
     device = torch.device(facts["placeholders"]["forward"][0][4][3])
-    world = World(
-        device=device, backend="loopback", shard=shard, replicate=replicate, whole=replicate
-    )
+    world = World(device=device, backend="loopback", axes=axes, whole=axes["replicate"])
     inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
     with torch.no_grad(), tempfile.TemporaryDirectory(prefix="zerofx-") as folder:
         store = LooseStore(layout, world, folder)

@@ -1,7 +1,7 @@
 """Who this rank is, and its collectives: one World per compiled model.
 
-Ranks form a grid of (replicate, shard): rank = replicate_rank * shard_size + shard_rank. Values are
-sharded over the shard axis; the replicate axis holds copies of the same shards.
+Ranks form a grid of (replicate, shard), numbered as `layout.Mesh` says. Values are sharded over the
+shard axis; the replicate axis holds copies of the same shards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
 from zerofx.runtime.gloo import Algorithm, always_direct
 from zerofx.runtime.grid import rank_grid
+from zerofx.runtime.layout import AXES, Mesh
 from zerofx.runtime.meeting import timeout_s
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.steps import StepLog
 
 
@@ -58,8 +61,7 @@ class World:
         *,
         device: torch.device,
         backend: str,
-        shard: Axis,
-        replicate: Axis,
+        axes: Mapping[str, Axis],
         whole: Axis,
         lane: Lane | None = None,
         agreement: Agreement | None = None,
@@ -69,13 +71,17 @@ class World:
     ) -> None:
         self.device = device
         self.backend = backend
-        self.shard_rank, self.shard_size = shard.rank, shard.size
-        self.replicate_rank, self.replicate_size = replicate.rank, replicate.size
-        self.rank = replicate.rank * shard.size + shard.rank
-        self.size = shard.size * replicate.size
+        self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
+        self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
+        self.size = self.mesh.num_ranks
+        self._axes, self._whole, self._shard = dict(axes), whole, axes["shard"]
+        self.shard_rank, self.shard_size = self._shard.rank, self._shard.size
+        self.replicate_rank, self.replicate_size = axes["replicate"].rank, axes["replicate"].size
+        self._legs = [(axes[leg.axis], leg.kind) for leg in reduction.legs(self.mesh)]
+        if not self._legs:
+            self._legs = [(self._shard, "reduce_scatter")]
         self.shard_mesh, self.other_axes = shard_mesh, other_axes
         self.counters = lane.counters if lane else {kind: Traffic() for kind in KINDS}
-        self._shard, self._replicate, self._whole = shard, replicate, whole
         self._lane, self._agreement = lane, agreement
         self.steps = StepLog()
         if agreement is not None:
@@ -89,8 +95,7 @@ class World:
         return cls(
             device=groups.place(device),
             backend="single",
-            shard=Axis(),
-            replicate=Axis(),
+            axes={name: Axis() for name in AXES},
             whole=Axis(),
             other_axes=other_axes,
         )
@@ -144,8 +149,7 @@ class World:
         return cls(
             device=here,
             backend=axes.backend,
-            shard=axes.shard,
-            replicate=axes.replicate,
+            axes=axes.axes,
             whole=axes.whole,
             lane=axes.lane,
             agreement=axes.agreement,
@@ -163,16 +167,16 @@ class World:
     ) -> Work:
         """Set `out` [k] to scale * the sum over all ranks of this rank's slice of `full`.
 
-        The sum runs in rank order over the shard axis, then over the replicate axis.
+        The sum runs in rank order over one axis after the other, as `policy/reduction.py` says.
 
         Shapes: full [shard_size * k]; `out` is no part of it where there are several ranks.
         """
-        if self.replicate_size == 1:
-            return self._shard.reduce_scatter(out, full, scale, label)
-        if self.shard_size == 1:
-            return self._replicate.all_reduce(out, scale, label, full)
-        first = self._shard.reduce_scatter(out, full, 1.0, label)
-        return Then(first, lambda: self._replicate.all_reduce(out, scale, label))
+        first, *later = self._legs
+        work = _launch(first, out, full, 1.0 if later else scale, label)
+        for leg in later:
+            its_scale = scale if leg is later[-1] else 1.0
+            work = Then(work, partial(_launch, leg, out, out, its_scale, label))
+        return work
 
     def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
         """Set `buf` [n] in place to scale * the sum over all ranks, in rank order."""
@@ -184,7 +188,7 @@ class World:
 
     def rest(self, frees: Callable[[int], bool]) -> None:
         """Free receive buffers for whose bytes `frees` holds, until they are next needed."""
-        for axis in (self._shard, self._replicate, self._whole):
+        for axis in (*self._axes.values(), self._whole):
             axis.rest(frees)
 
     def drain(self) -> None:
@@ -273,6 +277,14 @@ class World:
         """Tell the other ranks that this one makes no further call; they raise if they wait."""
         if self._agreement is not None:
             self._agreement.leave(reason)
+
+
+def _launch(leg: tuple[Axis, str], out: Tensor, source: Tensor, scale: float, label: str) -> Work:
+    """Launch one leg of a reduction of `source` into `out`."""
+    axis, kind = leg
+    if kind == "reduce_scatter":
+        return axis.reduce_scatter(out, source, scale, label)
+    return axis.all_reduce(out, scale, label, None if source is out else source)
 
 
 def _say_goodbye(agreement: Agreement) -> None:

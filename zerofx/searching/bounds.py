@@ -21,6 +21,8 @@ from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.passes.order import Setting
 from zerofx.plan import Plan
+from zerofx.runtime.layout import Mesh
+from zerofx.runtime.policy import reduction
 from zerofx.runtime.tiers import Tier
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
@@ -152,12 +154,10 @@ class Bounds:
             lanes["gather"] = prices.collective("all_gather", int(gathered), ranks, 1).us
         reduced = trained * ITEM_BYTES[plan.precision.reduce]
         reduces = 1 if choice.no_sync else times
-        if ranks > 1:
-            each = prices.collective("reduce_scatter", reduced, ranks, 1).us
-            lanes["reduce"] = reduces * each
-        if copies > 1:
-            each = prices.collective("all_reduce", reduced // ranks, copies, ranks).us
+        for leg in reduction.legs(Mesh.of(shard=ranks, replicate=copies)):
+            each = prices.collective(leg.kind, reduced, leg.size, leg.stride).us
             lanes["reduce"] = lanes.get("reduce", 0.0) + reduces * each
+            reduced //= leg.num_slices
         return lanes
 
     def _gathers(self, choice: Choice) -> int:

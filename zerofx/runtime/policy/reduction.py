@@ -1,4 +1,4 @@
-"""How a bucket's gradients are reduced: whether at once, where they are packed, where the sum ends.
+"""How a bucket's gradients are reduced: over which axes, whether at once, and where the sum ends.
 
 is_set: p.grad already holds the gradient of an earlier backward, to which this one adds.
 """
@@ -6,12 +6,53 @@ is_set: p.grad already holds the gradient of an earlier backward, to which this 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import torch
 
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.runtime.layout import Bucket, Layout, Mesh
 from zerofx.runtime.tiers import Tier
+
+# -- mesh axes -----------------------------------------------------------------------------------
+_AXES = {"shard": "reduce_scatter", "replicate": "all_reduce"}  # what each does, in order
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One of the collectives that reduce a bucket: its kind, and the axis over which it runs.
+
+    size: the ranks along the axis. stride: how far their numbers are apart.
+    """
+
+    kind: str
+    axis: str
+    size: int
+    stride: int
+
+    @property
+    def num_slices(self) -> int:
+        """How many times as much it is given as it delivers."""
+        return self.size if self.kind == "reduce_scatter" else 1
+
+
+@lru_cache(maxsize=256)
+def legs(mesh: Mesh) -> tuple[Leg, ...]:
+    """Return the collectives that reduce a bucket, in order; none where there is one rank."""
+    every = (Leg(kind, axis, mesh.along(axis), mesh.stride(axis)) for axis, kind in _AXES.items())
+    return tuple(leg for leg in every if leg.size > 1)
+
+
+def first_axis(mesh: Mesh) -> str:
+    """Return the axis of the first leg, which names the op; of the last axis if there is none."""
+    found = legs(mesh)
+    return found[0].axis if found else [*_AXES][-1]
+
+
+def kind_over(axis: str) -> str:
+    """Return the kind of collective that reduces over an axis."""
+    return _AXES[axis]
 
 
 # -- no_sync ------------------------------------------------------------------------------------
@@ -21,8 +62,7 @@ def is_put_off(layout: Layout, stage: int) -> bool:
     At stages 2 and 3, and with an offloaded optimizer, whole gradients are never held, so that
     every backward reduces. A single rank has nothing to put off.
     """
-    ranks = layout.shard_size * layout.replicate_size
-    return stage <= 1 and ranks > 1 and not any(b.is_away for b in layout.buckets)
+    return stage <= 1 and layout.mesh.num_ranks > 1 and not any(b.is_away for b in layout.buckets)
 
 
 def sums_lie_apart(layout: Layout) -> bool:
