@@ -34,7 +34,6 @@ SAME_NAME = {
     "Calls": "calibration of calls; what a schedule is given while it is read",
     "Counts": "requests of the NVMe engine; plans of a search",
     "Entry": "three records of three formats",
-    "Flight": "two halves of one concept in the runtime",
     "Held": "bytes held at a time; what a module held before a forward",
     "Kernel": "what a region runs as; a Triton kernel",
     "Lane": "three lanes: of a view, of collectives, of copies",
@@ -59,7 +58,6 @@ SAME_NAME = {
     "Work": "of a collective; of the NVMe threads",
     "_Buffer": "of the planner; of the colouring",
     "_Job": "of torchrun; of a save of weights",
-    "_Recorder": "of a step; of a region's source",
     "_Walk": "three walks over three things",
 }
 
@@ -94,13 +92,10 @@ ONE_IMPORTER = {
     "zerofx.recording.operators": "the only user of torch.profiler",
     "zerofx.runtime.constants": "imported by emitted modules",
     "zerofx.runtime.debug": "imported by emitted modules of Plan(debug=True)",
-    "zerofx.runtime.heartbeat": "part of the agreement, to be merged",
     "zerofx.runtime.nccl": "one module per backend",
     "zerofx.runtime.nvme.blocks": "part of the store, to be merged",
     "zerofx.runtime.nvme.mapped": "part of the store, to be merged",
     "zerofx.runtime.nvme.ranges": "an algorithm by itself",
-    "zerofx.runtime.region_trace": "the only user of fx's tracer",
-    "zerofx.runtime.spare": "part of the groups, to be merged",
     "zerofx.searching.captured": "part of the search, to be merged",
     "zerofx.searching.refusals": "part of the search, to be merged",
     "zerofx.trial.compare": "part of the trial, to be merged",
@@ -114,7 +109,7 @@ LARGE_FOLDERS = {
     "zerofx/capture": 18,
     "zerofx/ir": 19,
     "zerofx/passes": 30,  # a list by nature
-    "zerofx/runtime": 72,
+    "zerofx/runtime": 69,
     "zerofx/views": 18,
 }
 

@@ -11,7 +11,7 @@ from pool import Pool
 from test_world_failures import LABEL, error_of, step
 from test_world_hosts import spread
 
-from zerofx.runtime import heartbeat, hosts
+from zerofx.runtime import agreement, hosts
 from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World
 
@@ -133,7 +133,7 @@ def test_a_refused_call_is_not_broken_off() -> None:
 def busy_for_long(per_host: int) -> list[str]:
     os.environ["ZEROFX_TIMEOUT_S"] = "1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat, "_POST_S", 0.2)
+        patch.setattr(agreement, "_POST_S", 0.2)
         patch.setattr(hosts, "_LOOK_S", 0.2)
         return _busy_for_long(spread(per_host))
 

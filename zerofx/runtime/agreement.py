@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from zerofx.runtime.board import (
     entry_key,
 )
 from zerofx.runtime.differences import describe_difference, describe_graphs
-from zerofx.runtime.heartbeat import Heartbeat
 from zerofx.runtime.hosts import Break, HostLink
 
 T = TypeVar("T")
@@ -37,6 +37,8 @@ _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
 _CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
 _STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
 _WELL, _UNWELL = "well", "not well"  # digests of a call that asks only that
+_BEAT_S = 0.25  # how often a busy rank gives a sign of life on the board
+_POST_S = 2.0  # and to the other hosts
 _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
@@ -372,3 +374,43 @@ def _fit(keys: Iterable[bytes]) -> bool:
         if key[:16] != texts or graphs.setdefault(key[16:24], key[24:]) != key[24:]:
             return False
     return True
+
+
+class Heartbeat:
+    """Signs of life from a rank that is busy with something long: the others go on waiting for it.
+
+    A thread gives them: a process that is stopped or gone gives none.
+    """
+
+    def __init__(self, board: MemoryBoard, link: HostLink | None) -> None:
+        self._board, self._link = board, link
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Give signs of life while the body runs."""
+        ended = threading.Event()
+        thread = threading.Thread(
+            target=self._beat, args=(ended,), name="zerofx-heartbeat", daemon=True
+        )
+        self._board.set_busy(what)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._board.set_busy("")
+
+    def count(self) -> int:
+        """Return how many signs of life all ranks have given; it grows while one is busy."""
+        here = sum(self._board.beats(row) for row in range(self._board.size))
+        return here + (self._link.beats() if self._link is not None else 0)
+
+    def _beat(self, ended: threading.Event) -> None:
+        posted = time.monotonic() - _POST_S
+        while not ended.wait(_BEAT_S):
+            self._board.beat()
+            now = time.monotonic()
+            if self._link is not None and now - posted >= _POST_S:
+                posted = now
+                self._link.beat()

@@ -104,7 +104,7 @@ class Axis:
         """Free the receive buffers for whose bytes `frees` holds, if no collective has them."""
 
 
-class Flight(Work):
+class GroupWork(Work):
     """A collective over process groups: its transfers, and what then remains to do on this rank."""
 
     __slots__ = ("_finish", "_handles", "_label", "_lane", "_number")

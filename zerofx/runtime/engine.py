@@ -10,20 +10,18 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.away_shards import AwayShards
 from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
-from zerofx.runtime.host_tier import Copy
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.nvme_values import NvmeValues, Spill, Stored
+from zerofx.runtime.nvme_values import NvmeValues
 from zerofx.runtime.param_piece import CastCopy
 from zerofx.runtime.policy import resting, shard_copies
 from zerofx.runtime.policy.shard_copies import NEVER, Stamp
-from zerofx.runtime.schedule import Schedule, added_method
+from zerofx.runtime.schedule import InFlight, Schedule, added_method
 from zerofx.runtime.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -219,7 +217,7 @@ class Engine:
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
-    def wait(self, flight: Flight | Copy | Arrival | Spill) -> Tensor | Stored | None:
+    def wait(self, flight: InFlight) -> Any:
         """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
         return flight.wait()
 

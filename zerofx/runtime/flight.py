@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from zerofx.runtime.collectives import Work
 from zerofx.runtime.layout import Bucket
 
 
@@ -23,7 +24,7 @@ class Flight:
 
     __slots__ = ("bucket", "tensor", "work")
 
-    def __init__(self, tensor: Tensor | None, work: object, bucket: int) -> None:
+    def __init__(self, tensor: Tensor | None, work: Work | None, bucket: int) -> None:
         self.tensor = tensor
         self.work = work
         self.bucket = bucket
@@ -31,7 +32,7 @@ class Flight:
     def wait(self) -> Tensor | None:
         """Return what was delivered (None for a reduction that was put off)."""
         if self.work is not None:
-            self.work.wait()  # type: ignore[attr-defined]
+            self.work.wait()
             self.work = None
         tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
         return tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from zerofx.compat.groups import all_gather_flat, group_backend
 from zerofx.runtime.collectives import (
     Axis,
-    Flight,
+    GroupWork,
     Lane,
     Work,
     all_reduce_bytes,
@@ -63,13 +63,13 @@ class GlooAxis(Axis):
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
         self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
         if self._algorithm("all_gather", out.nbytes, size) == "native":
-            return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
+            return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
         handles = self._exchange(self._gather_wire, [shard] * size, slices, label)
         mine = slices[self.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        return Flight(self._lane, label, handles)
+        return GroupWork(self._lane, label, handles)
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
@@ -93,7 +93,7 @@ class GlooAxis(Axis):
             ordered_sum(parts, out, scale)
             self._scratch.give_back(loans)
 
-        return Flight(self._lane, label, handles, finish)
+        return GroupWork(self._lane, label, handles, finish)
 
     def all_reduce(
         self,
@@ -116,7 +116,7 @@ class GlooAxis(Axis):
             ordered_sum([full, landing], buf, scale)  # a + b is b + a, bit for bit
             self._scratch.give_back(loans)
 
-        return Flight(self._lane, label, handles, finish)
+        return GroupWork(self._lane, label, handles, finish)
 
     def _all_reduce_by_slices(self, buf: Tensor, full: Tensor, scale: float, label: str) -> Work:
         """Each rank sums its own slice and sends it round: 2 * (size - 1) / size of the bytes."""
@@ -136,10 +136,10 @@ class GlooAxis(Axis):
             mine.copy_(total)
             totals = [total] * self.size
             handles = self._exchange(self._reduce_wire, totals, slices, label)
-            Flight(self._lane, label, handles).wait()
+            GroupWork(self._lane, label, handles).wait()
             self._scratch.give_back([*loans, *more])
 
-        return Flight(self._lane, label, handles, finish)
+        return GroupWork(self._lane, label, handles, finish)
 
     def rest(self, frees: Callable[[int], bool]) -> None:
         self._scratch.rest(frees)
@@ -149,14 +149,14 @@ class GlooAxis(Axis):
         self._lane.count("broadcast", buf.nbytes * (self.size - 1) if is_source else 0)
         if self._algorithm("broadcast", buf.nbytes, self.size) == "native":
             handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
-            return Flight(self._lane, label, [handle])
+            return GroupWork(self._lane, label, [handle])
         nothing = buf.new_empty(0)
         sends = [buf if is_source else nothing] * self.size
         receives = [nothing] * self.size
         if not is_source:
             receives[src] = buf
         handles = self._exchange(self._reduce_wire, sends, receives, label)
-        return Flight(self._lane, label, handles)
+        return GroupWork(self._lane, label, handles)
 
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]

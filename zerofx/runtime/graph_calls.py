@@ -9,24 +9,28 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.flight import Flight
-from zerofx.runtime.host_tier import Copy
-from zerofx.runtime.nvme_values import Spill, Stored
+from zerofx.runtime.nvme_values import Stored
+from zerofx.runtime.schedule import InFlight
 
 if TYPE_CHECKING:
     from zerofx.runtime.engine import Engine
 
-_Launched = Flight | Copy | Arrival | Spill
 _CURRENT = threading.local()
 # tensor that stands for it in a graph -> a value on NVMe
 _STORED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class _Launched(InFlight, Protocol):
+    """A launch that knows the tensor that it will fill, if there is one."""
+
+    @property
+    def tensor(self) -> Tensor | None: ...
 
 
 def current_calls() -> GraphCalls:

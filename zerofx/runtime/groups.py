@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
-from zerofx.runtime import spare
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
@@ -375,7 +375,7 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
     joined: list[GlooAxis | NcclAxis] = []
     meeting, agreement, name = start.meet(everyone)
     _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
-    groups = spare.take((backend, str(ranks)), meeting) or spare.Groups(name)
+    groups = _take((backend, str(ranks)), meeting) or Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else Watchdog)(agreement)
     lane = Lane(watchdog)
 
@@ -410,7 +410,7 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
         watchdog.stop()
         if not (lane.in_flight or agreement.has_failed):
             groups.launched += agreement.board.launched(agreement.board.rank)
-            spare.keep((backend, str(ranks)), groups)
+            _keep((backend, str(ranks)), groups)
 
     watchdog.start(break_off)
     if groups.mesh is None and axes["shard"].size > 1:
@@ -436,3 +436,54 @@ def _new_group(members: list[int], device: torch.device) -> Any:
     if backend == "gloo":
         set_timeout(group, device, last_s)
     return group
+
+
+# -- groups of worlds that are gone, kept for the next world over the same ranks -----------------
+# A group costs three threads and some descriptors (on NCCL device memory), and cannot be destroyed
+# where a model happens to be collected: torch derives the names of groups from those that exist, so
+# ranks that destroy at different times would name the next one differently and hang; and NCCL wants
+# all ranks in it. So a dropped world's groups are kept, and a new world takes over those that every
+# rank has kept with an equal number of launches, all finished: nothing is then under way in them.
+# Two living worlds never share groups: only each world's own agreement orders its transfers.
+@dataclass
+class Groups:
+    """One world's groups: axis -> (gathers, reduces). `name` is the same on all its ranks.
+
+    `launched` counts this rank's collectives in the worlds that are gone.
+    """
+
+    name: str
+    pairs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    launched: int = 0
+    job: Any = field(default_factory=lambda: dist.group.WORLD)
+
+
+_KEPT: dict[tuple[str, str], list[Groups]] = {}  # by backend and grid of ranks
+
+
+def _keep(kind: tuple[str, str], groups: Groups) -> None:
+    """Keep the groups of a world that has ended with nothing in flight."""
+    _KEPT.setdefault(kind, []).append(groups)
+
+
+def _take(kind: tuple[str, str], meeting: Meeting) -> Groups | None:
+    """Return groups that all ranks have kept, the same on each; None if there are none.
+
+    A collective call among the ranks of the meeting.
+
+    Raises:
+        DesyncError: a rank did not come; names it.
+    """
+    job = dist.group.WORLD
+    for kept in _KEPT.values():  # torch destroys all groups with the default one
+        kept[:] = [groups for groups in kept if groups.job is job]
+    mine = {groups.name: groups for groups in _KEPT.get(kind, [])}
+    texts = meeting.share("spare", json.dumps({name: g.launched for name, g in mine.items()}))
+    offers = [json.loads(text) for text in texts]
+    common = [n for n in offers[0] if all(offer.get(n) == offers[0][n] for offer in offers)]
+    if not common:
+        return None
+    chosen = mine[min(common, key=int)]
+    _KEPT[kind].remove(chosen)
+    return chosen

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.compat.groups import all_gather_flat, group_backend, reduce_scatter_flat
-from zerofx.runtime.collectives import Axis, Flight, Lane, Work, all_reduce_bytes
+from zerofx.runtime.collectives import Axis, GroupWork, Lane, Work, all_reduce_bytes
 from zerofx.runtime.policy import exchange
 
 
@@ -32,14 +32,14 @@ class NcclAxis(Axis):
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
-        return Flight(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
+        return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
     ) -> Work:
         self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
         handle = reduce_scatter_flat(self._reduces, out, full)
-        return Flight(self._lane, label, [handle], lambda: _scale(out, scale))
+        return GroupWork(self._lane, label, [handle], lambda: _scale(out, scale))
 
     def all_reduce(
         self,
@@ -52,12 +52,12 @@ class NcclAxis(Axis):
             buf.copy_(source)
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
-        return Flight(self._lane, label, [handle], lambda: _scale(buf, scale))
+        return GroupWork(self._lane, label, [handle], lambda: _scale(buf, scale))
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
         handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
-        return Flight(self._lane, label, [handle])
+        return GroupWork(self._lane, label, [handle])
 
 
 def _scale(buf: Tensor, scale: float) -> None:

@@ -18,13 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TextIO
 
 import torch
+from torch import fx
 
 from zerofx.collector import paused_collector
 from zerofx.compat.direct import replace_file
+from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import (
     compile_region,
     first_line,
@@ -38,7 +40,6 @@ from zerofx.compat.inductor import (
 from zerofx.errors import ProgramError
 from zerofx.runtime.meeting import timeout_s
 from zerofx.runtime.region_keys import artifact_key, cache_dir, compiled_by, mark_of_use
-from zerofx.runtime.region_trace import trace_region
 
 log = logging.getLogger("zerofx")
 
@@ -236,7 +237,7 @@ def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Regio
     for probe in _PROBE:
         probe.join()
     mark_of_use().touch()
-    gm = trace_region(getattr(module, name), len(module.INPUTS))
+    gm = _as_graph(getattr(module, name), len(module.INPUTS))
     if _failure(path):  # of another version; the artifact first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
@@ -295,3 +296,34 @@ def _is_known(path: Path) -> bool:
     except ValueError:
         return False
     return isinstance(note, dict) and note.get("compiled_by") == compiled_by()
+
+
+class _Traced:
+    """Stands for `aten` while a region is traced: a call becomes a node, whatever its arguments."""
+
+    def __init__(self, tracer: fx.proxy.GraphAppendingTracer, target: Any) -> None:
+        self._tracer, self._target = tracer, target
+
+    def __getattr__(self, name: str) -> _Traced:
+        return _Traced(self._tracer, getattr(self._target, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self._tracer.create_proxy("call_function", self._target, args, kwargs)
+
+
+def _as_graph(function: Any, num_inputs: int) -> fx.GraphModule:
+    """Turn a region's source back into a graph: it runs on proxies, and each call is a node."""
+    tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+    args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
+    recorded = {
+        name: _Traced(tracer, value) if isinstance(value, OpNamespace) else value
+        for name, value in function.__globals__.items()
+    }
+    body = FunctionType(function.__code__, recorded, function.__name__)
+    results = body(args)
+    if not isinstance(results, (tuple, list)):
+        results = (results,)
+    tracer.graph.output(tuple(r.node for r in results))
+    gm = fx.GraphModule(torch.nn.Module(), tracer.graph)
+    gm.graph.lint()
+    return gm

@@ -19,7 +19,7 @@ from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.board import ROW_BYTES, MemoryBoard
 from zerofx.runtime.collectives import (
     Axis,
-    Flight,
+    GroupWork,
     Lane,
     Work,
     all_reduce_bytes,
@@ -155,7 +155,7 @@ class SimulatedAxis(Axis):
         signature = (*kind, sent.numel(), str(sent.dtype))
         self._hub.post(key, self.rank, signature, sent.detach().clone())
         arrival = Arrival(self._hub, key, self.rank, self.size)
-        return Flight(self._lane, label, [arrival], lambda: land(arrival.parts))
+        return GroupWork(self._lane, label, [arrival], lambda: land(arrival.parts))
 
 
 class SimulatedWorld(World):
