@@ -22,7 +22,7 @@ from zerofx.errors import NvmeError
 from zerofx.ir.meta import info
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.layout import Bucket, Layout, Mesh, ParamSlice
 from zerofx.runtime.nvme.checksum import BLOCK_BYTES, covering
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.tiers import Tier
@@ -125,7 +125,7 @@ def layout_of(count: int) -> Layout:
         )
         for t in tiles
     )  # fmt: skip
-    return Layout(buckets, 1)
+    return Layout(buckets, Mesh.of())
 
 
 def made(folder: Path, count: int = 3) -> tuple[NvmeHome, torch.Tensor, Layout]:

@@ -10,7 +10,7 @@ from zerofx.hardware import Hardware, default_hardware, hardware_names, load_har
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Calling, Program, Reference
 from zerofx.ir.verify_values import SHORT
-from zerofx.runtime.layout import Layout
+from zerofx.runtime.layout import AXES, Layout
 from zerofx.runtime.tiles import Tile
 
 FORMAT = 4
@@ -115,8 +115,7 @@ def _tile(tile: Tile | None) -> list[Any] | None:
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
     return {
-        "shard_size": layout.shard_size,
-        "replicate_size": layout.replicate_size,
+        **{f"{axis}_size": layout.mesh.along(axis) for axis in reversed(AXES)},
         "buckets": [
             {
                 "units": list(b.units),

@@ -19,7 +19,7 @@ def check_fits(program: Program, layout: Layout, world_size: int) -> None:
         )
     mine = program.layout
     assert mine is not None, "a program without a layout"
-    if (mine.shard_size, mine.replicate_size) != (layout.shard_size, layout.replicate_size):
+    if mine.mesh != layout.mesh:
         raise _unfit(
             program,
             f"it shards over {mine.shard_size} ranks and replicates over {mine.replicate_size}, "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.runtime.layout import Bucket, Layout, Mesh, ParamSlice
 from zerofx.runtime.tiles import Tile
 
 ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
@@ -97,7 +97,7 @@ def unit_layout(
         make_bucket(i, members, shard_size, persistent=key[3])
         for i, (key, members) in enumerate(groups.items())
     ]
-    return Layout(tuple(buckets), shard_size, replicate_size)
+    return Layout(tuple(buckets), Mesh.of(shard=shard_size, replicate=replicate_size))
 
 
 def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:
@@ -132,4 +132,4 @@ def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) 
         make_bucket(i, members, layout.shard_size, persistent)
         for i, (members, persistent) in enumerate(merged)
     ]
-    return Layout(tuple(buckets), layout.shard_size, layout.replicate_size)
+    return Layout(tuple(buckets), layout.mesh)

@@ -158,16 +158,20 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """All buckets of a model, and over how many ranks each is sharded and replicated."""
+    """All buckets of a model, and over how many ranks of each mesh axis they lie."""
 
     buckets: tuple[Bucket, ...]
-    shard_size: int
-    replicate_size: int = 1
+    mesh: Mesh
 
     @cached_property
-    def mesh(self) -> Mesh:
-        """The ranks that hold the model, by axis."""
-        return Mesh.of(shard=self.shard_size, replicate=self.replicate_size)
+    def shard_size(self) -> int:
+        """Over how many ranks each bucket is sharded."""
+        return self.mesh.along("shard")
+
+    @cached_property
+    def replicate_size(self) -> int:
+        """How many copies of each shard there are."""
+        return self.mesh.along("replicate")
 
     @property
     def rest_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerofx.runtime.collectives import DONE, Axis, Work
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import AXES, Bucket, Layout, ParamSlice
+from zerofx.runtime.layout import AXES, Bucket, Layout, Mesh, ParamSlice
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.tiers import Tier
 from zerofx.runtime.tiles import Tile
@@ -179,4 +179,4 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
         )
         for i, b in enumerate(facts["buckets"])
     )
-    return Layout(buckets, facts["shard_size"], facts["replicate_size"])
+    return Layout(buckets, Mesh.of(**{axis: facts[f"{axis}_size"] for axis in AXES}))
