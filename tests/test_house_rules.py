@@ -91,7 +91,6 @@ ONE_IMPORTER = {
     "zerofx.optim.lion": "one module per optimizer",
     "zerofx.recording.operators": "the only user of torch.profiler",
     "zerofx.runtime.constants": "imported by emitted modules",
-    "zerofx.runtime.debug": "imported by emitted modules of Plan(debug=True)",
     "zerofx.runtime.nccl": "one module per backend",
     "zerofx.runtime.nvme.blocks": "part of the store, to be merged",
     "zerofx.runtime.nvme.mapped": "part of the store, to be merged",
@@ -109,7 +108,7 @@ LARGE_FOLDERS = {
     "zerofx/capture": 18,
     "zerofx/ir": 19,
     "zerofx/passes": 30,  # a list by nature
-    "zerofx/runtime": 69,
+    "zerofx/runtime": 68,
     "zerofx/views": 18,
 }
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import linecache
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import inductor_problem
 from zerofx.compat.strides import has_strides, laid_out
-from zerofx.errors import ProgramError
-from zerofx.runtime.debug import checked
+from zerofx.errors import NonFiniteError, ProgramError
 from zerofx.runtime.region_cache import Region, compile_all
 
 log = logging.getLogger("zerofx")
@@ -98,7 +101,7 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     units = facts.get("regions", {})
     compiled = compile_all(modules, units) if kernels == "inductor" else {}
     for name, module in modules.items():
-        plain = checked(module, name) if facts["debug"] else getattr(module, name)
+        plain = _checked(module, name) if facts["debug"] else getattr(module, name)
         strides = getattr(module, "OUTPUTS", None)  # programs emitted earlier do not say
         setattr(found, name, following(compiled.get(name) or plain, strides))
     return found
@@ -137,3 +140,44 @@ def _has_compiler() -> bool:
     if problem:
         log.warning("kernels='inductor' falls back to ATen: %s", problem)
     return not problem
+
+
+# -- Plan(debug=True) ----------------------------------------------------------------------------
+class _Checked:
+    """Stands for `aten` in a region: runs each op and looks for NaN in what it returns."""
+
+    def __init__(self, target: Any, region: str) -> None:
+        self._target, self._region = target, region
+
+    def __getattr__(self, name: str) -> _Checked:
+        return _Checked(getattr(self._target, name), self._region)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._target(*args, **kwargs)
+        made = results if isinstance(results, (tuple, list)) else (results,)
+        if any(_has_nan(r) for r in made) and not any(_has_nan(a) for a in args):
+            self._report(sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno)
+        return results
+
+    def _report(self, filename: str, line: int) -> None:
+        text = linecache.getline(filename, line).strip()
+        raise NonFiniteError(
+            f"{self._region}: NaN first appears in {self._target} from inputs without one, at\n"
+            f"  {filename}:{line}\n  {text}\n"
+            "(the comment names the module and your line); set debug=False to train through it"
+        )
+
+
+def _has_nan(value: Any) -> bool:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and bool(value.isnan().any())
+
+
+def _checked(module: ModuleType, name: str) -> FunctionType:
+    """Return the module's region with every op watched; the source and its lines stay the same."""
+    function = getattr(module, name)
+    watched = {
+        key: _Checked(value, name) if isinstance(value, OpNamespace) else value
+        for key, value in function.__globals__.items()
+    }
+    return FunctionType(function.__code__, watched, name)
