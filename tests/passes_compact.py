@@ -112,6 +112,7 @@ def run(program: Program, made: Pass) -> Planned:
     """Run a pass on a copy of a program, without the runner's checks."""
     after = program.planned().clone()
     made.run(after)
+    after.facts |= made.provides
     for gm in after.graphs.values():
         gm.graph.lint()
     return after
