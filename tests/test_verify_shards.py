@@ -204,8 +204,9 @@ def slot_taken_while_it_arrives() -> Planned:
     launch = sent(p, 3)[2]
     earlier = sent(p, 2)[0]
     assert launch.next is earlier, "the next one's reload is launched just ahead"
-    sizes = p.slot_bytes
+    sizes = list(p.slot_bytes)
     sizes[launch.args[3]] = max(sizes)
+    p.slot_bytes = tuple(sizes)
     set_argument(earlier, 3, launch.args[3])
     return p
 
@@ -214,8 +215,9 @@ def slot_taken_while_it_arrives() -> Planned:
 def slot_taken_while_it_is_sent() -> Planned:
     p = away()
     gather, _, launch, held = sent(p, 2)
-    sizes = p.slot_bytes
+    sizes = list(p.slot_bytes)
     sizes[launch.args[3]] = max(sizes)
+    p.slot_bytes = tuple(sizes)
     p.graph(FORWARD).erase_node(release_of(held))
     set_argument(gather, 3, launch.args[3])
     after = again(gather, gather.next)
