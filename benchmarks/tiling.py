@@ -74,7 +74,7 @@ class Job:
             ),
             "peak_bytes": max(p.high_bytes for p in memory.steps[WARMUP_STEPS:]),
             "predicted_bytes": found.peak_bytes,
-            "largest_buffer_bytes": max(program.slots["bytes"]),
+            "largest_buffer_bytes": max(program.slot_bytes),
             "step_s": statistics.median(seconds[WARMUP_STEPS:]),
             "loss": float(loss.detach()),
         }

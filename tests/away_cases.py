@@ -8,24 +8,24 @@ from torch import fx
 from verify_cases import find, program
 
 from zerofx import ops
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.plan_parts import Offload
 
 BOTH = Offload(optimizer="cpu", parameters="cpu")
 OPTIMIZER = Offload(optimizer="cpu")
 
 
-def away(**plan: Any) -> Program:
+def away(**plan: Any) -> Planned:
     """Return a program whose shards and optimizer live on the host."""
     return program(offload=BOTH, **plan)
 
 
-def copied() -> Program:
+def copied() -> Planned:
     """Return one whose optimizer alone does: copies of the shards stay on the device."""
     return program(offload=OPTIMIZER)
 
 
-def sent(p: Program, bucket: int, graph: str = FORWARD) -> tuple[Any, Any, Any, Any]:
+def sent(p: Planned, bucket: int, graph: str = FORWARD) -> tuple[Any, Any, Any, Any]:
     """Return a bucket's gather, its wait, and the launch and wait of the shard it sends."""
     gather = find(p, ops.all_gather, bucket, graph)
     held: Any = gather.args[0]

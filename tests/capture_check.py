@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.capture import trees
 from zerofx.ir.meta import OutputInfo, Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 Values = dict[OutputInfo, Tensor]
 
@@ -35,15 +35,15 @@ def vectors(seed: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def graph_name(program: Program) -> str:
+def graph_name(program: Planned) -> str:
     return "joint" if program.is_training else "forward"
 
 
-def calls(program: Program) -> list[torch.fx.Node]:
+def calls(program: Planned) -> list[torch.fx.Node]:
     return [n for n in program.graph(graph_name(program)).nodes if n.op == "call_function"]
 
 
-def execute(program: Program, model: nn.Module, args: Any, kwargs: Any) -> Values:
+def execute(program: Planned, model: nn.Module, args: Any, kwargs: Any) -> Values:
     """Call the captured graph with the model's own values and gradients of ones.
 
     Casts of an autocast region are part of the graph, so that it runs with autocast off.
@@ -68,7 +68,7 @@ def execute(program: Program, model: nn.Module, args: Any, kwargs: Any) -> Value
     return dict(zip(infos, results, strict=True))
 
 
-def check(model: nn.Module, *args: Any, tolerance: float = 0.0, **kwargs: Any) -> Program:
+def check(model: nn.Module, *args: Any, tolerance: float = 0.0, **kwargs: Any) -> Planned:
     """Capture, check that the model is untouched, and compare every value with eager."""
     before = snapshot(model)
     program = zerofx.capture(model, args, kwargs)
@@ -78,7 +78,7 @@ def check(model: nn.Module, *args: Any, tolerance: float = 0.0, **kwargs: Any) -
 
 
 def compare(
-    program: Program, model: nn.Module, args: Any, kwargs: Any, tolerance: float = 0.0
+    program: Planned, model: nn.Module, args: Any, kwargs: Any, tolerance: float = 0.0
 ) -> None:
     """Hold a captured program against a call of the model."""
     torch.manual_seed(7)
@@ -106,7 +106,7 @@ def compare(
 
 
 def compare_gradients(
-    program: Program,
+    program: Planned,
     found: Values,
     eager: nn.Module,
     outs: list[Any],

@@ -12,7 +12,7 @@ from torch import nn
 
 import zerofx
 from zerofx.ir.meta import Role
-from zerofx.ir.program import Program
+from zerofx.ir.program import Captured, Planned, Program
 from zerofx.passes.fuse import Fuse
 
 # What each model of the tests holds; `outputs="loss"`, so that nobody reads the logits.
@@ -31,13 +31,13 @@ FOUND = {
 
 
 @cache
-def captured(case: str, dtype: torch.dtype = torch.float32) -> Program:
+def captured(case: str, dtype: torch.dtype = torch.float32) -> Captured:
     args, kwargs = CASES[case].batch(0)
     return zerofx.capture(CASES[case].make().to(dtype), args, kwargs, outputs="loss")
 
 
-def fused(program: Program, patterns: str = "all") -> tuple[Program, str]:
-    after = program.clone()
+def fused(program: Program, patterns: str = "all") -> tuple[Planned, str]:
+    after = program.planned().clone()
     report = Fuse(patterns).run(after)
     for gm in after.graphs.values():
         gm.graph.lint()
@@ -45,7 +45,7 @@ def fused(program: Program, patterns: str = "all") -> tuple[Program, str]:
     return after, report.summary
 
 
-def names(program: Program, graph: str = "joint") -> list[str]:
+def names(program: Planned, graph: str = "joint") -> list[str]:
     """Return the ops of a graph, transpositions left out."""
     found = []
     for node in program.graph(graph).nodes:
@@ -67,7 +67,7 @@ def error(found: Values, expected: Values) -> float:
     return float((off / sum(expected[k].double().square().sum() for k in grads)).sqrt())
 
 
-def both(program: Program, after: Program, model: nn.Module, *given: Any) -> float:
+def both(program: Planned, after: Planned, model: nn.Module, *given: Any) -> float:
     values = []
     for one in (after, program):
         torch.manual_seed(3)

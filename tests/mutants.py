@@ -16,7 +16,7 @@ from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Cho
 from torch import Tensor, fx
 
 from zerofx.ir.meta import info, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 Statement = list[fx.Node]
 
@@ -29,7 +29,7 @@ class Base:
     choice: Choice
 
     @property
-    def program(self) -> Program:
+    def program(self) -> Planned:
         return final(self.case, self.choice)
 
 
@@ -44,10 +44,10 @@ class Mutant:
     kind: str
     what: str
     base: Base
-    program: Program
+    program: Planned
     rank: int | None = None
 
-    def programs(self) -> list[Program]:
+    def programs(self) -> list[Planned]:
         """Return what each rank runs."""
         world = range(self.base.choice.world_size)
         if self.rank is None:
@@ -107,7 +107,7 @@ class Editor:
     has a line for: one zerofx op, or a whole region.
     """
 
-    def __init__(self, program: Program, rng: random.Random) -> None:
+    def __init__(self, program: Planned, rng: random.Random) -> None:
         self.program, self.rng = program, rng
         self.name = rng.choice(sorted(program.graphs))
         self.graph = program.graph(self.name)

@@ -144,7 +144,7 @@ def wrong_slot(edit: Editor) -> str | None:
     if (node := edit.any_of(nodes)) is None:
         return None
     old = node.args[SLOTTED[node.target]]
-    slots = range(-1, len(edit.program.slots["bytes"]) + 1)
+    slots = range(-1, len(edit.program.slot_bytes) + 1)
     new = edit.rng.choice([s for s in slots if s != old])
     changed = [node]
     if node.target in (ops.all_gather, ops.reload_shard) and edit.rng.random() < 0.5:

@@ -21,7 +21,7 @@ from oracle_rank import Rank
 from torch import Tensor
 
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 
 _Key = tuple[str, str, int]
 
@@ -180,7 +180,7 @@ def has_garbage(outcomes: Sequence[Outcome]) -> bool:
 
 
 # -- making a state -------------------------------------------------------------------------------
-def make_tangents(program: Program, seed: int) -> dict[int, Tensor]:
+def make_tangents(program: Planned, seed: int) -> dict[int, Tensor]:
     """Return random incoming gradients, in the shapes and strides that backward takes."""
     generator = torch.Generator().manual_seed(seed)
     graph = "joint" if "joint" in program.graphs else "backward"

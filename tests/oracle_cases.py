@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zerofx.capture import capture, trees
 from zerofx.hardware import hardware_for
-from zerofx.ir.program import Program
+from zerofx.ir.program import Captured, Planned, Program
 from zerofx.passes.base import Pass
 from zerofx.passes.order import Setting, build
 from zerofx.passes.pipeline import run_pass
@@ -29,14 +29,14 @@ SPILLED = (("activations", "nvme"), ("path", "/nowhere"))
 
 
 @cache
-def captured(case: str, units: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Program:
+def captured(case: str, units: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Planned:
     """Return the captured training call of a case. Do not change it: tests share it."""
     args, kwargs = CASES[case].batch(0)
     model = CASES[case].make()
     return capture(model, args, kwargs, units=units or "auto", compute_dtype=dtype)
 
 
-def captured_inference(case: str) -> Program:
+def captured_inference(case: str) -> Captured:
     """Return the captured call of a case in eval mode under no_grad."""
     args, kwargs = CASES[case].batch(0)
     with torch.no_grad():
@@ -145,10 +145,10 @@ class Choice:
         return Setting(self.plan(), self.world_size, machine)
 
 
-def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
+def stages(program: Program, choice: Choice) -> list[tuple[Pass, Planned]]:
     """Run the pipeline pass by pass; return each pass with the program behind it."""
-    done: list[tuple[Pass, Program]] = []
-    program = program.clone()
+    done: list[tuple[Pass, Planned]] = []
+    program = program.planned().clone()
     setting = choice.setting()
     program.plan, program.hardware = setting.plan, setting.hardware
     for made in build(setting).passes:
@@ -158,6 +158,6 @@ def stages(program: Program, choice: Choice) -> list[tuple[Pass, Program]]:
 
 
 @cache
-def final(case: str, choice: Choice) -> Program:
+def final(case: str, choice: Choice) -> Planned:
     """Return the program behind the whole pipeline. Do not change it: tests share it."""
     return stages(captured(case, choice.units, choice.dtype), choice)[-1][1]

@@ -23,7 +23,7 @@ class Rank:
     """Holds a rank's state, and runs forward and backward over it as a generator."""
 
     def __init__(self, rank: int, program: Program, state: State, exchange: Exchange) -> None:
-        self.rank, self.program = rank, program
+        self.rank, self.program = rank, program.planned()
         self.buffers = {k: v.clone() for k, v in state.buffers.items()}
         self.inputs = {k: v.detach().clone() for k, v in state.inputs[rank].items()}
         self.tangents = state.tangents[rank]
@@ -34,8 +34,8 @@ class Rank:
                 self.params[p.name] = self.params[p.tile.name][first:end]
         self.aliases = {a: p.name for p in program.params.values() for a in p.aliases}
         self.shards = self._cut_shards()
-        self.memory = Memory(program.slots.get("bytes", []))
-        self.ops = Communication(rank, program.layout, self.memory, self.shards, exchange)
+        self.memory = Memory(self.program.slot_bytes)
+        self.ops = Communication(rank, self.program.layout, self.memory, self.shards, exchange)
         self.ops.away.far, self.ops.away.stays = self._far()
         self.ops.away.stored = self._stored()
         self.saved: list[Any] = []
@@ -46,12 +46,12 @@ class Rank:
     def _cut_shards(self) -> dict[int, Tensor]:
         """Lay the parameters out in their buckets and keep this rank's slices."""
         layout, shards = self.program.layout, {}
-        for bucket in layout.buckets if layout is not None else ():
+        for bucket in layout.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
             for param in bucket.params:
                 flat[param.offset : param.offset + param.numel] = self.params[param.name].view(-1)
-            length = bucket.numel // layout.shard_size  # type: ignore[union-attr]
-            first = self.rank % layout.shard_size * length  # type: ignore[union-attr]
+            length = bucket.numel // layout.shard_size
+            first = self.rank % layout.shard_size * length
             shards[bucket.index] = flat[first : first + length].clone()
         return shards
 
@@ -63,14 +63,13 @@ class Rank:
         layout = self.program.layout
         if not any(fact.name == "SHARDS_OFFLOADED" for fact in self.program.facts):
             return {}, set()
-        assert layout is not None
         away = [b for b in layout.buckets if b.home.value != "device"]
         stays = {b.index for b in away if b.source.value == "device" and layout.shard_size > 1}
         return {b.index: Far(b.index, self.shards[b.index]) for b in away}, stays
 
     def _stored(self) -> set[int]:
         """Return the buckets whose gathers begin on NVMe."""
-        buckets = self.program.layout.buckets if self.program.layout is not None else ()
+        buckets = self.program.layout.buckets
         return {b.index for b in buckets if b.source.value == "nvme"}
 
     def _feed(self, node: fx.Node) -> Any:

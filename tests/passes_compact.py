@@ -18,7 +18,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.passes.base import Pass
 from zerofx.passes.order import build
 
@@ -38,7 +38,7 @@ _WORDS = {
 }
 
 
-def order(program: Program, graph: str, views: bool = False) -> list[str]:
+def order(program: Planned, graph: str, views: bool = False) -> list[str]:
     """Return a graph's statements in order; `views` also lists which parameters are looked at."""
     rows: list[str] = []
     for node in program.graph(graph).nodes:
@@ -53,7 +53,7 @@ def order(program: Program, graph: str, views: bool = False) -> list[str]:
     return rows
 
 
-def _row(program: Program, node: fx.Node, views: bool) -> str | None:
+def _row(program: Planned, node: fx.Node, views: bool) -> str | None:
     where = info(node)
     if where.region is not None:
         return f"region {where.region} {where.unit}".rstrip()
@@ -74,27 +74,26 @@ def _row(program: Program, node: fx.Node, views: bool) -> str | None:
     return None
 
 
-def _packed(program: Program, pack: fx.Node) -> list[str]:
-    assert program.layout is not None
+def _packed(program: Planned, pack: fx.Node) -> list[str]:
     bucket = program.layout.buckets[info(pack).index]
     places = {p.offset: p.name for p in bucket.params}
     return [places[offset] for offset in pack.args[2]]  # type: ignore[index, union-attr]
 
 
-def before(case: str, choice: Choice, name: str) -> Program:
+def before(case: str, choice: Choice, name: str) -> Planned:
     """Return a fresh copy of the program that the pass `name` of the pipeline is given."""
     return _behind(
         case, choice, [p.name for p in build(choice.setting()).passes].index(name)
     ).clone()
 
 
-def final(case: str, choice: Choice) -> Program:
+def final(case: str, choice: Choice) -> Planned:
     """Return a fresh copy of the program behind the last pass."""
     return _behind(case, choice, len(build(choice.setting()).passes)).clone()
 
 
 @cache
-def _behind(case: str, choice: Choice, count: int) -> Program:
+def _behind(case: str, choice: Choice, count: int) -> Planned:
     """Return the program behind the first `count` passes, without the runner's checks."""
     if count == 0:
         program = captured(case, choice.units, choice.dtype).clone()
@@ -109,10 +108,11 @@ def pass_named(choice: Choice, name: str) -> Pass:
     return next(p for p in build(choice.setting()).passes if p.name == name)
 
 
-def run(program: Program, made: Pass) -> Program:
+def run(program: Program, made: Pass) -> Planned:
     """Run a pass on a copy of a program, without the runner's checks."""
-    after = program.clone()
+    after = program.planned().clone()
     made.run(after)
+    after.facts |= made.provides
     for gm in after.graphs.values():
         gm.graph.lint()
     return after

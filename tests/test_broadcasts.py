@@ -12,7 +12,7 @@ import zerofx
 from zerofx.capture import capture
 from zerofx.ir.graphs import is_broadcast
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 
 class Half(nn.Module):
@@ -40,7 +40,7 @@ class Repeats(nn.Module):
         return (keys * queries * self.values(x)).square().mean() + torch.sin(keys).mean()
 
 
-def program(activations: Any) -> Program:
+def program(activations: Any) -> Planned:
     captured = capture(Repeats(), (torch.zeros(4, 8),))
     plan = {"activations": activations, "bucket_bytes": 0, "persist_below": 0}
     return zerofx.rewrite(captured, plan, 2)

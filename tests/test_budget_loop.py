@@ -18,7 +18,7 @@ import zerofx
 from zerofx.analysis.memory import memory, peak_bytes
 from zerofx.compiled.budget import ADDING
 from zerofx.errors import BudgetError
-from zerofx.ir.program import Loop, Program
+from zerofx.ir.program import Captured, Loop
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -32,7 +32,7 @@ def batch(size: int = BATCH) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def captured(size: int = BATCH) -> Program:
+def captured(size: int = BATCH) -> Captured:
     return zerofx.capture(MODELS["broad"](None), batch(size))
 
 

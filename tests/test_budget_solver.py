@@ -28,13 +28,13 @@ from zerofx.errors import BudgetError, PlanError
 from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import regions as regions_of
 from zerofx.ir.meta import info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.passes.decide import budget_bytes, budget_for
 
 CPU = Roofline(load_hardware("cpu-box"), compiled=False)
 
 
-def gpt(layers: int = 4, dropout: float = 0.0) -> Program:
+def gpt(layers: int = 4, dropout: float = 0.0) -> Planned:
     config = GPTConfig(layers=layers, width=64, heads=4, seq=64, dropout=dropout)
     tokens = torch.zeros(4, 64, dtype=torch.long, device="meta")
     with torch.device("meta"):
@@ -45,7 +45,7 @@ def gpt(layers: int = 4, dropout: float = 0.0) -> Program:
 PLAN = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 
 
-def planned(program: Program, **fields: Any) -> Program:
+def planned(program: Planned, **fields: Any) -> Planned:
     return zerofx.rewrite(program, {**PLAN, **fields}, 2)
 
 

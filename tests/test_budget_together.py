@@ -17,7 +17,7 @@ import zerofx
 from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.ir.program import Program
+from zerofx.ir.program import Captured, Planned
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -33,7 +33,7 @@ def machine() -> Hardware:
     return dataclasses.replace(base, offload_min_bytes=512, host_link_bytes_per_s=60e9)
 
 
-def budgeted(program: Program, share: float, accumulation: int = 1) -> dict[str, Any]:
+def budgeted(program: Planned, share: float, accumulation: int = 1) -> dict[str, Any]:
     """Return the plan with a budget `share` of the way from the least to all that is kept.
 
     accumulation: backwards a step for which it is the least.
@@ -49,7 +49,7 @@ def budgeted(program: Program, share: float, accumulation: int = 1) -> dict[str,
 
 
 @cache
-def captured(name: str) -> Program:
+def captured(name: str) -> Captured:
     if name == "measured":
         tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
         return zerofx.capture(MODELS["gpt"](None), (tokens, tokens))

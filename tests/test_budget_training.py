@@ -20,14 +20,14 @@ import zerofx
 from zerofx.analysis.memory import peak_bytes
 from zerofx.compiled import programs
 from zerofx.hardware import load_hardware
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes import decide
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
 
 
-def between(program: Program, share: float, **fields: Any) -> int:
+def between(program: Planned, share: float, **fields: Any) -> int:
     """Return a budget that lies `share` of the way from the least to what keeping all takes."""
     most, least = (
         peak_bytes(zerofx.rewrite(program, {**ATEN, **fields, "activations": a}, 2))
@@ -37,7 +37,7 @@ def between(program: Program, share: float, **fields: Any) -> int:
 
 
 @cache
-def measured_program() -> Program:
+def measured_program() -> Planned:
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
     return zerofx.capture(MODELS["gpt"](None), (tokens, tokens))
 
@@ -98,7 +98,7 @@ def test_a_budget_is_solved_anew_for_what_compiled_regions_take(
     losses: list[torch.Tensor] = []
     asked: list[int] = []
 
-    def excess_bytes(made: Program) -> int:
+    def excess_bytes(made: Planned) -> int:
         asked.append(peak_bytes(made))
         return max(0, int(asked[-1] * (1 + over)) - budget) if made.plan.memory_budget else 0
 

@@ -17,12 +17,12 @@ from zerofx import ops
 from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.ir.dump import LEVELS, dump_graph, dump_program, fault
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.repeats import Repeat, Row, collapse, find_repeats
 
 
 @cache
-def rewritten(layers: int = 5) -> Program:
+def rewritten(layers: int = 5) -> Planned:
     """Return the program of a stack of so many layers on 4 ranks; treat it as read-only."""
     _, args, kwargs = stack()
     with torch.device("meta"):

@@ -17,7 +17,7 @@ from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir import fakes
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 aten = torch.ops.aten
 AWAY = {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme", "path": "/nvme"}
@@ -41,7 +41,7 @@ def form(val: Any) -> Any:
     return type(val), val.shape, val.stride(), val.storage_offset(), val.dtype, val.device
 
 
-def gpt() -> Program:
+def gpt() -> Planned:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=3, width=64))
         tokens = torch.zeros(2, 64, dtype=torch.long)

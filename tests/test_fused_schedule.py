@@ -20,7 +20,7 @@ from zerofx.codegen.emit import emit
 from zerofx.hardware import hardware_for
 from zerofx.ir.graphs import is_fused
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes import order as pass_order
 from zerofx.passes import pipeline
 from zerofx.passes.fuse import Fuse
@@ -29,7 +29,7 @@ from zerofx.plan import Plan
 PLAN: dict[str, Any] = {"stage": 3, "kernels": "aten"}
 
 
-def rewritten(case: str, world_size: int = 2) -> Program:
+def rewritten(case: str, world_size: int = 2) -> Planned:
     setting = pass_order.Setting(Plan(**PLAN), world_size, hardware_for("cpu"))
     return pipeline.run(fused(captured(case))[0], setting)
 

@@ -12,14 +12,14 @@ from training import loss_of
 
 import zerofx
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.graph_calls import GraphCalls
 
 CASES_RUN = ["gpt", "convnet", "stage"]
 
 
-def run_graph(program: Program, name: str, engine: Engine, given: dict[Role, Any]) -> Any:
+def run_graph(program: Planned, name: str, engine: Engine, given: dict[Role, Any]) -> Any:
     """Run one graph of a program node by node; return its results by role."""
     values = []
     for node in program.graph(name).nodes:

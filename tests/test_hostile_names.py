@@ -25,7 +25,7 @@ import zerofx
 from zerofx.codegen.emit import render, write
 from zerofx.codegen.text import literal, read_comment, read_origin, with_comment, with_origin
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.text import escaped, identifier, printable, unescaped
 
 CANARY = "_zerofx_canary"
@@ -147,7 +147,7 @@ def check_source(name: str, text: str) -> None:
             assert node.id in ("__file__", "__name__"), (name, node.id)
 
 
-def check_program(program: Program, directory: Path) -> None:
+def check_program(program: Planned, directory: Path) -> None:
     """Check a program's emitted files, and that they load as the program that was written."""
     files = render(program)
     for name, text in files.items():

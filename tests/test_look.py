@@ -17,7 +17,7 @@ from stack import Stack, stack
 
 import zerofx
 from zerofx.cli import main
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 TARGET = str(Path(__file__).parent / "stack.py") + ":stack"
@@ -25,7 +25,7 @@ SET = [part for k, v in PLAN.items() for part in ("--set", f"{k}={v}")]
 
 
 @cache
-def recorded() -> tuple[Program, Any]:
+def recorded() -> tuple[Planned, Any]:
     """A program of one rank and a recording of it."""
     torch.manual_seed(0)
     model = zerofx.compile(Stack(), PLAN)

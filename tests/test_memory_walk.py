@@ -18,11 +18,11 @@ from zerofx.analysis.traffic import traffic
 from zerofx.analysis.wrapper import Output, trace
 from zerofx.capture import capture
 from zerofx.ir.meta import Info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 
 @cache
-def program(stage: int = 3, world: int = 4) -> Program:
+def program(stage: int = 3, world: int = 4) -> Planned:
     plan = {"stage": stage, "bucket_bytes": 0, "persist_below": 0, "kernels": "aten"}
     return zerofx.rewrite(capture(*stack()), plan, world)
 
@@ -62,7 +62,7 @@ def test_a_tuple_holds_its_parts_until_it_is_taken_apart() -> None:
     for p in model.parameters():
         p.requires_grad_(False)
     captured = capture(model, (torch.zeros(4, 8),))
-    parts = [s for s in lifetimes(captured).storages if s.name == "native_layer_norm"]
+    parts = [s for s in lifetimes(captured.planned()).storages if s.name == "native_layer_norm"]
     assert [s.nbytes for s in parts] == [4 * 8 * 4, 4 * 4, 4 * 4]
     assert parts[0].death > parts[1].death >= parts[1].birth
 

@@ -16,7 +16,7 @@ from oracle_memory import OracleError
 from torch import fx
 
 from zerofx import ops
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 STAGE3 = Choice(3)
 
@@ -74,11 +74,11 @@ def test_it_shares_no_code_with_what_it_judges() -> None:
 
 
 # -- what it must see ---------------------------------------------------------------------------
-def find(program: Program, graph: str, target: object, which: int = 0) -> fx.Node:
+def find(program: Planned, graph: str, target: object, which: int = 0) -> fx.Node:
     return [n for n in program.graph(graph).nodes if n.target is target][which]
 
 
-def last_gather(program: Program) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+def last_gather(program: Planned) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
     """Return launch, wait, first view and release of the last bucket of forward."""
     release = find(program, FORWARD, ops.release, -1)
     wait = release.args[0]
@@ -86,12 +86,12 @@ def last_gather(program: Program) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
     return wait.args[0], wait, view, release  # type: ignore[union-attr, return-value]
 
 
-def release_early(program: Program) -> None:
+def release_early(program: Planned) -> None:
     _, _, view, release = last_gather(program)
     view.append(release)
 
 
-def pack_behind_the_launch(program: Program) -> None:
+def pack_behind_the_launch(program: Planned) -> None:
     launch = find(program, BACKWARD, ops.reduce_scatter)
     pack = launch.args[0]
     assert isinstance(pack, fx.Node)
@@ -99,7 +99,7 @@ def pack_behind_the_launch(program: Program) -> None:
     launch.append(pack)
 
 
-def overwrite_while_sending(program: Program) -> None:
+def overwrite_while_sending(program: Planned) -> None:
     launch = find(program, BACKWARD, ops.reduce_scatter)
     pack = launch.args[0]
     with program.graph(BACKWARD).inserting_after(launch):
@@ -110,12 +110,12 @@ def overwrite_while_sending(program: Program) -> None:
     assert scaled
 
 
-def change_the_scale(program: Program) -> None:
+def change_the_scale(program: Planned) -> None:
     launch = find(program, BACKWARD, ops.reduce_scatter)
     launch.args = (*launch.args[:3], 1.0)
 
 
-def drop_a_reduction(program: Program) -> None:
+def drop_a_reduction(program: Planned) -> None:
     graph = program.graph(BACKWARD)
     store = find(program, BACKWARD, ops.store_grad)
     shard = program.placeholders(BACKWARD)[0]
@@ -123,7 +123,7 @@ def drop_a_reduction(program: Program) -> None:
     graph.erase_node(store)
 
 
-HARM: list[tuple[Callable[[Program], None], set[Delivery]]] = [
+HARM: list[tuple[Callable[[Planned], None], set[Delivery]]] = [
     (release_early, set(Delivery)),
     (pack_behind_the_launch, {Delivery.EARLY, Delivery.AT_WAIT}),
     (overwrite_while_sending, {Delivery.LATE}),
@@ -133,7 +133,7 @@ HARM: list[tuple[Callable[[Program], None], set[Delivery]]] = [
 
 
 @pytest.mark.parametrize(("harm", "seen"), HARM, ids=lambda v: getattr(v, "__name__", ""))
-def test_it_sees(harm: Callable[[Program], None], seen: set[Delivery]) -> None:
+def test_it_sees(harm: Callable[[Planned], None], seen: set[Delivery]) -> None:
     program = final("gpt", STAGE3).clone()
     harm(program)
     want = execute([final("gpt", STAGE3)] * 2, make_state("gpt", 2))
@@ -179,7 +179,7 @@ def test_waits_in_another_order_on_one_rank_are_no_deadlock() -> None:
 def test_a_slot_belongs_to_its_last_tenant() -> None:
     """Put the first two gathered buckets into the largest slot, while both are in use."""
     program = final("gpt", STAGE3).clone()
-    sizes = program.slots["bytes"]
+    sizes = program.slot_bytes
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     for i in (0, 1):
         launch = find(program, FORWARD, ops.all_gather, i)

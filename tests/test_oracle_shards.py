@@ -14,21 +14,21 @@ from oracle_memory import OracleError
 from torch import fx
 
 from zerofx import ops
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 RELOADED = Choice(3, offload=BOTH)
 REFRESHED = Choice(3, offload=OPTIMIZER)
 
 
-def run(program: Program, delivery: Delivery = Delivery.LATE) -> list[Any]:
+def run(program: Planned, delivery: Delivery = Delivery.LATE) -> list[Any]:
     return execute([program] * 2, make_state("gpt", 2), delivery)
 
 
-def find(program: Program, graph: str, target: object, which: int = 0) -> Any:
+def find(program: Planned, graph: str, target: object, which: int = 0) -> Any:
     return [n for n in program.graph(graph).nodes if n.target is target][which]
 
 
-def sent(program: Program, graph: str = FORWARD, which: int = 0) -> tuple[Any, ...]:
+def sent(program: Planned, graph: str = FORWARD, which: int = 0) -> tuple[Any, ...]:
     """Return a gather that sends a reloaded shard, its own wait, the reload's launch and wait."""
     gather = [
         n for n in program.graph(graph).nodes
@@ -38,7 +38,7 @@ def sent(program: Program, graph: str = FORWARD, which: int = 0) -> tuple[Any, .
     return gather, next(iter(gather.users)), held.args[0], held
 
 
-def drop(program: Program, *nodes: fx.Node) -> None:
+def drop(program: Planned, *nodes: fx.Node) -> None:
     for node in nodes:
         node.graph.erase_node(node)
 
@@ -71,14 +71,14 @@ def test_a_shard_cannot_be_computed_with_from_afar() -> None:
         execute([p], make_state("gpt", 1))
 
 
-def gradient_stays(p: Program) -> None:
+def gradient_stays(p: Planned) -> None:
     launch = find(p, BACKWARD, ops.offload_grad)
     wait = next(iter(launch.users))
     wait.replace_all_uses_with(launch.args[0])
     drop(p, wait, launch)
 
 
-def gradient_of_another(p: Program) -> None:
+def gradient_of_another(p: Planned) -> None:
     first, second = (find(p, BACKWARD, ops.store_grad, i) for i in (0, 1))
     second.append(first)
     held = first.args[0], second.args[0]
@@ -86,19 +86,19 @@ def gradient_of_another(p: Program) -> None:
     first.append(second)
 
 
-def shard_of_another(p: Program) -> None:
+def shard_of_another(p: Planned) -> None:
     launch = sent(p)[2]
     launch.args = (launch.args[0], launch.args[1] + 1, *launch.args[2:])
 
 
-def never_waited_for(p: Program) -> None:
+def never_waited_for(p: Planned) -> None:
     launch = find(p, BACKWARD, ops.reload_shard)
     with p.graph(BACKWARD).inserting_after(launch):
         again = p.graph(BACKWARD).node_copy(launch)
     again.args = again.args[:3]  # beside the slot
 
 
-def waited_for_twice(p: Program) -> None:
+def waited_for_twice(p: Planned) -> None:
     launch, wait = sent(p)[2:]
     with p.graph(FORWARD).inserting_after(wait):
         p.graph(FORWARD).node_copy(wait)
@@ -115,24 +115,24 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
-def test_it_refuses(change: Callable[[Program], None], message: str) -> None:
+def test_it_refuses(change: Callable[[Planned], None], message: str) -> None:
     p = final("gpt", RELOADED).clone()
     change(p)
     with pytest.raises(OracleError, match=message):
         run(p)
 
 
-def released_before_it_is_sent(p: Program) -> None:
+def released_before_it_is_sent(p: Planned) -> None:
     gather, _, _, held = sent(p)
     gather.prepend(next(u for u in held.users if u.target is ops.release))
 
 
-def released_while_it_is_sent(p: Program) -> None:
+def released_while_it_is_sent(p: Planned) -> None:
     gather, _, _, held = sent(p)
     gather.append(next(u for u in held.users if u.target is ops.release))
 
 
-def updated_before_it_is_read(p: Program) -> None:
+def updated_before_it_is_read(p: Planned) -> None:
     """Overwrite the shard on the host while its reload is under way."""
     _, _, launch, held = sent(p, BACKWARD)
     with p.graph(BACKWARD).inserting_before(held):
@@ -151,7 +151,7 @@ class _Halve:
         shard.content.mul_(0.5)
 
 
-def gradient_read_behind_its_copy(p: Program) -> None:
+def gradient_read_behind_its_copy(p: Planned) -> None:
     """Offload one gradient twice as long: reduce into what has left by then."""
     launch = find(p, BACKWARD, ops.offload_grad)
     wait = next(iter(launch.users))
@@ -160,7 +160,7 @@ def gradient_read_behind_its_copy(p: Program) -> None:
     assert wait
 
 
-HARM: list[tuple[Callable[[Program], None], set[Delivery]]] = [
+HARM: list[tuple[Callable[[Planned], None], set[Delivery]]] = [
     (released_before_it_is_sent, set(Delivery)),
     (released_while_it_is_sent, {Delivery.LATE}),
     (updated_before_it_is_read, {Delivery.LATE}),
@@ -169,7 +169,7 @@ HARM: list[tuple[Callable[[Program], None], set[Delivery]]] = [
 
 
 @pytest.mark.parametrize(("harm", "seen"), HARM, ids=lambda v: getattr(v, "__name__", ""))
-def test_it_sees(harm: Callable[[Program], None], seen: set[Delivery]) -> None:
+def test_it_sees(harm: Callable[[Planned], None], seen: set[Delivery]) -> None:
     right = final("gpt", RELOADED)
     p = right.clone()
     harm(p)

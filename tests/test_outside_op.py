@@ -37,7 +37,7 @@ from zerofx.analysis.task_walk import Walk
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Bounded, Carries, Kind, Lane, OpSpec, Payload, define, slot_of
 from zerofx.ir.verify import bounds, verify
 from zerofx.ops.gathers import erase_to_bucket, fake_full, is_in_slot, order_gather
@@ -109,8 +109,7 @@ def in_a_graph(calls: Any, shard: Tensor, bucket: int, numel: int, slot: int = -
 
 
 # -- 3. What the planner asks: bytes on the wire, time, memory -----------------------------------
-def sent(program: Program, node: fx.Node, rank: int) -> list[Payload]:
-    assert program.layout is not None
+def sent(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     ranks = program.layout.shard_size
     if ranks == 1:
         return []
@@ -126,7 +125,6 @@ def hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return the gathered bucket, and the codes and scales that are held until the wait."""
     name, val = info(node).unit, value(node)
     full = p.own(node, Category.GATHERED, val, time, slot_of(node), name=name)
-    assert p.program.layout is not None
     coded = val.new_empty(wire_bytes(val.numel()), dtype=torch.int8)
     return full + p.own(node, Category.COMMUNICATION, coded, time, name="codes and scales")
 
@@ -183,7 +181,7 @@ class QuantiseGathers(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         gathers = [
             n
             for gm in program.graphs.values()
@@ -204,7 +202,7 @@ CHOICE = Choice(3, units=FINE)
 
 
 @cache
-def rewritten() -> Program:
+def rewritten() -> Planned:
     """Return the program under a plan that does not ask for the captured bits."""
     setting = CHOICE.setting()
     plan = Plan(**{**setting.plan.to_dict(), "numerics": "fast"})
@@ -217,7 +215,7 @@ class BlockBase(Base):
     """The program with block gathers, for the mutants."""
 
     @property
-    def program(self) -> Program:
+    def program(self) -> Planned:
         return rewritten()
 
 
@@ -233,8 +231,6 @@ def test_the_arithmetic_keeps_the_declared_bound(values: list[float]) -> None:
 
 
 def test_it_is_dumped_scheduled_and_priced() -> None:
-    import zerofx.reports
-
     program = rewritten()
     dump, schedule = program.dump(), str(program.schedule())
     assert "zfx.gather_blocks(" in dump and "zfx.all_gather(" not in dump and "blocks_1" in dump
@@ -285,8 +281,6 @@ def test_mutants_of_it_are_refused() -> None:
 
 
 def test_it_is_emitted_and_read_back(tmp_path: Path) -> None:
-    import zerofx.reports
-
     program = rewritten()
     program.emit(tmp_path)
     text = (tmp_path / "schedule.py").read_text()

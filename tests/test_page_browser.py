@@ -14,14 +14,14 @@ from browser import Browser
 from stack import Stack, stack
 
 import zerofx
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 LAYERS = 96
 
 
-def program(layers: int, **fields: object) -> Program:
+def program(layers: int, **fields: object) -> Planned:
     with torch.device("meta"):
         model, x = Stack(layers), torch.zeros(8, 16)
     return zerofx.rewrite(zerofx.capture(model, (x,)), {**PLAN, **fields}, 4)
@@ -34,7 +34,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Program, Any]:
+def run() -> tuple[Planned, Any]:
     """A program that has run, and a recording of it."""
     torch.manual_seed(0)
     model = zerofx.compile(Stack(), PLAN)
@@ -45,7 +45,7 @@ def run() -> tuple[Program, Any]:
 
 
 @pytest.fixture(scope="module")
-def page(run: tuple[Program, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(run: tuple[Planned, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a recording alone."""
     found, recording = run
     return found.view(tmp_path_factory.mktemp("page") / "page.html", recording=recording)
@@ -223,7 +223,7 @@ def test_an_opened_layer_stays_in_sight(chromium: Browser, tmp_path: Path) -> No
 
 
 def test_predicted_beside_measured(
-    chromium: Browser, run: tuple[Program, Any], tmp_path: Path
+    chromium: Browser, run: tuple[Planned, Any], tmp_path: Path
 ) -> None:
     program, recording = run
     chromium.open(

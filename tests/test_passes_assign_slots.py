@@ -11,7 +11,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.ir.meta import info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.prefetch import PrefetchGathers
@@ -26,7 +26,7 @@ def slot_of(node: fx.Node) -> int:
     return node.args[at] if len(node.args) > at else -1  # type: ignore[return-value]
 
 
-def uses(program: Program, graph: str) -> list[Use]:
+def uses(program: Planned, graph: str) -> list[Use]:
     """Return from where to where each slot is taken, found from readers alone."""
     nodes = list(program.graph(graph).nodes)
     position = {n: i for i, n in enumerate(nodes)}
@@ -54,8 +54,8 @@ def _touching(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def check(program: Program) -> None:
-    sizes = program.slots["bytes"]
+def check(program: Planned) -> None:
+    sizes = program.slot_bytes
     needed_bytes = 0
     for name in program.graphs:
         taken = uses(program, name)

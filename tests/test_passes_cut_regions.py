@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 from models import OWN
-from oracle_cases import Choice, captured
+from oracle_cases import Choice
 from passes_compact import before, order, pass_named, run
 
 import zerofx
@@ -15,13 +15,13 @@ from zerofx.codegen.regions import RegionLibrary
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.split import Split
 
 
-def cut(case: str, activations: str = "keep") -> Program:
+def cut(case: str, activations: str = "keep") -> Planned:
     return run(before(case, Choice(3, activations=activations), "cut-regions"), CutRegions())
 
 
@@ -83,4 +83,3 @@ def test_the_number_of_structures_does_not_grow_with_depth() -> None:
 
 def test_declared() -> None:
     assert pass_named(Choice(3), "cut-regions") == CutRegions()
-    assert captured("chain").layout is None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.errors import PlanError
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.runtime.kernels import ops
@@ -46,7 +46,7 @@ class Head(nn.Module):
         return self.loss(self.fc(x), target)
 
 
-def head(model: nn.Module, *shape: int) -> tuple[Program, tuple[Any, ...]]:
+def head(model: nn.Module, *shape: int) -> tuple[Planned, tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, 6, generator=generator).to(next(model.parameters()).dtype)
     args = (x, torch.randint(0, 11, shape, generator=generator))
@@ -136,7 +136,7 @@ def test_only_gradients_that_are_wanted(frozen: str) -> None:
 
 
 # -- norms -----------------------------------------------------------------------------------------
-def residuals(program: Program, target: Any) -> Counter[bool]:
+def residuals(program: Planned, target: Any) -> Counter[bool]:
     nodes = program.graph("joint").nodes
     return Counter(n.args[1] is not None for n in nodes if n.target is target)
 
@@ -252,7 +252,7 @@ def behind_views(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def test_nothing_found_is_nothing_changed() -> None:
-    program = captured("chain").clone()
+    program = captured("chain").planned().clone()
     before = str(program.graph("joint"))
     assert not Fuse().run(program).changed
     assert str(program.graph("joint")) == before

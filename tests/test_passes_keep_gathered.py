@@ -11,7 +11,7 @@ from zerofx import ops
 from zerofx.analysis.memory import peak_bytes
 from zerofx.errors import PlanError
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.keep_gathered import KeepGathered
 
@@ -23,7 +23,7 @@ def strict_peak(case: str, choice: Choice) -> int:
     return peak_bytes(final(case, choice))
 
 
-def kept(program: Program) -> list[str]:
+def kept(program: Planned) -> list[str]:
     return [
         s.name
         for s in program.outputs["forward"]

@@ -22,7 +22,7 @@ from zerofx.hardware import load_hardware
 from zerofx.ir.dump import dump_program
 from zerofx.ir.graphs import alias_source, regions
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.verify import verify
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.order import Setting
@@ -43,11 +43,11 @@ def listed(text: str) -> list[str]:
     return [row.strip() for row in text.split(",")]
 
 
-def given(case: str = "gpt") -> Program:
+def given(case: str = "gpt") -> Planned:
     return before(case, PLAIN, NAME)
 
 
-def rows(program: Program, graph: str) -> list[str]:
+def rows(program: Planned, graph: str) -> list[str]:
     """Return a graph's copies and regions in order: `offload 3`, `wait 3`, `region 2`."""
     found: list[str] = []
     for node in program.graph(graph).nodes:
@@ -63,11 +63,11 @@ def rows(program: Program, graph: str) -> list[str]:
     return found
 
 
-def copies(program: Program, graph: str = FORWARD) -> list[fx.Node]:
+def copies(program: Planned, graph: str = FORWARD) -> list[fx.Node]:
     return [n for n in program.graph(graph).nodes if n.target in op_sets.COPIES]
 
 
-def saved(program: Program) -> list[str]:
+def saved(program: Planned) -> list[str]:
     return [s.name for s in program.outputs[FORWARD] if s.role is Role.SAVED]
 
 
@@ -206,7 +206,7 @@ class Views(nn.Module):
         return (h * h.t().contiguous().t()).square().mean()
 
 
-def views_program(plan: dict[str, Any]) -> Program:
+def views_program(plan: dict[str, Any]) -> Planned:
     torch.manual_seed(0)
     setting = Setting(
         Plan(kernels="aten", **plan), 1, replace(load_hardware("cpu-box"), offload_min_bytes=0)

@@ -17,7 +17,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.codegen.emit import render
 from zerofx.ir.meta import info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.placement import with_tiers
 from zerofx.plan_parts import Offload
@@ -109,7 +109,7 @@ def test_all_that_a_reload_says() -> None:
         (wait,) = launch.users
         (release,) = (u for u in wait.users if u.target is ops.release)
         assert release.args == (wait, slot)
-        assert 0 <= slot < len(after.slots["bytes"])  # type: ignore[operator]
+        assert 0 <= slot < len(after.slot_bytes)  # type: ignore[operator]
         assert info(launch).unit == bucket.label()
 
 
@@ -251,7 +251,7 @@ def _stands(nodes: list[fx.Node], launch: fx.Node, bucket: Bucket, gathers: list
 
 
 def test_golden_texts() -> None:
-    program: Program = final("chain", Choice(3, offload=BOTH, **FINE))
+    program: Planned = final("chain", Choice(3, offload=BOTH, **FINE))
     goldens.check("schedule_away", str(view(program)))
     rows = render(program)["schedule.py"].split("def ", 1)[1].splitlines()
     words = ("rt.reload_shard", "rt.offload_grad", "rt.wait(offl", "rt.wait(relo", "rt.release(sha")

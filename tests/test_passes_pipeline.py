@@ -7,7 +7,7 @@ from oracle_cases import Choice, captured, stages
 
 from zerofx.errors import PlanError
 from zerofx.ir.facts import Fact
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Pass, Report
 from zerofx.passes.order import build, check_order
 from zerofx.passes.pipeline import run, run_pass
@@ -96,7 +96,7 @@ class Lies(Pass):
 
     name = "lies"
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         graph = program.graph("joint")
         node = next(n for n in graph.nodes if n.op == "call_function")
         with graph.inserting_after(node):
@@ -106,11 +106,11 @@ class Lies(Pass):
 
 def test_a_pass_that_says_it_changed_nothing_has_changed_nothing() -> None:
     with pytest.raises(AssertionError, match="lies says it changed nothing"):
-        run_pass(captured("chain"), Lies())
+        run_pass(captured("chain").planned(), Lies())
 
 
 def test_the_runner_leaves_the_given_program_alone() -> None:
-    program = captured("chain")
+    program = captured("chain").planned()
     after = run_pass(program, PASSES[NAMES.index("merge-tied")])
     assert after is not program
     assert after.graph("joint") is not program.graph("joint")

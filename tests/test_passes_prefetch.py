@@ -9,7 +9,7 @@ from oracle_cases import Choice
 from passes_compact import before, order, pass_named, run
 
 from zerofx import ops
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.prefetch import PrefetchGathers
 
 NAME = "prefetch-gathers"
@@ -76,7 +76,7 @@ def test_the_plans_distance(asked: str | int, distance: int) -> None:
     assert pass_named(Choice(3, prefetch=asked), NAME) == PrefetchGathers(distance=distance)
 
 
-def in_flight(program: Program, graph: str) -> int:
+def in_flight(program: Planned, graph: str) -> int:
     """Return the most all-gathers under way at once."""
     most, now = 0, 0
     for node in program.graph(graph).nodes:

@@ -10,17 +10,17 @@ from passes_compact import before, order, pass_named, run
 
 from zerofx import ops
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 NAME = "shard-gradients"
 FINE = Choice(3, bucket_bytes=0, persist_below=0)
 
 
-def reduce(case: str, choice: Choice) -> Program:
+def reduce(case: str, choice: Choice) -> Planned:
     return run(before(case, choice, NAME), pass_named(choice, NAME))
 
 
-def communication(program: Program) -> list[str]:
+def communication(program: Planned) -> list[str]:
     words = ("grads", "pack", "reduce", "all-reduce", "wait reduce", "wait all-reduce", "store")
     return [row for row in order(program, "backward") if row.startswith(words)]
 
@@ -125,4 +125,5 @@ def test_gradients_of_inputs_stay_results() -> None:
 
 
 def test_inference_has_no_gradients() -> None:
-    assert not pass_named(Choice(3), NAME).run(captured_inference("chain").clone()).changed
+    program = captured_inference("chain").planned().clone()
+    assert not pass_named(Choice(3), NAME).run(program).changed

@@ -10,14 +10,14 @@ from passes_compact import before, order, pass_named, run
 
 from zerofx import ops
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.shard_parameters import ShardParameters
 
 NAME = "shard-parameters"
 FINE = Choice(3, bucket_bytes=0, persist_below=0)
 
 
-def shard(case: str, choice: Choice) -> Program:
+def shard(case: str, choice: Choice) -> Planned:
     return run(before(case, choice, NAME), pass_named(choice, NAME))
 
 

@@ -59,4 +59,4 @@ def test_bits_stay(limit: int) -> None:
 
 
 def test_inference_reduces_nothing() -> None:
-    assert not SinkWaits().run(captured_inference("chain").clone()).changed
+    assert not SinkWaits().run(captured_inference("chain").planned().clone()).changed

@@ -12,7 +12,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.spill_activations import SpillActivations
 
@@ -31,12 +31,12 @@ WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def given(distance: int = 1) -> Program:
+def given(distance: int = 1) -> Planned:
     program = before("chain", Choice(3), OffloadActivations.name)
     return run(program, OffloadActivations(activations={"*": "offload"}, distance=distance))
 
 
-def rows(program: Program, graph: str) -> list[str]:
+def rows(program: Planned, graph: str) -> list[str]:
     """Return a graph's copies and regions in order: `write 3`, `wait write 3`, `region 2`."""
     found: list[str] = []
     for node in program.graph(graph).nodes:
@@ -88,7 +88,7 @@ def _turns(units: Any) -> list[str]:
     return found
 
 
-def held_on_host(program: Program, graph: str) -> int:
+def held_on_host(program: Planned, graph: str) -> int:
     """Return the most values that are on the host at one time, on their way or not."""
     held: set[int] = set()
     most = 0

@@ -14,20 +14,20 @@ from torch import nn
 import zerofx
 from zerofx.analysis.activations import is_param_alias
 from zerofx.ir.meta import Phase, Role, info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.split import Split
 
 
-def split(case: str, activations: object) -> Program:
+def split(case: str, activations: object) -> Planned:
     return run(run(captured(case), MergeTied()), Split(activations=activations))  # type: ignore[arg-type]
 
 
-def saved_bytes(program: Program) -> int:
+def saved_bytes(program: Planned) -> int:
     return sum(nbytes(value(n)) for n in program.placeholders("backward", Role.SAVED))
 
 
-def recomputed(program: Program) -> list[str]:
+def recomputed(program: Planned) -> list[str]:
     return [str(n.target) for n in program.graph("backward").nodes if info(n).recomputed]
 
 

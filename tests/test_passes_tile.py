@@ -16,7 +16,7 @@ from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import MOST, choose_tiles
 from zerofx.plan import Plan
@@ -35,20 +35,20 @@ class Pair(nn.Module):
         return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
-def pair(tiling: Any, world: int = 2, model: nn.Module | None = None, **plan: Any) -> Program:
+def pair(tiling: Any, world: int = 2, model: nn.Module | None = None, **plan: Any) -> Planned:
     """Return the whole pipeline's program of a small MLP."""
     program = zerofx.capture(model or Pair(), (torch.randn(8, 64),), {})
     return zerofx.rewrite(program, Plan(tiling=tiling, **plan), world)
 
 
-def tiled(program: Program, tiling: Any, world: int = 2) -> Program:
+def tiled(program: Planned, tiling: Any, world: int = 2) -> Planned:
     """Return what the pass alone makes of a program."""
     after = program.clone()
     assert Tile(Plan(tiling=tiling), world).run(after).changed
     return after
 
 
-def count(program: Program, graph: str, *targets: Any) -> int:
+def count(program: Planned, graph: str, *targets: Any) -> int:
     return sum(node.target in targets for node in program.graph(graph).nodes)
 
 
@@ -87,7 +87,7 @@ def test_the_same_results_and_gradients(case: str) -> None:
     assert_same(before, after, state)
 
 
-def assert_same(before: Program, after: Program, state: State) -> None:
+def assert_same(before: Program, after: Planned, state: State) -> None:
     """Hold results and gradients against those of the program without tiles."""
     expected, got = execute([before] * 2, state), execute([after] * 2, state)
     for a, b in zip(expected, got, strict=True):
@@ -100,9 +100,8 @@ def assert_same(before: Program, after: Program, state: State) -> None:
             torch.testing.assert_close(whole, grad, rtol=1e-5, atol=1e-6)
 
 
-def gathered_at_once(program: Program, graph: str, least: int = 1) -> int:
+def gathered_at_once(program: Planned, graph: str, least: int = 1) -> int:
     """Return the most buckets of `least` elements that are gathered, or under way, at a time."""
-    assert program.layout is not None
     held = most = 0
     for node in program.graph(graph).nodes:
         if node.target is ops.all_gather and program.layout.buckets[node.args[1]].numel >= least:
@@ -117,11 +116,11 @@ def gathered_at_once(program: Program, graph: str, least: int = 1) -> int:
 def test_two_tiles_at_a_time_one_in_backward(activations: str) -> None:
     """The next tile comes beside the gradient of the last, when that one has been released."""
     program = pair({"up": 4, "down": 4}, activations=activations)
-    assert program.layout is not None and program.layout.tiles == {"up.weight": 4, "down.weight": 4}
+    assert program.layout.tiles == {"up.weight": 4, "down.weight": 4}
     tile = 64 * 128 // 4
     assert gathered_at_once(program, "forward", tile) == 2
     assert gathered_at_once(program, "backward", tile) == 1
-    large = [nbytes for nbytes in program.slots["bytes"] if nbytes >= 4 * tile]
+    large = [nbytes for nbytes in program.slot_bytes if nbytes >= 4 * tile]
     assert large == [4 * tile] * 2
     assert not any("weight" in s.name for s in program.outputs["forward"] if s.role is Role.SAVED)
 
@@ -133,13 +132,13 @@ def test_one_rank_brings_a_tile_at_a_time(tier: str) -> None:
     if tier == "cpu":
         del offload["path"]
     program = pair({"up": 4, "down": 4}, 1, offload=offload)
-    assert program.layout is not None and program.layout.tiles == {"up.weight": 4, "down.weight": 4}
+    assert program.layout.tiles == {"up.weight": 4, "down.weight": 4}
     tile = 64 * 128 // 4
     for graph in ("forward", "backward"):
         assert count(program, graph, ops.all_gather) == 0
         copied = [n.args[2] for n in program.graph(graph).nodes if n.target is ops.reload_shard]
         assert max(copied) == tile and copied.count(tile) == (8 if graph == "forward" else 4)
-    large = [nbytes for nbytes in program.slots["bytes"] if nbytes >= 4 * tile]
+    large = [nbytes for nbytes in program.slot_bytes if nbytes >= 4 * tile]
     assert large == [4 * tile] * 2
 
 
@@ -159,7 +158,6 @@ def test_a_weight_used_twice_is_gathered_for_each_use() -> None:
     program = pair({"up": 4}, model=Twice())
     gathers = [n for n in program.graph("forward").nodes if n.target is ops.all_gather]
     indices = [n.args[1] for n in gathers]
-    assert program.layout is not None
     tiles = [b.index for b in program.layout.buckets if b.tile is not None]
     assert [indices.count(i) for i in tiles] == [2, 2, 2, 2]
 
@@ -183,7 +181,7 @@ def test_shards_of_tiles_lie_in_one_piece() -> None:
 )  # fmt: skip
 def test_nothing_to_gain(plan: dict[str, Any], world: int) -> None:
     program = pair({"up": 4}, world, **plan)
-    assert program.layout is not None and not program.layout.tiles
+    assert not program.layout.tiles
     [entry] = [e for e in program.history if e.pass_spec.startswith("tile")]
     assert "nothing to gain" in entry.summary
 
@@ -194,7 +192,6 @@ def test_auto_takes_the_fewest_tiles_within_an_eighth_of_what_is_left() -> None:
     standing = 16 * (2 * 64 * 128 + 128) // 2
     whole = 2 * 4 * 64 * 128
     program = pair("auto", memory_budget=standing + 8 * whole // 4 + 8000, model=model)
-    assert program.layout is not None
     assert program.layout.tiles == {"up.weight": 4, "down.weight": 4}
     [entry] = [e for e in program.history if e.pass_spec.startswith("tile")]
     assert entry.summary.startswith("up.weight in 4 tiles of 16.0 KiB, down.weight in 4 tiles")

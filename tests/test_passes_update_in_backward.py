@@ -16,7 +16,7 @@ from zerofx.analysis.storage import Category
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.verify import verify
 
 NAME = "update-in-backward"
@@ -76,11 +76,11 @@ def test_memory_knows_that_gradients_are_freed() -> None:
 
 
 # -- verify -------------------------------------------------------------------------------------
-def compiled() -> Program:
+def compiled() -> Planned:
     return program(update="in-backward")
 
 
-def check_refused(broken: Program, pattern: str) -> None:
+def check_refused(broken: Planned, pattern: str) -> None:
     with pytest.raises(ProgramError, match=pattern) as caught:
         verify(broken)
     assert re.search(pattern, str(caught.value).splitlines()[0])
@@ -133,7 +133,7 @@ def test_a_read_behind_the_update_is_refused() -> None:
     check_refused(p, r"reads .*bucket \d+ .* after update\w* has put the optimizer's new values")
 
 
-def _is_before(p: Program, first: Any, second: Any) -> bool:
+def _is_before(p: Planned, first: Any, second: Any) -> bool:
     nodes = list(p.graph(BACKWARD).nodes)
     return nodes.index(first) < nodes.index(second)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from zerofx.cli import app
 from zerofx.errors import PlanError
 from zerofx.hardware import hardware_for
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.order import Setting, build, parse
 from zerofx.passes.pipeline import run
 from zerofx.plan import Plan
@@ -36,7 +36,7 @@ def setting_of(plan: dict[str, Any], text: str = "") -> Setting:
     return Setting(Plan(**plan), 2, hardware_for("cpu"), pipeline=text)
 
 
-def _bodies(program: Program) -> list[str]:
+def _bodies(program: Planned) -> list[str]:
     return [str(gm.graph) for gm in program.graphs.values()]
 
 

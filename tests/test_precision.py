@@ -19,7 +19,7 @@ import zerofx
 from zerofx import ops
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import CaptureError, PlanError
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 # world, case, plan, options: stages, batch norms, tied weights, accumulation and clipping
 CELLS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
@@ -114,7 +114,7 @@ def test_narrow_reductions_and_masters_train(pool: Any) -> None:
 
 
 # -- on paper -------------------------------------------------------------------------------------
-def _programs(stage: int) -> tuple[Program, Program]:
+def _programs(stage: int) -> tuple[Planned, Planned]:
     """Return the GPT at world 4 in fp32 and in bf16."""
     model, (args, kwargs) = CASES["gpt"].make(), CASES["gpt"].batch(0)
     whole = zerofx.capture(model, args, kwargs)

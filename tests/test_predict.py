@@ -21,7 +21,7 @@ from zerofx.cli.app import app
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import load_hardware
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Report
 from zerofx.passes.release import Release
 from zerofx.views.prediction import PredictionView
@@ -29,14 +29,14 @@ from zerofx.views.prediction import PredictionView
 TARGET = "zerofx.demo.targets:byte_gpt"
 
 
-def gpt(layers: int = 2, width: int = 64) -> Program:
+def gpt(layers: int = 2, width: int = 64) -> Planned:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=layers, width=width))
         tokens = torch.zeros(4, 64, dtype=torch.long)
     return zerofx.capture(model, (tokens, tokens))
 
 
-def predicted(program: Program, plan: dict[str, Any], where: Any = "dgx-h100", world: int = 8) -> (
+def predicted(program: Planned, plan: dict[str, Any], where: Any = "dgx-h100", world: int = 8) -> (
     PredictionView
 ):  # fmt: skip
     return zerofx.predict(program, plan, hardware=where, world_size=world)
@@ -188,7 +188,7 @@ def test_a_wrong_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is verified once, at the end; what fails there is looked for pass by pass."""
     right = Release.run
 
-    def wrong(self: Release, program: Program) -> Report:
+    def wrong(self: Release, program: Planned) -> Report:
         report = right(self, program)
         graph = program.graph("forward")
         release = next(n for n in graph.nodes if n.target is ops.release)

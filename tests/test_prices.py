@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         return (x + self.down(torch.relu(self.up(self.norm(x))))).sum()
 
 
-def program(**plan: Any) -> zerofx.ir.program.Program:
+def program(**plan: Any) -> zerofx.ir.program.Planned:
     captured = zerofx.capture(Mlp(), (torch.zeros(32, 64),))
     return zerofx.rewrite(captured, {"stage": 0, **plan})
 

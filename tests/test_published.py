@@ -23,7 +23,7 @@ from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, nbytes, value
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.sizes import BINARY
 
 RANKS = (1, 4, 16, 64, 256, 1024)
@@ -57,18 +57,18 @@ class Chain(nn.Module):
 
 
 @cache
-def chain(psi: float) -> Program:
+def chain(psi: float) -> Planned:
     with torch.device("meta"):
         model = Chain(psi)
         x = torch.zeros(1, model.layers[0].in_features)
     return zerofx.capture(model, (x,), compute_dtype=torch.float16)
 
 
-def count(program: Program) -> int:
+def count(program: Planned) -> int:
     return sum(math.prod(p.shape) for p in program.params.values())
 
 
-def states_bytes(program: Program, stage: int) -> float:
+def states_bytes(program: Planned, stage: int) -> float:
     """Return a rank's model states in ZeRO's convention, from what our program holds between steps.
 
     ZeRO keeps 2 bytes of parameter, 2 of gradient and 12 of optimizer state (fp32 parameter and two
@@ -186,7 +186,7 @@ def test_our_parameters_checkpoints_and_flops_follow_the_formulas() -> None:
     assert flops == pytest.approx(published * 88 / 96 + attention, rel=0.001)
 
 
-def _saved_bytes(program: Program) -> int:
+def _saved_bytes(program: Planned) -> int:
     results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     whole = [n for spec, n in results if spec.role is Role.SAVED]
     return sum(
@@ -194,7 +194,7 @@ def _saved_bytes(program: Program) -> int:
     )
 
 
-def _flops(program: Program) -> float:
+def _flops(program: Planned) -> float:
     graphs = [program.graph(name) for name in program.graphs]
     return sum(node_flops(n) for g in graphs for n in g.nodes if is_compute(n))
 

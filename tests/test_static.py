@@ -31,7 +31,7 @@ def _gpt(layers: int, width: int = 32) -> tuple[GPT, tuple[Any, ...]]:
     return model, (tokens, tokens)
 
 
-def _program(layers: int = 3, world: int = 2, **plan: Any) -> zerofx.ir.program.Program:
+def _program(layers: int = 3, world: int = 2, **plan: Any) -> zerofx.ir.program.Planned:
     model, args = _gpt(layers)
     return zerofx.rewrite(zerofx.capture(model, args), zerofx.Plan(**plan), world)
 

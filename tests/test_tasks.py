@@ -21,7 +21,7 @@ from zerofx.analysis.timeline import timeline
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, FORWARD, Loop, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.runtime.policy import staging
 
@@ -51,7 +51,7 @@ def order_of(found: tuple[Task, ...]) -> nx.DiGraph:
     return nx.transitive_closure_dag(graph)
 
 
-def reading(program: Program, graph: str, found: tuple[Task, ...]) -> list[tuple[int, int]]:
+def reading(program: Planned, graph: str, found: tuple[Task, ...]) -> list[tuple[int, int]]:
     """Return (gather, region that reads it), as indices of tasks."""
     regions = {t.region: t.index for t in found if t.kind == "region" and t.graph == graph}
     gathers = iter([t.index for t in found if t.name.startswith(f"{graph} AG")])

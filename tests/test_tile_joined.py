@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import capture
 from zerofx.ir.graphs import alias_source, is_alias
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import choose_tiles
 from zerofx.plan import Plan
@@ -26,7 +26,7 @@ class Late(Pair):
         return self.down(torch.relu(self.up(x))).pow(2).mean() + self.down.weight.T.tanh().mean()
 
 
-def joins(program: Program, graph: str) -> list[fx.Node]:
+def joins(program: Planned, graph: str) -> list[fx.Node]:
     nodes = program.graph(graph).nodes
     return [n for n in nodes if n.target is aten.cat.default and n.args[1:] == (0,)]
 
@@ -38,7 +38,7 @@ OTHERWISE_READ = pytest.mark.parametrize("model", [Normed(), Late()], ids=["up",
 def test_auto_puts_a_weight_together_for_other_readers(model: nn.Module) -> None:
     """In front of the first of them, and again in backward, since a weight is never saved."""
     program = pair("auto", memory_budget=280_000, model=model)
-    assert program.layout is not None and len(program.layout.tiles) == 2
+    assert len(program.layout.tiles) == 2
     for graph in ("forward", "backward"):
         [whole] = joins(program, graph)
         following = whole.next

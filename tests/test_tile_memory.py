@@ -14,13 +14,13 @@ from zerofx import ops
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.demo.measure import PeakMemory
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.plan import Plan
 
 
 def rewritten(
     width: int, hidden: int, k: int, with_input_grad: bool = False, **plan: Any
-) -> Program:
+) -> Planned:
     with torch.device("meta"):
         model = MLP(width, hidden)
         x = torch.empty(8, width, requires_grad=with_input_grad)
@@ -29,7 +29,7 @@ def rewritten(
     return zerofx.rewrite(program, Plan(tiling=tiling, **plan), 2)
 
 
-def working_bytes(program: Program) -> int:
+def working_bytes(program: Planned) -> int:
     """Return the most that gathered parameters and full gradients take at a time.
 
     Slots, what reductions receive into, and gradients on their way into a bucket; not the shards.
@@ -48,8 +48,7 @@ def working_bytes(program: Program) -> int:
     )
 
 
-def _least_tile(program: Program) -> int:
-    assert program.layout is not None
+def _least_tile(program: Planned) -> int:
     return max(b.full_bytes for b in program.layout.buckets) // 2
 
 
@@ -67,7 +66,7 @@ def test_recomputing_keeps_tiles_apart() -> None:
     assert working_bytes(rewritten(2048, 8192, 16, activations="recompute")) <= 1.15 / 16 * whole
 
 
-def largest(program: Program) -> tuple[int, int]:
+def largest(program: Planned) -> tuple[int, int]:
     """Return (bytes of the largest gathered bucket and its gradient, the largest buffer)."""
     layout, graphs = program.layout, program.graphs.values()
     assert layout is not None
@@ -76,7 +75,7 @@ def largest(program: Program) -> tuple[int, int]:
     reduced = {n.args[1] for n in nodes if n.target is ops.grad_buffer}
     both = [layout.buckets[b] for b in gathered & reduced]
     top = max(both, key=lambda b: b.full_bytes)
-    return top.full_bytes + top.numel * top.reduce_dtype.itemsize, max(program.slots["bytes"])
+    return top.full_bytes + top.numel * top.reduce_dtype.itemsize, max(program.slot_bytes)
 
 
 def test_the_layer_of_64k_hidden_on_paper() -> None:

@@ -12,7 +12,7 @@ from zerofx.errors import ProgramError
 from zerofx.hardware import hardware_for
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, FORWARD
+from zerofx.ir.program import BACKWARD, FORWARD, Reference
 from zerofx.ir.verify import verify, verify_ranks
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.order import Setting
@@ -66,10 +66,10 @@ def test_kept_gathered_buckets_are_legal() -> None:
 
 def test_the_pass_is_named() -> None:
     """An invariant broken by a pass is reported with the pass's name."""
-    p = captured("gpt").clone()
+    p = captured("gpt")
     setting = Setting(Plan(stage=3, prefetch=1), 2, hardware_for("cpu"))
     done = run(p, setting)
-    assert done.reference is not None
+    assert isinstance(done.reference, Reference)
     node = find(done, ops.reduce_scatter)
     set_argument(node, 3, 0.25)
     with pytest.raises(ProgramError, match=r"^assign-slots: backward: bucket .* at scale 0.25"):

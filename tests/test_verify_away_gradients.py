@@ -12,13 +12,13 @@ from verify_cases import Breaks, check_refused, find, program, set_argument
 
 from zerofx import ops
 from zerofx.ir.graphs import call
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.plan_parts import Offload
 
 broken = Breaks()
 
 
-def offloaded(p: Program, bucket: int = 2) -> tuple[fx.Node, fx.Node, fx.Node]:
+def offloaded(p: Planned, bucket: int = 2) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return the launch that takes a bucket's gradient away, its wait, and the store."""
     launch = find(p, ops.offload_grad, bucket)
     return launch, wait_of(launch), find(p, ops.store_grad, bucket)
@@ -27,7 +27,7 @@ def offloaded(p: Program, bucket: int = 2) -> tuple[fx.Node, fx.Node, fx.Node]:
 @broken(
     r"store_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind off"
 )
-def stored_on_the_device() -> Program:
+def stored_on_the_device() -> Planned:
     p = away()
     launch, wait, store = offloaded(p)
     store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def stored_on_the_device() -> Program:
 @broken(
     r"store_grad\w* stores reduced bucket 2 .* as it lies on the device; .* what offload_grad's"
 )
-def stored_from_where_it_was() -> Program:
+def stored_from_where_it_was() -> Planned:
     p = away()
     launch, wait, store = offloaded(p)
     store.replace_input_with(wait, launch.args[0])  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def stored_from_where_it_was() -> Program:
 @broken(
     r"store_grad\w* reads reduced bucket 2 \(blocks.0\) before its wait: only what `wait` returns"
 )
-def stored_before_it_arrived() -> Program:
+def stored_before_it_arrived() -> Planned:
     p = away()
     launch, wait, store = offloaded(p)
     store.replace_input_with(wait, launch)
@@ -59,7 +59,7 @@ def stored_before_it_arrived() -> Program:
 @broken(
     r"offload_grad\w* reads reduced bucket 2 .* before its wait: only what `wait` returns may be"
 )
-def offloaded_while_it_is_reduced() -> Program:
+def offloaded_while_it_is_reduced() -> Planned:
     p = away()
     launch, _, _ = offloaded(p)
     reduced: Any = launch.args[0]
@@ -70,7 +70,7 @@ def offloaded_while_it_is_reduced() -> Program:
 @broken(
     r"offload_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind"
 )
-def offloaded_twice() -> Program:
+def offloaded_twice() -> Planned:
     p = away()
     launch, wait, _ = offloaded(p)
     again(launch, wait.next)
@@ -80,7 +80,7 @@ def offloaded_twice() -> Program:
 @broken(
     r"offload_grad\w* reads reduced bucket \d .*: a reduced slice is for store_grad only, behind"
 )
-def offloaded_from_its_home() -> Program:
+def offloaded_from_its_home() -> Planned:
     p = program(offload=Offload(optimizer="cpu", device_fraction=0.3))
     assert p.layout is not None
     near = next(b.index for b in p.layout.buckets if not b.is_away)
@@ -93,14 +93,14 @@ def offloaded_from_its_home() -> Program:
 
 
 @broken(r"offload_grad\w* offloads the reduced gradients of bucket 2 as those of bucket 3")
-def offloaded_as_anothers() -> Program:
+def offloaded_as_anothers() -> Planned:
     p = away()
     set_argument(offloaded(p)[0], 1, 3)
     return p
 
 
 @broken(r"offload_grad\w* offloads shard\w*, which no reduction delivered|reads shard bucket 2")
-def a_shard_offloaded() -> Program:
+def a_shard_offloaded() -> Planned:
     p = away()
     launch, _, _ = offloaded(p)
     launch.args = (find(p, ops.reload_shard, 2).args[0], 2)
@@ -108,7 +108,7 @@ def a_shard_offloaded() -> Program:
 
 
 @broken(r"reduced bucket 2 \(blocks.0\) is launched but never waited for")
-def gradient_never_arrives() -> Program:
+def gradient_never_arrives() -> Planned:
     p = away()
     _, wait, store = offloaded(p)
     other = next(
@@ -122,7 +122,7 @@ def gradient_never_arrives() -> Program:
 
 
 @broken(r"reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind offload_grad")
-def gradient_computed_with() -> Program:
+def gradient_computed_with() -> Planned:
     p = away()
     _, wait, _ = offloaded(p)
     with p.graph(BACKWARD).inserting_after(wait):
@@ -131,7 +131,7 @@ def gradient_computed_with() -> Program:
 
 
 @broken(r"offload_grad\w* is a gradient op: those belong into backward only")
-def offloaded_in_forward() -> Program:
+def offloaded_in_forward() -> Planned:
     p = away()
     launch = sent(p, 2)[2]
     with p.graph(FORWARD).inserting_before(launch):

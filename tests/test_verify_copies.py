@@ -15,7 +15,7 @@ from zerofx import ops
 from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import OutputInfo, Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -25,34 +25,34 @@ broken = Breaks()
 
 
 @cache
-def _compiled() -> Program:
+def _compiled() -> Planned:
     plan = Plan(**SMALL, activations={"blocks.*": "offload"})
     return run(
         captured("gpt"), Setting(plan, 2, replace(load_hardware("cpu-box"), offload_min_bytes=0))
     )
 
 
-def compiled() -> Program:
+def compiled() -> Planned:
     """Return a copy of a program whose blocks' activations wait on the host."""
     return _compiled().clone()
 
 
-def away(p: Program, number: int = 3) -> tuple[fx.Node, fx.Node]:
+def away(p: Planned, number: int = 3) -> tuple[fx.Node, fx.Node]:
     """Return a value's offload and its wait."""
     return _copy(p, FORWARD, ops.offload, number)
 
 
-def back(p: Program, number: int = 3) -> tuple[fx.Node, fx.Node]:
+def back(p: Planned, number: int = 3) -> tuple[fx.Node, fx.Node]:
     """Return its reload, and the wait of that."""
     return _copy(p, BACKWARD, ops.reload, number)
 
 
-def _copy(p: Program, graph: str, target: Any, number: int) -> tuple[fx.Node, fx.Node]:
+def _copy(p: Planned, graph: str, target: Any, number: int) -> tuple[fx.Node, fx.Node]:
     launch = next(n for n in p.graph(graph).nodes if n.target is target and info(n).index == number)
     return launch, next(iter(launch.users))
 
 
-def shared(p: Program) -> tuple[fx.Node, fx.Node]:
+def shared(p: Planned) -> tuple[fx.Node, fx.Node]:
     """Return an offload, and the first node of the last region that reads its value."""
     nodes = list(p.graph(FORWARD).nodes)
     for launch in (n for n in nodes if n.target is ops.offload):
@@ -69,7 +69,7 @@ def test_the_compiled_program_is_accepted() -> None:
 
 
 @broken(r"offload\w* reads .* before|reads hosted \w+ before its wait|is launched but never waited")
-def offload_never_waited_for() -> Program:
+def offload_never_waited_for() -> Planned:
     p = compiled()
     launch, wait = away(p)
     wait.replace_all_uses_with(launch)
@@ -78,7 +78,7 @@ def offload_never_waited_for() -> Program:
 
 
 @broken(r"backward: hosted|backward: .* reads reloaded \w+ before its wait")
-def reload_never_waited_for() -> Program:
+def reload_never_waited_for() -> Planned:
     p = compiled()
     launch, wait = back(p)
     wait.replace_all_uses_with(launch)
@@ -87,7 +87,7 @@ def reload_never_waited_for() -> Program:
 
 
 @broken(r"is waited for twice, the second time by \w+")
-def waited_for_twice() -> Program:
+def waited_for_twice() -> Planned:
     p = compiled()
     launch, wait = away(p)
     with p.graph(FORWARD).inserting_after(wait):
@@ -98,7 +98,7 @@ def waited_for_twice() -> Program:
 @broken(
     r"reads offloaded \w+ after \w+ has given its memory back; move the offload behind the last"
 )
-def read_after_it_left() -> Program:
+def read_after_it_left() -> Planned:
     p = compiled()
     launch, reader = shared(p)
     reader.prepend(launch)
@@ -107,7 +107,7 @@ def read_after_it_left() -> Program:
 
 
 @broken(r"offloads \w+ a second time")
-def offloaded_twice() -> Program:
+def offloaded_twice() -> Planned:
     p = compiled()
     launch, _ = away(p)
     with p.graph(FORWARD).inserting_after(launch):
@@ -116,7 +116,7 @@ def offloaded_twice() -> Program:
 
 
 @broken(r"is reloaded twice: by \w+ and \w+")
-def reloaded_twice() -> Program:
+def reloaded_twice() -> Planned:
     p = compiled()
     launch, wait = back(p)
     with p.graph(BACKWARD).inserting_after(wait):
@@ -127,7 +127,7 @@ def reloaded_twice() -> Program:
 
 
 @broken(r"reads hosted [\w.]+: a value on the host is for reload or write_out only")
-def read_on_the_host() -> Program:
+def read_on_the_host() -> Planned:
     p = compiled()
     launch, wait = back(p)
     wait.replace_all_uses_with(launch.args[0])
@@ -137,7 +137,7 @@ def read_on_the_host() -> Program:
 
 
 @broken(r"reloads [\w.]+, which is not on the host")
-def reload_of_what_never_left() -> Program:
+def reload_of_what_never_left() -> Planned:
     p = compiled()
     launch, wait = away(p)
     wait.replace_all_uses_with(launch.args[0])
@@ -147,7 +147,7 @@ def reload_of_what_never_left() -> Program:
 
 
 @broken(r"offloads [\w.]+, given: only a value of forward's own may leave")
-def input_offloaded() -> Program:
+def input_offloaded() -> Planned:
     p = compiled()
     launch, _ = away(p)
     launch.args = (p.placeholders(FORWARD, Role.INPUT)[0],)
@@ -155,7 +155,7 @@ def input_offloaded() -> Program:
 
 
 @broken(r"offloads .*a parameter of gathered bucket \d.*: only a value of forward's own may leave")
-def parameter_offloaded() -> Program:
+def parameter_offloaded() -> Planned:
     p = compiled()
     launch, _ = away(p)
     view = next(n for n in p.graph(FORWARD).nodes if n.target is ops.param_view)
@@ -165,7 +165,7 @@ def parameter_offloaded() -> Program:
 
 
 @broken(r"offloads \w+, a view; offload \w+ whole")
-def view_offloaded() -> Program:
+def view_offloaded() -> Planned:
     p = compiled()
     launch, _ = away(p)
     root = launch.args[0]
@@ -179,7 +179,7 @@ def view_offloaded() -> Program:
 
 
 @broken(r"output loss is \w+, which lies on the host|output .* is \w+, which lies on the host")
-def host_value_returned() -> Program:
+def host_value_returned() -> Planned:
     p = compiled()
     _, wait = away(p)
     results = p.results(FORWARD)
@@ -190,7 +190,7 @@ def host_value_returned() -> Program:
 
 
 @broken(r"does not compute what was captured")
-def host_values_exchanged() -> Program:
+def host_values_exchanged() -> Planned:
     p = compiled()
     found: dict[Any, list[fx.Node]] = {}
     for node in p.graph(FORWARD).nodes:

@@ -18,13 +18,13 @@ from verify_cases import (
 
 from zerofx import ops
 from zerofx.ir.meta import Role, info, set_info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 broken = Breaks()
 
 
 @broken(r"does not compute what was captured: output 0 .*differ; the first value .*lacks is gelu")
-def changed_math() -> Program:
+def changed_math() -> Planned:
     p = program()
     gelu = next(n for n in p.graph(FORWARD).nodes if n.target is torch.ops.aten.gelu.default)
     gelu.kwargs = {"approximate": "tanh"}
@@ -32,7 +32,7 @@ def changed_math() -> Program:
 
 
 @broken(r"grad norm.bias.* differ; each value is a captured one, but in the wrong place")
-def gradients_exchanged() -> Program:
+def gradients_exchanged() -> Planned:
     p = program()
     pack = find(p, ops.pack, 1)
     set_argument(pack, 1, list(reversed(pack.args[1])))  # type: ignore[call-overload]
@@ -40,7 +40,7 @@ def gradients_exchanged() -> Program:
 
 
 @broken(r"does not compute what was captured")
-def another_parameter_of_the_same_shape() -> Program:
+def another_parameter_of_the_same_shape() -> Planned:
     p = program()
     nodes = {info(n).name: n for n in p.graph(FORWARD).nodes if n.target is ops.param_view}
     first = nodes["blocks.0.attn_norm.weight"]
@@ -50,7 +50,7 @@ def another_parameter_of_the_same_shape() -> Program:
 
 
 @broken(r"does not compute what was captured")
-def dropout_drawn_anew() -> Program:
+def dropout_drawn_anew() -> Planned:
     p = program("gpt-dropout")
     graph = p.graph(FORWARD)
     draw = next(n for n in graph.nodes if info(n).is_random)
@@ -60,7 +60,7 @@ def dropout_drawn_anew() -> Program:
 
 
 @broken(r"does not compute what was captured")
-def saved_values_exchanged() -> Program:
+def saved_values_exchanged() -> Planned:
     p = program()
     saved = {info(n).name: n for n in p.placeholders(BACKWARD, Role.SAVED)}
     forms: dict[Any, fx.Node] = {}
@@ -77,5 +77,5 @@ def saved_values_exchanged() -> Program:
 
 
 @pytest.mark.parametrize(("make", "message"), broken.found, ids=broken.names)
-def test_a_broken_program_is_refused(make: Callable[[], Program], message: str) -> None:
+def test_a_broken_program_is_refused(make: Callable[[], Planned], message: str) -> None:
     check_refused(make(), message)

@@ -19,13 +19,13 @@ from verify_cases import (
 from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 broken = Breaks()
 
 
 @broken(r"reduces bucket 2 before the gradient of blocks.0.\S+ is packed; move it behind the last")
-def reduced_too_early() -> Program:
+def reduced_too_early() -> Planned:
     p = program()
     launch = find(p, ops.reduce_scatter, 2)
     buffer = find(p, ops.grad_buffer, 2)
@@ -35,7 +35,7 @@ def reduced_too_early() -> Program:
 
 
 @broken(r"packs into bucket 1 .*after reduce_scatter\w* has reduced it")
-def packed_after_the_reduction() -> Program:
+def packed_after_the_reduction() -> Planned:
     p = program()
     launch = find(p, ops.reduce_scatter, 1)
     last: Any = launch.args[0]
@@ -45,7 +45,7 @@ def packed_after_the_reduction() -> Program:
 
 
 @broken(r"the gradient of norm.bias is packed twice: \w+, then \w+ \(gpt.py:\d+\)")
-def packed_twice() -> Program:
+def packed_twice() -> Planned:
     p = program()
     first = find(p, ops.pack, 1)
     later: Any = find(p, ops.reduce_scatter, 1).args[0]
@@ -55,7 +55,7 @@ def packed_twice() -> Program:
 
 
 @broken(r"packs \w+ at offset 3, where bucket 1 \(.*\) has no parameter")
-def packed_at_a_wrong_offset() -> Program:
+def packed_at_a_wrong_offset() -> Planned:
     p = program()
     pack = find(p, ops.pack, 1)
     set_argument(pack, 2, [3, *pack.args[2][1:]])  # type: ignore[index]
@@ -65,7 +65,7 @@ def packed_at_a_wrong_offset() -> Program:
 @broken(
     r"the gradient packed for blocks.0.attn.qkv.weight is torch.float32\[16, 64\]; the parameter"
 )
-def packed_with_a_wrong_shape() -> Program:
+def packed_with_a_wrong_shape() -> Planned:
     p = program()
     pack = find(p, ops.pack, 2)
     grads, offsets = pack.args[1], pack.args[2]
@@ -75,21 +75,21 @@ def packed_with_a_wrong_shape() -> Program:
 
 
 @broken(r"bucket 2 \(blocks.0\) is reduced at scale 1.0; the mean over 2 ranks is 1/2 = 0.5")
-def wrong_scale() -> Program:
+def wrong_scale() -> Planned:
     p = program()
     set_argument(find(p, ops.reduce_scatter, 2), 3, 1.0)
     return p
 
 
 @broken(r"is sharded over 2 ranks: its reduction is reduce_scatter, not all_reduce")
-def wrong_reduction() -> Program:
+def wrong_reduction() -> Planned:
     p = program()
     find(p, ops.reduce_scatter, 2).target = ops.all_reduce
     return p
 
 
 @broken(r"bucket 2 \(blocks.0\) is reduced twice: by \w+ and by \w+")
-def reduced_twice() -> Program:
+def reduced_twice() -> Planned:
     p = program()
     launch = find(p, ops.reduce_scatter, 2)
     with p.graph(BACKWARD).inserting_after(launch):
@@ -98,7 +98,7 @@ def reduced_twice() -> Program:
 
 
 @broken(r"the gradient of blocks.0.\S+ is never reduced: backward has no reduction of bucket 2")
-def never_reduced() -> Program:
+def never_reduced() -> Planned:
     p = program()
     graph, launch = p.graph(BACKWARD), find(p, ops.reduce_scatter, 2)
     wait = next(iter(launch.users))
@@ -114,7 +114,7 @@ def never_reduced() -> Program:
 
 
 @broken(r"reduced bucket 2 \(blocks.0\) is never stored")
-def never_stored() -> Program:
+def never_stored() -> Planned:
     p = program()
     store = find(p, ops.store_grad, 2)
     store.replace_all_uses_with(find(p, ops.store_grad, 3))
@@ -123,7 +123,7 @@ def never_stored() -> Program:
 
 
 @broken(r"reduced bucket 2 \(blocks.0\) is stored twice")
-def stored_twice() -> Program:
+def stored_twice() -> Planned:
     p = program()
     store = find(p, ops.store_grad, 2)
     with p.graph(BACKWARD).inserting_after(store):
@@ -132,14 +132,14 @@ def stored_twice() -> Program:
 
 
 @broken(r"stores the reduced gradients of bucket 2 as those of bucket 3 \(blocks.1\)")
-def stored_in_another_bucket() -> Program:
+def stored_in_another_bucket() -> Planned:
     p = program()
     set_argument(find(p, ops.store_grad, 2), 1, 3)
     return p
 
 
 @broken(r"store_grad\w* reads reduced bucket 2 .* before its wait")
-def stored_before_its_wait() -> Program:
+def stored_before_its_wait() -> Planned:
     p = program()
     store = find(p, ops.store_grad, 2)
     set_argument(store, 0, store.args[0].args[0])  # type: ignore[union-attr]
@@ -147,7 +147,7 @@ def stored_before_its_wait() -> Program:
 
 
 @broken(r"reduces bucket \d+, where nothing was packed for \S+: make grad_buffer\w* with zero=True")
-def garbage_reduced() -> Program:
+def garbage_reduced() -> Planned:
     p = program("convnet", bucket_bytes=1 << 20)
     buffer = next(
         n for n in p.graph(BACKWARD).nodes if n.target is ops.grad_buffer and n.args[3] is True
@@ -157,7 +157,7 @@ def garbage_reduced() -> Program:
 
 
 @broken(r"all_reduce\w* is a gradient op: those belong into backward only")
-def reduction_in_forward() -> Program:
+def reduction_in_forward() -> Planned:
     p = program()
     graph = p.graph(FORWARD)
     shard = find_placeholder(p, FORWARD, Role.SHARD, 2)
@@ -167,7 +167,7 @@ def reduction_in_forward() -> Program:
 
 
 @broken(r"mul\w* reads packed bucket 2 .*: a gradient buffer is for pack and reduce only")
-def gradient_buffer_read_by_compute() -> Program:
+def gradient_buffer_read_by_compute() -> Planned:
     p = program()
     pack = find(p, ops.pack, 2)
     with p.graph(BACKWARD).inserting_after(pack):
@@ -176,5 +176,5 @@ def gradient_buffer_read_by_compute() -> Program:
 
 
 @pytest.mark.parametrize(("make", "message"), broken.found, ids=broken.names)
-def test_a_broken_program_is_refused(make: Callable[[], Program], message: str) -> None:
+def test_a_broken_program_is_refused(make: Callable[[], Planned], message: str) -> None:
     check_refused(make(), message)

@@ -20,13 +20,13 @@ from verify_cases import (
 from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Role, info, set_info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.plan import Plan
 
 broken = Breaks()
 
 
-def save(p: Program, node: fx.Node) -> None:
+def save(p: Planned, node: fx.Node) -> None:
     """Let forward save one more value, and backward take it."""
     position = sum(s.role is Role.SAVED for s in p.outputs[FORWARD])
     set_results(p.graph(FORWARD), [*p.results(FORWARD), node])
@@ -38,14 +38,14 @@ def save(p: Program, node: fx.Node) -> None:
 @broken(
     r"forward: the result reads \S+weight, a parameter of gathered bucket 2 .* after its release"
 )
-def saved_view_of_a_released_bucket() -> Program:
+def saved_view_of_a_released_bucket() -> Planned:
     p = program()
     save(p, next(u for u in gathered(p)[1].users if u.target is ops.param_view))
     return p
 
 
 @broken(r"saves gathered bucket 2 \(blocks.0\) for backward, but it lies in slot 1")
-def saved_slot() -> Program:
+def saved_slot() -> Planned:
     p = program()
     release = find(p, ops.release, 2, FORWARD)
     full: Any = release.args[0]
@@ -55,14 +55,14 @@ def saved_slot() -> Program:
 
 
 @broken(r"saves norm.weight for backward, a view of norm.weight, a parameter of resident bucket")
-def saved_view_of_the_resident_copy() -> Program:
+def saved_view_of_the_resident_copy() -> Planned:
     p = program()
     save(p, next(n for n in p.graph(FORWARD).nodes if info(n).name == "norm.weight"))
     return p
 
 
 @broken(r"saves t\w* for backward, a view of blocks.0.attn.qkv.weight, a parameter of gathered")
-def saved_chain_of_views() -> Program:
+def saved_chain_of_views() -> Planned:
     p = program(memory_budget=1 << 20)
     view = next(n for n in p.graph(FORWARD).nodes if info(n).name == "blocks.0.attn.qkv.weight")
     save(p, next(u for u in view.users if u.target is torch.ops.aten.t.default))
@@ -70,7 +70,7 @@ def saved_chain_of_views() -> Program:
 
 
 @broken(r"saves norm.running_mean for backward, which is updated after forward; save a clone")
-def saved_buffer_that_is_updated() -> Program:
+def saved_buffer_that_is_updated() -> Planned:
     p = program("convnet")
     mean = next(n for n in p.placeholders(FORWARD, Role.BUFFER) if "running_mean" in info(n).name)
     save(p, mean)
@@ -78,7 +78,7 @@ def saved_buffer_that_is_updated() -> Program:
 
 
 @broken(r"output 0 looks into .*norm.weight, a parameter of resident bucket .*; clone it")
-def handed_out_parameter() -> Program:
+def handed_out_parameter() -> Planned:
     p = program()
     view = next(n for n in p.graph(FORWARD).nodes if info(n).name == "norm.weight")
     specs = p.outputs[FORWARD]
@@ -88,7 +88,7 @@ def handed_out_parameter() -> Program:
 
 
 @broken(r"forward saves \d+ values, backward takes \d+")
-def saved_value_that_backward_does_not_take() -> Program:
+def saved_value_that_backward_does_not_take() -> Planned:
     p = program()
     position = sum(s.role is Role.SAVED for s in p.outputs[FORWARD])
     extra = next(n for n in p.graph(FORWARD).nodes if info(n).region == 1)
@@ -98,7 +98,7 @@ def saved_value_that_backward_does_not_take() -> Program:
 
 
 @broken(r"region \d+ is interrupted before \w+: communication may stand between regions only")
-def communication_inside_a_region() -> Program:
+def communication_inside_a_region() -> Planned:
     p = program()
     _, wait, _release = gathered(p)
     view = next(u for u in wait.users if u.target is ops.param_view)
@@ -109,7 +109,7 @@ def communication_inside_a_region() -> Program:
 
 
 @broken(r"\w+ is compute outside any region")
-def compute_outside_any_region() -> Program:
+def compute_outside_any_region() -> Planned:
     p = program()
     node = next(n for n in p.graph(FORWARD).nodes if info(n).region == 0)
     set_info(node, region=None)
@@ -117,7 +117,7 @@ def compute_outside_any_region() -> Program:
 
 
 @broken(r"norm.running_mean does not follow rank 0: its new value passes no sync_buffers")
-def statistics_not_synced() -> Program:
+def statistics_not_synced() -> Planned:
     p = program("convnet")
     graph = p.graph(FORWARD)
     sync = find(p, ops.sync_buffers, graph=FORWARD)
@@ -129,12 +129,12 @@ def statistics_not_synced() -> Program:
 
 
 @broken(r"norm.running_mean follows rank 0, but the plan says buffers='local'")
-def statistics_synced_against_the_plan() -> Program:
+def statistics_synced_against_the_plan() -> Planned:
     p = program("convnet")
     p.plan = Plan(buffers="local")
     return p
 
 
 @pytest.mark.parametrize(("make", "message"), broken.found, ids=broken.names)
-def test_a_broken_program_is_refused(make: Callable[[], Program], message: str) -> None:
+def test_a_broken_program_is_refused(make: Callable[[], Planned], message: str) -> None:
     check_refused(make(), message)

@@ -14,7 +14,7 @@ from zerofx import ops
 from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -24,19 +24,19 @@ broken = Breaks()
 
 
 @cache
-def _compiled() -> Program:
+def _compiled() -> Planned:
     plan = Plan(**SMALL, offload=Offload(activations="nvme", path="/nowhere"))
     return run(
         captured("gpt"), Setting(plan, 2, replace(load_hardware("cpu-box"), offload_min_bytes=0))
     )
 
 
-def compiled() -> Program:
+def compiled() -> Planned:
     """Return a copy of a program whose activations wait on NVMe."""
     return _compiled().clone()
 
 
-def way(p: Program, target: Any, number: int = 3) -> tuple[fx.Node, fx.Node]:
+def way(p: Planned, target: Any, number: int = 3) -> tuple[fx.Node, fx.Node]:
     """Return the launch and the wait of one value's way."""
     graph = p.graph(FORWARD if target in (ops.offload, ops.write_out) else BACKWARD)
     launch = next(n for n in graph.nodes if n.target is target and info(n).index == number)
@@ -58,7 +58,7 @@ def test_a_file_may_be_read_twice() -> None:
 
 
 @broken(r"before its wait|is launched but never waited for")
-def write_never_waited_for() -> Program:
+def write_never_waited_for() -> Planned:
     p = compiled()
     launch, wait = way(p, ops.write_out)
     wait.replace_all_uses_with(launch)
@@ -67,7 +67,7 @@ def write_never_waited_for() -> Program:
 
 
 @broken(r"backward: .* before its wait")
-def read_never_waited_for() -> Program:
+def read_never_waited_for() -> Planned:
     p = compiled()
     launch, wait = way(p, ops.read_back)
     wait.replace_all_uses_with(launch)
@@ -76,7 +76,7 @@ def read_never_waited_for() -> Program:
 
 
 @broken(r"write_out\w* reads hosted \w+ before its wait: only what `wait` returns")
-def written_before_it_has_arrived() -> Program:
+def written_before_it_has_arrived() -> Planned:
     p = compiled()
     launch, wait = way(p, ops.offload)
     write, _ = way(p, ops.write_out)
@@ -86,7 +86,7 @@ def written_before_it_has_arrived() -> Program:
 
 
 @broken(r"saves \w+, which \w+ takes on to NVMe; save what its wait returns|has given its place")
-def the_hosts_place_is_saved() -> Program:
+def the_hosts_place_is_saved() -> Planned:
     p = compiled()
     write, stored = way(p, ops.write_out)
     host = write.args[0]
@@ -96,7 +96,7 @@ def the_hosts_place_is_saved() -> Program:
 
 
 @broken(r"is written twice: by \w+ and \w+|has given its place back")
-def written_twice() -> Program:
+def written_twice() -> Planned:
     p = compiled()
     write, wait = way(p, ops.write_out)
     with p.graph(FORWARD).inserting_after(write):
@@ -107,7 +107,7 @@ def written_twice() -> Program:
 
 
 @broken(r"reloads [\w.]+, which is not on the host|a value on NVMe is for read_back only")
-def reloaded_from_nvme() -> Program:
+def reloaded_from_nvme() -> Planned:
     p = compiled()
     read, wait = way(p, ops.read_back)
     wait.replace_all_uses_with(read.args[0])
@@ -117,7 +117,7 @@ def reloaded_from_nvme() -> Program:
 
 
 @broken(r"a value on the host is for reload or write_out only|which is not on NVMe")
-def read_of_what_was_never_written() -> Program:
+def read_of_what_was_never_written() -> Planned:
     p = compiled()
     write, wait = way(p, ops.write_out)
     wait.replace_all_uses_with(write.args[0])
@@ -127,7 +127,7 @@ def read_of_what_was_never_written() -> Program:
 
 
 @broken(r"moves \w+, which \w+ has moved already|has given its place back")
-def reloaded_while_it_is_written() -> Program:
+def reloaded_while_it_is_written() -> Planned:
     p = compiled()
     write, _ = way(p, ops.write_out)
     reload, _ = way(p, ops.reload)
@@ -141,7 +141,7 @@ def reloaded_while_it_is_written() -> Program:
 
 
 @broken(r"output .*is \w+, which lies on NVMe")
-def stored_value_returned() -> Program:
+def stored_value_returned() -> Planned:
     p = compiled()
     _, stored = way(p, ops.write_out)
     results = p.results(FORWARD)
@@ -152,7 +152,7 @@ def stored_value_returned() -> Program:
 
 
 @broken(r"does not compute what was captured")
-def places_exchanged() -> Program:
+def places_exchanged() -> Planned:
     p = compiled()
     found: dict[Any, list[fx.Node]] = {}
     for node in p.graph(BACKWARD).nodes:

@@ -13,7 +13,7 @@ from stack import stack
 import zerofx
 from zerofx.capture import capture
 from zerofx.hardware import hardware_for
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, meanings, specs
 from zerofx.passes.order import Setting, build
 from zerofx.views.diff import DiffView
@@ -21,7 +21,7 @@ from zerofx.views.passes import PassesView
 
 
 @cache
-def program(stage: int = 3, world: int = 4, **fields: object) -> Program:
+def program(stage: int = 3, world: int = 4, **fields: object) -> Planned:
     plan = {"bucket_bytes": 0, "persist_below": 0, "kernels": "aten", "stage": stage, **fields}
     return zerofx.rewrite(capture(*stack()), plan, world)
 

@@ -14,14 +14,14 @@ from torch import nn
 import zerofx
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import load_hardware
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.searching.way_out import WayOut
 from zerofx.views.prediction import PredictionView
 
 MIB = 2**20
 
 
-def gpt(layers: int = 1, width: int = 128) -> Program:
+def gpt(layers: int = 1, width: int = 128) -> Planned:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=layers, width=width))
         tokens = torch.zeros(4, 64, dtype=torch.long)
@@ -29,7 +29,7 @@ def gpt(layers: int = 1, width: int = 128) -> Program:
 
 
 def predicted(
-    program: Program, plan: dict[str, Any], where: Any = "dgx-h100", world: int = 8
+    program: Planned, plan: dict[str, Any], where: Any = "dgx-h100", world: int = 8
 ) -> PredictionView:
     return zerofx.predict(program, plan, hardware=where, world_size=world)
 

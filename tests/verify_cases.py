@@ -19,7 +19,7 @@ from zerofx.codegen.emit import render, write
 from zerofx.errors import ProgramError
 from zerofx.hardware import hardware_for
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Captured, Planned
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -30,7 +30,7 @@ SMALL = {"bucket_bytes": 4096, "persist_below": 256, "kernels": "aten"}
 
 
 @cache
-def captured(case: str, is_training: bool = True, dtype: torch.dtype | None = None) -> Program:
+def captured(case: str, is_training: bool = True, dtype: torch.dtype | None = None) -> Captured:
     """Return a captured call, computing in a format; tests share it."""
     args, kwargs = CASES[case].batch(0)
     model = CASES[case].make().train(is_training)
@@ -39,13 +39,13 @@ def captured(case: str, is_training: bool = True, dtype: torch.dtype | None = No
 
 
 @cache
-def _rewritten(case: str, world: int, is_training: bool, plan: tuple[Any, ...]) -> Program:
+def _rewritten(case: str, world: int, is_training: bool, plan: tuple[Any, ...]) -> Planned:
     setting = Setting(Plan(**{**SMALL, **dict(plan)}), world, hardware_for("cpu"))
     dtype = compute_dtype(setting.plan.precision)
     return run(captured(case, is_training, dtype), setting)
 
 
-def program(case: str = "gpt", world: int = 2, is_training: bool = True, **plan: Any) -> Program:
+def program(case: str = "gpt", world: int = 2, is_training: bool = True, **plan: Any) -> Planned:
     """Return a copy of a compiled program, to be broken."""
     return _rewritten(case, world, is_training, tuple(sorted(plan.items()))).clone()
 
@@ -60,7 +60,7 @@ def emitted(directory: Path, kernels: str = "aten") -> Path:
     return write(_files(kernels), directory / "program")
 
 
-def find(broken: Program, target: Any, bucket: int | None = None, graph: str = BACKWARD) -> fx.Node:
+def find(broken: Planned, target: Any, bucket: int | None = None, graph: str = BACKWARD) -> fx.Node:
     """Return the first call of `target` in a graph, of one bucket if that is given."""
     for node in broken.graph(graph).nodes:
         if node.target is target and (bucket is None or info(node).index == bucket):
@@ -78,18 +78,18 @@ def set_argument(node: fx.Node, position: int, new: Any) -> None:
     node.args = (*node.args[:position], new, *node.args[position + 1 :])
 
 
-def gathered(p: Program, graph: str = FORWARD) -> tuple[fx.Node, fx.Node, fx.Node]:
+def gathered(p: Planned, graph: str = FORWARD) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return (launch, wait, release) of the first bucket gathered into a slot."""
     release = find(p, ops.release, graph=graph)
     wait: Any = release.args[0]
     return wait.args[0], wait, release
 
 
-def find_placeholder(p: Program, graph: str, role: Role, index: int | None = None) -> fx.Node:
+def find_placeholder(p: Planned, graph: str, role: Role, index: int | None = None) -> fx.Node:
     return next(n for n in p.placeholders(graph, role) if index in (None, info(n).index))
 
 
-Maker = Callable[[], Program]
+Maker = Callable[[], Planned]
 
 
 class Breaks:
@@ -112,7 +112,7 @@ class Breaks:
         return [make.__name__ for make, _ in self.found]
 
 
-def check_refused(p: Program, message: str) -> None:
+def check_refused(p: Planned, message: str) -> None:
     """Demand a refusal with this message, and the lines around the fault, one of them marked."""
     with pytest.raises(ProgramError) as caught:
         verify(p)

@@ -64,7 +64,6 @@ __all__ = sorted([*_HOME, "capture", "nvme", "optim"])
 @paused_collector()  # half a second of imports, of which it would take a third
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
-        importlib.import_module("zerofx.reports")  # gives the captured Program its methods
         return importlib.import_module("zerofx.capture")
     if name in ("nvme", "optim"):
         return importlib.import_module(f"zerofx.{name}")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import reports  # noqa: F401  # gives Program its methods
 from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
@@ -25,7 +24,7 @@ from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ArgumentError, OptimizerError
 from zerofx.fields import nearest
 from zerofx.hardware import Hardware, hardware_for
-from zerofx.ir.program import Loop, Program
+from zerofx.ir.program import Loop, Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
@@ -230,7 +229,7 @@ def rewrite(
     accumulation: int = 1,
     no_sync: bool = False,
     hardware: Hardware | str | os.PathLike[str] | None = None,
-) -> Program:
+) -> Planned:
     """Run the passes of a plan on a captured program, for any world size; no process group.
 
     accumulation, no_sync: backwards a step, and whether all but the last run under no_sync: what a
@@ -246,13 +245,13 @@ def rewrite(
             f"program is of type {type(program).__name__}, not a Program. Call zerofx.rewrite("
             "zerofx.capture(model, args, kwargs), plan)"
         )
-    checked = as_plan(plan if plan is not None else program.plan)
+    checked = as_plan(plan if plan is not None else program.planned().plan)
     described = hardware_for("cpu", _either(hardware, machine))
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop))
 
 
-def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Program:
+def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Planned:
     """Parse an emitted directory back into a Program, also after a hand edit, and verify it.
 
     The files are Python and are executed: load only what you trust. `CompiledModule.adopt` runs

@@ -16,7 +16,7 @@ from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.ir.program import Loop, Program
+from zerofx.ir.program import Captured, Loop, Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
@@ -68,21 +68,21 @@ def predict(
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)
     source = _source(target, plan is not None, batch, seq)
-    if isinstance(source, Program) and source.layout is not None:
-        world_size = source.world_size
-    described.check_world(world_size)
-    named = None if isinstance(source, Program) else source
-    program = captured = source if isinstance(source, Program) else _captured(source, checked)
+    finished = source if isinstance(source, Planned) and source.is_laid_out else None
+    described.check_world(world_size if finished is None else finished.world_size)
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
-    if program.layout is None:
+    if finished is None:
+        captured = source if isinstance(source, Program) else _captured(source, checked)
         described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
-        program = run(program, Setting(checked, world_size, described, loop=loop), proof=Proof.END)
+        setting = Setting(checked, world_size, described, loop=loop)
+        program = run(captured, setting, proof=Proof.END)
+        named = source if isinstance(source, Target) else None
         given = checked, described, world_size, loop, {"clips": clips, **known}
         seek = partial(way_out, named, captured, *given, says)
     else:
-        program = replace(program, hardware=described)
+        program = replace(finished, hardware=described)
     compiled = reports.regions_as(basis, program)
     found = forecast(program, described, clips, compiled=compiled, **known)
     held = shown(
@@ -104,7 +104,7 @@ def _source(
             "zerofx.predict(zerofx.capture(model, args), plan, hardware=..., world_size=...)"
         )
     if isinstance(target, Program):
-        if target.layout is not None and has_plan:
+        if isinstance(target, Planned) and target.is_laid_out and has_plan:
             raise PlanError(
                 f"the program of {target.model_name} is finished for world {target.world_size}: "
                 "its plan is settled; leave out the plan, or give the captured program"
@@ -113,7 +113,7 @@ def _source(
     return target if isinstance(target, Target) else resolve(target, batch, seq)
 
 
-def _captured(named: Target, plan: Plan) -> Program:
+def _captured(named: Target, plan: Plan) -> Captured:
     with own_errors(named.name, "its forward"):
         return capture(
             named.module, named.args, named.kwargs,

@@ -1,7 +1,6 @@
-"""What a Program can say of itself: gives its methods (dump, schedule, look, ...) their bodies.
+"""What a Program says of itself: its schedule, its memory, its lanes over time.
 
-They are written in rooms above ir (views, codegen), which ir may not import; so Program names them,
-and importing this room, as the face and the api do, hands them in.
+Its methods import these functions when they are called, so that training loads no view.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from zerofx.analysis.forecast import Forecast, compute_format, forecast
 from zerofx.analysis.memory import ATEN, BASES, runs_compiled
 from zerofx.analysis.steps import schedule as steps
 from zerofx.analysis.storage import Compiled
-from zerofx.codegen.emit import emit
 from zerofx.compiled.allocations import compiled_regions
 from zerofx.errors import PlanError, UnpricedError
 from zerofx.fields import one_of
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.ir.dump import dump_program
 from zerofx.ir.meta import value
-from zerofx.ir.program import Program, register_reports
+from zerofx.ir.program import Planned, Program
 from zerofx.views import look, memory, schedule
 from zerofx.views.recording import RecordingView, load_recording
 
@@ -32,20 +29,18 @@ _Path = str | os.PathLike[str]
 Recorded = RecordingView | _Path | Sequence[_Path] | None
 
 
-def _dump(program: Program, level: str = "nodes") -> str:
-    return dump_program(program, level=level)
+def schedule_of(program: Program, basis: str = ATEN) -> schedule.ScheduleView:
+    """Return what runs when in each lane. basis: as in `regions_as`."""
+    return schedule.view(program, regions_as(basis, program.planned()), basis)
 
 
-def _schedule(program: Program, basis: str = ATEN) -> schedule.ScheduleView:
-    return schedule.view(program, regions_as(basis, program), basis)
-
-
-def _memory(program: Program, basis: str = ATEN, **options: Any) -> memory.MemoryView:
-    compiled = regions_as(basis, program)
+def memory_of(program: Program, basis: str = ATEN, **options: Any) -> memory.MemoryView:
+    """Return what a rank holds. basis: as in `regions_as`; options: of `views.memory.view`."""
+    compiled = regions_as(basis, program.planned())
     return memory.view(program, compiled=compiled, basis=basis, **options)
 
 
-def regions_as(basis: str, program: Program) -> Compiled:
+def regions_as(basis: str, program: Planned) -> Compiled:
     """Return what of a program's regions is counted as compiled: nothing by the basis "aten".
 
     basis: "aten" counts regions op by op; "compiled" compiles those that the cache lacks and reads
@@ -57,7 +52,7 @@ def regions_as(basis: str, program: Program) -> Compiled:
         ProgramError: there is no compiler.
     """
     one_of(*BASES)("basis", basis)
-    if basis == ATEN or program.layout is None or not runs_compiled(program):
+    if basis == ATEN or not program.is_laid_out or not runs_compiled(program):
         return {}
     values = (value(n) for name in program.graphs for n in program.placeholders(name))
     device = next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")
@@ -86,20 +81,19 @@ def look_at(
     unpriced = ""
     if hardware is not None and predicted is None:
         described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-        program = replace(program, hardware=described)
-    compiled = regions_as(basis, program)
+        if isinstance(program, Planned):
+            program = replace(program, hardware=described)
+    planned = program.planned()
+    compiled = regions_as(basis, planned)
     if hardware is not None and predicted is None:
         try:
-            described.check_format(compute_format(program))
-            predicted = forecast(program, described, compiled=compiled)
+            described.check_format(compute_format(planned))
+            predicted = forecast(planned, described, compiled=compiled)
         except UnpricedError as error:
             unpriced = str(error)
     if isinstance(recording, (str, os.PathLike)):
         recording = [recording]
     if recording is not None and not isinstance(recording, RecordingView):
         recording = load_recording(*recording)
-    recorded = [] if recording is None else recording.of(program)
-    return look.look(program, steps(program, compiled), predicted, recorded, unpriced, basis)
-
-
-register_reports(dump=_dump, schedule=_schedule, memory=_memory, emit=emit, look=look_at)
+    recorded = [] if recording is None else recording.of(planned)
+    return look.look(program, steps(planned, compiled), predicted, recorded, unpriced, basis)

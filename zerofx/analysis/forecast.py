@@ -18,7 +18,7 @@ from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.hardware import Hardware
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import FORWARD, JOINT, Program
+from zerofx.ir.program import FORWARD, JOINT, Planned, Program
 from zerofx.sizes import format_bytes
 
 # From what is counted to what is measured: within 5 % on every cell of the memory matrix.
@@ -67,7 +67,7 @@ class Forecast:
     samples, tokens: of one rank's micro-batch; tokens is 0 where inputs are no sequences.
     """
 
-    program: Program
+    program: Planned
     hardware: Hardware
     memory: Memory
     timeline: Timeline
@@ -172,7 +172,7 @@ class Forecast:
 
 
 def forecast(
-    program: Program,
+    program: Planned,
     hardware: Hardware,
     clips: bool = False,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
@@ -196,10 +196,10 @@ def forecast(
     return Forecast(program, hardware, held, found, traffic(program), samples, tokens)
 
 
-def compute_format(program: Program) -> str:
+def compute_format(program: Planned) -> str:
     """Return the format that a program's products are in: "fp32", "fp16" or "bf16"."""
     layout = program.layout
-    formats = [b.compute_dtype for b in layout.buckets] if layout else []
+    formats = [b.compute_dtype for b in layout.buckets]
     return FORMATS.get(max(formats, key=formats.count, default=torch.float32), "fp32")
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.policy import staging
@@ -46,13 +46,13 @@ class Passing:
         return self.block[0].index
 
 
-def passing(program: Program, optimizer_bytes: int) -> list[Passing]:
+def passing(program: Planned, optimizer_bytes: int) -> list[Passing]:
     """Return what passes through host memory for its update, in the order of `step()`.
 
     optimizer_bytes: of an element's states, each in the format of the parameter.
     """
     layout = program.layout
-    if layout is None or not program.is_training:
+    if not program.is_training:
         return []
     found = []
     for block in layout.blocks:
@@ -71,7 +71,7 @@ def passing(program: Program, optimizer_bytes: int) -> list[Passing]:
     return found
 
 
-def update_staging(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+def update_staging(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
     """Return what updates of buckets on NVMe hold on the host: the neighbours that take most.
 
     Behind backward, in `step()`, one is read, one updated and one written at a time. Inside
@@ -96,9 +96,9 @@ def _largest(moved: Sequence[Passing], num: int) -> Sequence[Passing]:
     return max(together, key=lambda some: sum(sum(p.sizes) for p in some))
 
 
-def is_beside(program: Program) -> bool:
+def is_beside(program: Planned) -> bool:
     """Tell whether updates run inside backward."""
-    return program.plan is not None and program.plan.update == "in-backward"
+    return program.plan.update == "in-backward"
 
 
 def _times(life: Lifetimes, test: Callable[[fx.Node], bool]) -> dict[int, int]:
@@ -112,7 +112,7 @@ def _staged(p: Passing, birth: int, death: int) -> Storage:
 
 
 # -- lending ------------------------------------------------------------------------------------
-def place_bytes(program: Program, lent: Sequence[Storage], optimizer_bytes: int) -> int:
+def place_bytes(program: Planned, lent: Sequence[Storage], optimizer_bytes: int) -> int:
     """Return the bytes of the places that a step's values are lent, in the steady state."""
     moved = {p.index: p for p in passing(program, optimizer_bytes)}
     beside = is_beside(program)

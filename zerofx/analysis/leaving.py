@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.analysis.storage import span_bytes
 from zerofx.ir.graphs import alias_source, is_alias
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Leaving:
     first: int
 
 
-def leaving(program: Program) -> list[Leaving]:
+def leaving(program: Planned) -> list[Leaving]:
     """Return the storages that may leave, in the order in which forward is done with them.
 
     Not what is given (inputs, parameters, buffers), nor what the user or the model gets, nor what

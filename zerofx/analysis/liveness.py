@@ -20,11 +20,11 @@ from zerofx.analysis.storage import (
 )
 from zerofx.analysis.workspace import workspace_bytes
 from zerofx.ir.meta import OutputInfo, Role, info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 
 
 def lifetimes(
-    program: Program,
+    program: Planned,
     compiled: Compiled | None = None,
     keeps_results: bool = True,
     packs_apart: bool = False,
@@ -46,7 +46,7 @@ class _Walk(Places):
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
     def __init__(
-        self, program: Program, compiled: Compiled, keeps_results: bool, packs_apart: bool
+        self, program: Planned, compiled: Compiled, keeps_results: bool, packs_apart: bool
     ) -> None:
         super().__init__(program, packs_apart)
         self.compiled, self.keeps_results = compiled, keeps_results

@@ -15,7 +15,7 @@ from typing import Any
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.text import describe
 
 FORMAT = 2
@@ -152,7 +152,7 @@ def _span(said: dict[str, Any]) -> MeasuredSpan:
     return MeasuredSpan(**{**said, "lane": Lane(said["lane"]), "ops": ops, "places": places})
 
 
-def identity_of(program: Program) -> dict[str, Any]:
+def identity_of(program: Planned) -> dict[str, Any]:
     """Return what a recording must have in common with a program to be shown beside it."""
     graph = next(iter(program.graphs))
     inputs = {
@@ -164,11 +164,11 @@ def identity_of(program: Program) -> dict[str, Any]:
         "world": program.world_size,
         "parameters": sum(_numel(p.shape) for p in program.params.values()),
         "inputs": inputs,
-        "plan": {} if program.plan is None else program.plan.to_dict(),
+        "plan": program.plan.to_dict(),
     }
 
 
-def check_same(measured: Measured, program: Program) -> None:
+def check_same(measured: Measured, program: Planned) -> None:
     """Check that a recording is of this program.
 
     Raises:

@@ -15,7 +15,7 @@ from zerofx.analysis.liveness import lifetimes
 from zerofx.analysis.micro import Micro, micros
 from zerofx.analysis.standing import is_slot, slot_name, standing
 from zerofx.analysis.storage import Category, Compiled, Lifetimes, Storage
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 # What regions are counted as: run op by op, or as Inductor compiles them.
 ATEN, COMPILED = BASES = ("aten", "compiled")
@@ -107,14 +107,13 @@ def _at(storages: tuple[Storage, ...], time: int) -> list[Storage]:
     return [s for s in storages if s.birth <= time <= s.death and s.nbytes]
 
 
-def runs_compiled(program: Program) -> bool:
+def runs_compiled(program: Planned) -> bool:
     """Tell whether a program's plan has Inductor compile its regions."""
-    plan = program.plan
-    return plan is not None and plan.kernels == "inductor" and not plan.debug
+    return program.plan.kernels == "inductor" and not program.plan.debug
 
 
 def memory(
-    program: Program,
+    program: Planned,
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     compiled: Compiled | None = None,
     keeps_results: bool = True,
@@ -143,7 +142,7 @@ def memory(
 
 
 def _of(
-    program: Program,
+    program: Planned,
     optimizer_bytes: int,
     compiled: Compiled | None,
     keeps_results: bool,
@@ -172,6 +171,6 @@ def _curve(storages: tuple[Storage, ...], end: int) -> tuple[int, ...]:
     return tuple(accumulate(change[:-1]))
 
 
-def peak_bytes(program: Program, optimizer_bytes: int = ADAMW_STATE_BYTES) -> int:
+def peak_bytes(program: Planned, optimizer_bytes: int = ADAMW_STATE_BYTES) -> int:
     """Return the high-water mark of one rank over a step."""
     return memory(program, optimizer_bytes).peak_bytes

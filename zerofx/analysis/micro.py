@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zerofx.errors import PlanError
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.runtime.policy import reduction
 
@@ -42,7 +42,7 @@ class Micro:
         return found if self.reduces else f"{found}, and this one is not reduced"
 
 
-def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
+def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
     """Return the micro-batches of a step in which it may hold most.
 
     accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
@@ -62,7 +62,7 @@ def micros(program: Program, accumulation: int = 1, no_sync: bool = False) -> tu
             "parameters inside every backward; use update='step' to accumulate"
         )
     layout = program.layout
-    if layout is None or not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
+    if not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
         return (Micro(Before.REDUCED),)
     if not reduction.sums_lie_apart(layout):  # then they take what reduced gradients take
         return (Micro(Before.REDUCED),)

@@ -17,7 +17,7 @@ from zerofx.analysis.storage import (
     span_bytes,
 )
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.policy import reduction, shard_copies
@@ -35,7 +35,7 @@ class Places:
     graph: str
     start: int
 
-    def __init__(self, program: Program, packs_apart: bool) -> None:
+    def __init__(self, program: Planned, packs_apart: bool) -> None:
         self.program, self.packs_apart = program, packs_apart
         self.storages: list[Storage] = []
         self.held: dict[fx.Node, tuple[Storage, ...]] = {}
@@ -111,19 +111,16 @@ class Places:
 
     def reduces_apart(self, node: fx.Node) -> bool:
         """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
-        if self.program.layout is None:
-            return False
         end = reduction.end_of(self.program.layout, self.bucket(node), self.packs_apart)
         return end is End.PACKED
 
     def bucket(self, node: fx.Node) -> Bucket:
         """Return the bucket that a node is about."""
-        assert self.program.layout is not None
         return self.program.layout.buckets[info(node).index]
 
     def home(self, node: fx.Node) -> Tier:
         """Return the tier where that bucket lives."""
-        return Tier.DEVICE if self.program.layout is None else self.bucket(node).home
+        return self.bucket(node).home
 
     def category(self, node: fx.Node) -> Category:
         """Return what fresh memory is for."""

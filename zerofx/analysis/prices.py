@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -27,6 +26,7 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
 from zerofx.errors import UnpricedError
 from zerofx.hardware import Curve, Hardware
+from zerofx.plan import Plan
 from zerofx.runtime.tiers import Tier
 from zerofx.sizes import format_bytes
 
@@ -57,9 +57,9 @@ class Roofline:
     known: dict[tuple, Price] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, plan: Any, hardware: Hardware, world_size: int) -> Roofline:
-        """Return the prices of a plan's tasks, its regions run as it says; None is any plan."""
-        is_compiled = plan is None or (plan.kernels == "inductor" and not plan.debug)
+    def of(cls, plan: Plan, hardware: Hardware, world_size: int) -> Roofline:
+        """Return the prices of a plan's tasks, its regions run as it says."""
+        is_compiled = plan.kernels == "inductor" and not plan.debug
         return cls(hardware, world_size, is_compiled)
 
     @property

@@ -15,7 +15,7 @@ from torch import fx
 from zerofx.analysis.micro import Before, Micro
 from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.policy import exchange, reduction, resting
@@ -71,15 +71,13 @@ class _Pool:
         buffer.death = self._time - 1
 
 
-def lent_buffers(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
+def lent_buffers(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
     """Return what reductions are lent in a micro-batch of the steady state.
 
     Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
     counted). Where it cannot end in p.grad itself, to which it is added or which has another
     format, it ends in a slice of its own.
     """
-    if program.layout is None:
-        return []
     walk = _Walk(program, life)
     for step in (replace(micro, reduces=True), micro):  # the first leaves what the second finds
         walk.run(step)
@@ -89,8 +87,7 @@ def lent_buffers(program: Program, life: Lifetimes, micro: Micro) -> list[Storag
 class _Walk:
     """Runs through backwards, borrowing as the runtime borrows."""
 
-    def __init__(self, program: Program, life: Lifetimes) -> None:
-        assert program.layout is not None
+    def __init__(self, program: Planned, life: Lifetimes) -> None:
         self.life, self.layout = life, program.layout
         self.hardware = program.hardware
         self.legs = reduction.legs(self.layout.mesh)

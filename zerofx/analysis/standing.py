@@ -19,7 +19,7 @@ from zerofx.analysis.storage import (
 )
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import reduction, resting
@@ -27,7 +27,7 @@ from zerofx.runtime.policy.shard_copies import SentAs
 
 
 def standing(
-    program: Program, life: Lifetimes, optimizer_bytes: int, micro: Micro
+    program: Planned, life: Lifetimes, optimizer_bytes: int, micro: Micro
 ) -> list[Storage]:
     """Return what a rank holds during a micro-batch in the steady state, each from when to when."""
     found = [*_unread_shards(program, life), *_resident(life)]
@@ -41,11 +41,11 @@ def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetim
     return Storage(category, nbytes, name, 0, life.end, Info(unit=unit))
 
 
-def _unread_shards(program: Program, life: Lifetimes) -> list[Storage]:
+def _unread_shards(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return the shards of buckets that this program does not read."""
     layout = program.layout
     read = {s.where.index for s in life.storages if s.where.role is Role.SHARD}
-    if layout is None or not read:  # parameters are not sharded yet
+    if not read:  # parameters are not sharded yet
         return []
     return [
         _always(
@@ -70,11 +70,9 @@ def _resident(life: Lifetimes) -> list[Storage]:
     ]
 
 
-def _casts(program: Program, life: Lifetimes) -> list[Storage]:
+def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return the copies in the compute format that stay on the host, beside their shards."""
     layout = program.layout
-    if layout is None:
-        return []
     launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
     sent = {
         info(n).index
@@ -96,15 +94,13 @@ def _where(bucket: Bucket, category: Category) -> Category:
     return CATEGORY_OF.get(bucket.home, category)
 
 
-def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
+def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
     """Return the reduced gradients, from the reduction to their update, or else to zero_grad.
 
     Those that earlier micro-batches left, to which this one adds, stand from the beginning.
     """
     found: list[Storage] = []
     layout = program.layout
-    if layout is None:
-        return found
     stands = micro.before is Before.REDUCED or (
         micro.before is Before.SUMS and not reduction.sums_lie_apart(layout)
     )
@@ -134,14 +130,14 @@ def _gradients(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]
     return found
 
 
-def _sums(program: Program, life: Lifetimes, micro: Micro) -> list[Storage]:
+def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
     """Return whole gradients that no_sync sums: from the first backward to the last's reduction.
 
     The tiles of a parameter share a sum.
     """
     layout = program.layout
     is_summed = micro.before is Before.SUMS or not micro.reduces
-    if layout is None or not reduction.sums_lie_apart(layout) or not is_summed:
+    if not reduction.sums_lie_apart(layout) or not is_summed:
         return []
     times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
     where: dict[int, Info] = {}
@@ -175,13 +171,13 @@ def _away_gradient(
     return Storage(category, size, "p.grad", birth, death, where)
 
 
-def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
     """Return the optimizer's states, of the elements that a rank owns and trains."""
     if not optimizer_bytes or not program.is_training:
         return []
     layout, params = program.layout, program.params
     kind = Category.OPTIMIZER
-    if layout is None:
+    if not program.is_laid_out:
         numel = [(p.name, math.prod(p.shape), kind) for p in params.values() if p.requires_grad]
     else:  # rank 0 owns no padding; a unit's label may stand for several buckets
         trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
@@ -196,7 +192,7 @@ def _states(program: Program, life: Lifetimes, optimizer_bytes: int) -> list[Sto
     ]
 
 
-def _slots(program: Program, life: Lifetimes) -> list[Storage]:
+def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return the slots: those that forward uses, and small ones, all the time.
 
     A slot is as large as any program of the model needs it.
@@ -207,10 +203,10 @@ def _slots(program: Program, life: Lifetimes) -> list[Storage]:
             first.setdefault(slot_of(node), time)
     found = []
     layout, stay = program.layout, program.pool.stay | forward_slots(program)
-    pairs = zip_longest(program.slots.get("bytes", []), program.pool.sizes, fillvalue=0)
+    pairs = zip_longest(program.slot_bytes, program.pool.sizes, fillvalue=0)
     for slot, nbytes in enumerate(map(max, pairs)):
         birth = first.get(slot, life.end + 1)
-        rests = layout is None or resting.frees_slot(layout, slot, nbytes, stay)
+        rests = resting.frees_slot(layout, slot, nbytes, stay)
         if rests and birth > life.end:  # another program's alone, asleep meanwhile
             continue
         found.append(

@@ -12,7 +12,7 @@ from zerofx.analysis.memory import Memory, memory
 from zerofx.analysis.storage import Compiled
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import STEPS, Kind, kind_of, launch_of, spec_of
 from zerofx.ir.spec import Lane as Lane
 
@@ -69,7 +69,7 @@ _HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # d
 
 
 def schedule(
-    program: Program, compiled: Compiled | None = None, keeps_results: bool = False
+    program: Planned, compiled: Compiled | None = None, keeps_results: bool = False
 ) -> StepList:
     """Return the program's steps with the bytes resident at each; see `memory`."""
     report = memory(program, compiled=compiled, keeps_results=keeps_results)
@@ -99,7 +99,7 @@ def _name(step: Step) -> str:
     return f"{step.graph} {step.kind} {what}"
 
 
-def _groups(program: Program, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
+def _groups(program: Planned, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
     """Yield (graph, nodes, time of the first) of each step; the rest joins the step before."""
     nodes: list[fx.Node] = []
     graph, first, key = "", 0, None

@@ -18,7 +18,7 @@ from torch import fx
 from zerofx.analysis.wrapper import RegionTrace
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import slot_of, takes_slot
 from zerofx.runtime.layout import Bucket
 from zerofx.runtime.policy import reduction, shard_copies
@@ -89,23 +89,22 @@ class CompiledRegion:
 Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
 
 
-def landing_dtype(program: Program, bucket: Bucket) -> torch.dtype:
+def landing_dtype(program: Planned, bucket: Bucket) -> torch.dtype:
     """Return the format in which a bucket's gradient leaves for the host."""
     return reduction.leaves_as(bucket, is_scaled(program))
 
 
-def is_scaled(program: Program) -> bool:
+def is_scaled(program: Planned) -> bool:
     """Tell whether zerofx itself scales the loss of this program."""
-    return program.plan is not None and program.plan.precision.is_scaled
+    return program.plan.precision.is_scaled
 
 
-def sent_as(program: Program, bucket: Bucket) -> SentAs:
+def sent_as(program: Planned, bucket: Bucket) -> SentAs:
     """Return what travels to the device of a bucket that lives off it."""
-    is_delayed = program.plan is not None and program.plan.offload.delayed
-    return shard_copies.sent_as(bucket, is_delayed)
+    return shard_copies.sent_as(bucket, program.plan.offload.delayed)
 
 
-def forward_slots(program: Program) -> frozenset[int]:
+def forward_slots(program: Planned) -> frozenset[int]:
     """Return the slots that forward gathers into, which stay between calls."""
     if FORWARD not in program.graphs:
         return frozenset()

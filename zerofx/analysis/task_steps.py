@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import TaskList
 from zerofx.ir.meta import Info, info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.layout import Bucket, Layout
@@ -23,14 +23,14 @@ STEP = "step"
 
 
 def step_tasks(
-    program: Program, found: TaskList, stored: Mapping[int, int | None], clips: bool
+    program: Planned, found: TaskList, stored: Mapping[int, int | None], clips: bool
 ) -> None:
     """Append the optimizer's step over every bucket that backward has not updated.
 
     stored: bucket -> the task after which its gradient can be used.
     """
     layout = program.layout
-    if layout is None:
+    if not program.is_laid_out:
         return
     found.graph = STEP
     updated = {info(n).index for n in program.graph(BACKWARD).nodes if kind_of(n) is Kind.UPDATE}
@@ -65,7 +65,7 @@ def _on_device(found: TaskList, layout: Layout, buckets: Sequence[Bucket]) -> No
 
 
 def _clip(
-    program: Program, found: TaskList, layout: Layout, buckets: Sequence[Bucket],
+    program: Planned, found: TaskList, layout: Layout, buckets: Sequence[Bucket],
     stored: Mapping[int, int | None],
 ) -> None:  # fmt: skip
     """Append the global norm: one pass over the gradients, and a sum over the ranks."""

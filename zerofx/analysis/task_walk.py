@@ -15,7 +15,7 @@ from zerofx.analysis.storage import sent_as
 from zerofx.analysis.task import Price, TaskList
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of, verb_of
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import reduction, shard_copies
@@ -31,7 +31,7 @@ class Walk:
     stored: bucket -> the task after which its gradient can be used.
     """
 
-    program: Program
+    program: Planned
     found: TaskList
     behind: dict[fx.Node, int] = field(default_factory=dict)
     stored: dict[int, int | None] = field(default_factory=dict)
@@ -40,7 +40,6 @@ class Walk:
 
     @property
     def layout(self) -> Layout:
-        assert self.program.layout is not None
         return self.program.layout
 
     def run(self, graph: str) -> None:

@@ -12,12 +12,12 @@ from zerofx.analysis.task import Task as Task
 from zerofx.analysis.task import TaskList
 from zerofx.analysis.task_steps import step_tasks
 from zerofx.analysis.task_walk import Walk
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.repeats import is_numbered
 from zerofx.ir.text import without_numbers
 
 
-def tasks(program: Program, prices: Prices, clips: bool = False) -> tuple[Task, ...]:
+def tasks(program: Planned, prices: Prices, clips: bool = False) -> tuple[Task, ...]:
     """Return what a rank does in one step of a program: all micro-batches, then the optimizer.
 
     clips: the loop clips the global norm before the step.

@@ -16,7 +16,7 @@ from zerofx.analysis.segments import Segment, find_segments
 from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.sizes import format_bytes
 
 MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
@@ -39,7 +39,7 @@ class Tradeoffs:
     """What a joint program could give up, segment by segment; each structure is solved once."""
 
     def __init__(
-        self, captured: Program, prices: Roofline, link: Link | None = None,
+        self, captured: Planned, prices: Roofline, link: Link | None = None,
         host_budget_bytes: int | None = None, mixes: bool = True,
     ) -> None:  # fmt: skip
         """mixes: alike segments may be treated differently, so that few options each are enough."""
@@ -174,7 +174,7 @@ class Tradeoffs:
         return ends, begins
 
 
-def solve_fraction(captured: Program, fraction: float) -> tuple[Solved, tuple[Decision, ...]]:
+def solve_fraction(captured: Planned, fraction: float) -> tuple[Solved, tuple[Decision, ...]]:
     """Return what is kept of a joint program's activations if at most a fraction of the bytes that
     could be is, and why.
     """

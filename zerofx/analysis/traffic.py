@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.collectives import KINDS
 from zerofx.runtime.homes import ADAMW_STATES
@@ -47,7 +47,7 @@ class Traffic:
         return sum(sent.sent_numel for sent in self.kinds.values())
 
 
-def traffic(program: Program, rank: int = 0) -> Traffic:
+def traffic(program: Planned, rank: int = 0) -> Traffic:
     """Return what `rank` sends in a step in which every parameter was updated before.
 
     Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
@@ -59,7 +59,7 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
             spec = spec_of(node)
             if spec is None:
                 continue
-            for sent in spec.sends(program, node, rank) if program.layout is not None else ():
+            for sent in spec.sends(program, node, rank):
                 kinds[sent.what] = _more(kinds.get(sent.what, Sent()), sent.nbytes, sent.itemsize)
             for copy in spec.moves(program, name, node):
                 moved[copy.what] = _more(moved[copy.what], copy.nbytes, copy.itemsize)
@@ -70,10 +70,10 @@ def traffic(program: Program, rank: int = 0) -> Traffic:
     return Traffic(kinds, moved)
 
 
-def _stepped_on_nvme(program: Program) -> list[tuple[int, int]]:
+def _stepped_on_nvme(program: Planned) -> list[tuple[int, int]]:
     """Return (bytes, bytes an element) of what is stepped on NVMe: parameters, states as much."""
     layout = program.layout
-    if layout is None or BACKWARD not in program.graphs:
+    if BACKWARD not in program.graphs:
         return []
     stored = [n for n in program.graph(BACKWARD).nodes if kind_of(n) is Kind.STORE]
     numbers = dict.fromkeys(layout.block_of[info(n).index] for n in stored)

@@ -25,7 +25,7 @@ from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
 from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
-from zerofx.ir.program import FORWARD, JOINT, Calling, ParamInfo, Program
+from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 
 
 @paused_collector()
@@ -41,7 +41,7 @@ def capture(
     device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
     constants: list[Tensor] | None = None,
-) -> Program:
+) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
     Runs on fake tensors only: nothing is computed, moved or materialised, and the model is left
@@ -87,7 +87,7 @@ def capture(
     gm, infos = label(gm, names)
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
-    return Program(
+    return Captured(
         graphs={graph_name: gm},
         outputs={graph_name: infos},
         calling=make_calling(call, harness.results),

@@ -15,7 +15,7 @@ from zerofx.errors import PlanError
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
     from zerofx.hardware import Hardware
-    from zerofx.ir.program import Program
+    from zerofx.ir.program import Captured, Planned
     from zerofx.plan import Plan
 
 
@@ -47,8 +47,7 @@ def hardware_of(named: Hardware | str | None) -> Hardware:
     return named if isinstance(named, Hardware) else load_hardware(named or DEFAULT)
 
 
-def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
-    from zerofx import reports  # noqa: F401  # gives Program its methods
+def captured(model: str, plan: Plan, batch: int, seq: int) -> Captured:
     from zerofx.capture import capture
     from zerofx.passes.placement import compute_dtype
     from zerofx.targets import own_errors, resolve
@@ -65,7 +64,7 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Program:
 def program_of(
     model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int,
     seq: int, until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
-) -> Program:  # fmt: skip
+) -> Planned:  # fmt: skip
     """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
     from zerofx.ir.program import Loop
     from zerofx.passes.order import Setting
@@ -84,9 +83,8 @@ def program_of(
 def emitted(
     directory: str, world: int | None, plan: Plan, until: str | None,
     hardware: Hardware | str | None,
-) -> Program:  # fmt: skip
+) -> Planned:  # fmt: skip
     """Load an emitted program, whose plan and world are settled; hardware: instead of its own."""
-    from zerofx import reports  # noqa: F401  # gives Program its methods
     from zerofx.api import load_program
     from zerofx.plan import Plan
 

@@ -12,7 +12,7 @@ from zerofx.codegen.text import identifier, literal
 from zerofx.compat.graphs import FakeTensor
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 LEGIBLE = 64  # elements up to which a constant is written as numbers, not as base64
 _WRITTEN = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int64,
@@ -29,7 +29,7 @@ def constant_name(node: fx.Node) -> str:
     return identifier(str(node.target))
 
 
-def constants_source(program: Program) -> str:
+def constants_source(program: Planned) -> str:
     """Return the text of constants.py, empty where the program holds no constants."""
     found: dict[str, str] = {}
     for gm in program.graphs.values():

@@ -17,7 +17,7 @@ from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import Source, templates
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 _TEMPLATES = templates()
 _PARAMETERS = {
@@ -26,7 +26,7 @@ _PARAMETERS = {
 }
 
 
-def render(program: Program) -> dict[str, str]:
+def render(program: Planned) -> dict[str, str]:
     """Return the emitted files: relative path -> text. The same on every rank."""
     library = RegionLibrary()
     functions = [
@@ -66,7 +66,7 @@ def _rows(function: Function) -> list[Source]:
     return [Source(row) for row in "\n".join(function.lines()).split("\n")]
 
 
-def _headline(program: Program) -> str:
+def _headline(program: Planned) -> str:
     kind = "training" if program.is_training else "inference"
     return f"{kind} at stage {program.plan.stage}, world {program.world_size}"
 
@@ -109,6 +109,6 @@ def _publish(staging: Path, target: Path) -> None:
             os.replace(path, place)
 
 
-def emit(program: Program, directory: str | os.PathLike[str]) -> Path:
+def emit(program: Planned, directory: str | os.PathLike[str]) -> Path:
     """Write a program's emitted module into a directory of the user's choice."""
     return write(render(program), directory)

@@ -8,7 +8,7 @@ import torch
 
 from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import Calling, Program, Reference
+from zerofx.ir.program import Calling, Planned, Reference, Unproved
 from zerofx.ir.verify_values import SHORT
 from zerofx.runtime.layout import AXES, Layout
 from zerofx.runtime.tiles import Tile
@@ -16,9 +16,8 @@ from zerofx.runtime.tiles import Tile
 FORMAT = 4
 
 
-def program_facts(program: Program) -> dict[str, Any]:
+def program_facts(program: Planned) -> dict[str, Any]:
     """Return the facts that running or reloading the emitted source needs, as plain JSON data."""
-    assert program.layout is not None
     return {
         "format": FORMAT,
         "torch": torch.__version__,
@@ -28,7 +27,7 @@ def program_facts(program: Program) -> dict[str, Any]:
         "hardware": _hardware(program.hardware),
         "kernels": program.plan.kernels if not program.plan.debug else "aten",
         "debug": program.plan.debug,
-        "slots": program.slots.get("bytes", []),
+        "slots": list(program.slot_bytes),
         "layout": layout_facts(program.layout),
         "placeholders": {g: _placeholders(program, g) for g in program.graphs},
         "outputs": {
@@ -79,17 +78,17 @@ def _calling(calling: Calling) -> dict[str, Any]:
     }
 
 
-def _reference(reference: Reference | None) -> dict[str, Any] | None:
+def _reference(reference: Reference | Unproved) -> dict[str, Any] | None:
     """Return the digests by which a reload proves that it computes what was captured."""
-    if reference is None:
+    if isinstance(reference, Unproved):
         return None
     return {"outputs": reference.outputs, "values": "".join(sorted(reference.values))}
 
 
-def read_reference(said: dict[str, Any] | None) -> Reference | None:
+def read_reference(said: dict[str, Any] | None) -> Reference | Unproved:
     """Return the reference that `_reference` wrote."""
     if said is None:
-        return None
+        return Unproved.GIVEN_UP
     values = said["values"]
     short = [values[i : i + SHORT] for i in range(0, len(values), SHORT)]
     return Reference(said["outputs"], frozenset(short))
@@ -99,7 +98,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _placeholders(program: Program, graph: str) -> list[list[Any]]:
+def _placeholders(program: Planned, graph: str) -> list[list[Any]]:
     found = []
     for node in program.placeholders(graph):
         where, val = info(node), value(node)

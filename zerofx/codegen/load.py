@@ -13,13 +13,12 @@ from zerofx.codegen.load_files import Emitted, read_calling, read_directory
 from zerofx.codegen.load_schedule import Reading
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
-from zerofx.ir.program import BACKWARD, FORWARD, Entry, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Entry, Planned, Unproved
 from zerofx.ir.verify import verify
+from zerofx.plan import Plan
 
 
-def load(
-    directory: str | os.PathLike[str], plan: Any = None, allow_changed_math: bool = False
-) -> Program:
+def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
     """Run the directory's schedule on fake tensors, record it as a Program, and verify that.
 
     The files are Python and are executed: load only what you trust. Any edit is accepted that
@@ -27,7 +26,6 @@ def load(
     into helpers. Trees and constants of the call are not in the files; `CompiledModule.adopt`
     takes them from the model.
 
-    plan: the plan in plan.yaml, for what is checked against it.
     allow_changed_math: accept regions that compute something else than was captured. Order and
         gradients are checked as ever.
 
@@ -44,7 +42,7 @@ def load(
         graphs[BACKWARD] = reading.backward(_function(emitted, module, BACKWARD))
     edited = f"edited: {', '.join(emitted.edited) or 'nothing'}"
     num_nodes = sum(len(gm.graph.nodes) for gm in graphs.values())
-    program = Program(
+    program = Planned(
         graphs=graphs,
         outputs=reading.outputs,
         calling=read_calling(facts),
@@ -54,12 +52,12 @@ def load(
         is_training=facts["training"],
         world_size=facts["world_size"],
         hardware=read_hardware(facts.get("hardware")),
-        plan=plan,
+        plan=Plan.load(Path(directory) / "plan.yaml"),
         layout=reading.layout,
         facts=frozenset(Fact),
         history=[Entry("load", edited, num_nodes)],
-        slots={"bytes": list(facts["slots"])},
-        reference=None if allow_changed_math else read_reference(facts["reference"]),
+        slot_bytes=tuple(facts["slots"]),
+        reference=Unproved.GIVEN_UP if allow_changed_math else read_reference(facts["reference"]),
         signature=facts["signature"],
         directory=emitted.directory,
     )
@@ -67,7 +65,7 @@ def load(
     return program
 
 
-def _verify(program: Program, emitted: Emitted) -> None:
+def _verify(program: Planned, emitted: Emitted) -> None:
     try:
         verify(program)
     except ProgramError as error:

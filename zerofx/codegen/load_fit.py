@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from zerofx.errors import ProgramError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.runtime.layout import Bucket, Layout
 
 
-def check_fits(program: Program, layout: Layout, world_size: int) -> None:
+def check_fits(program: Planned, layout: Layout, world_size: int) -> None:
     """Check that a program runs on these ranks and reads its parameters where they lie.
 
     Raises:
@@ -18,7 +18,6 @@ def check_fits(program: Program, layout: Layout, world_size: int) -> None:
             program, f"it is for {program.world_size} ranks, this model runs on {world_size}"
         )
     mine = program.layout
-    assert mine is not None, "a program without a layout"
     if mine.mesh != layout.mesh:
         raise _unfit(
             program,
@@ -34,7 +33,7 @@ def check_fits(program: Program, layout: Layout, world_size: int) -> None:
             raise _unfit(program, _difference(a, b))
 
 
-def _unfit(program: Program, what: str) -> ProgramError:
+def _unfit(program: Planned, what: str) -> ProgramError:
     where = program.directory or program.model_name
     return ProgramError(
         f"{where} does not fit this model: {what}; emit a program of this model under its plan "

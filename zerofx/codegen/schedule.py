@@ -16,7 +16,7 @@ from zerofx.codegen.text import describe, literal, with_comment, wrap_list, wrap
 from zerofx.compat.graphs import argument_names
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.sizes import format_bytes
 
@@ -33,7 +33,7 @@ _PASSED_ON = frozenset({Kind.WAIT, Kind.VIEW, Kind.PACK})
 class Function:
     """Writes the statements of one graph's function."""
 
-    program: Program
+    program: Planned
     name: str
     library: RegionLibrary
     rows: list[str] = field(default_factory=list)
@@ -181,7 +181,6 @@ class Function:
 
     def _unpack(self, index: int) -> int:
         """Write one `unpack` for a run of views of the same buffer; return the next index."""
-        assert self.program.layout is not None
         full = self.nodes[index].args[0]
         run = []
         while kind_of(self.nodes[index]) is Kind.VIEW and self.nodes[index].args[0] is full:

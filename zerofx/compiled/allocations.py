@@ -15,12 +15,12 @@ from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.compat.inductor import inductor_problem
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.runtime.region_cache import artifact_path, compile_missing, generated_source
 from zerofx.runtime.regions import import_file
 
 
-def compiled_regions(program: Program) -> dict[fx.Node, CompiledRegion]:
+def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
     """Return the regions whose allocations the compiled code says, by their first nodes.
 
     Regions that the cache lacks are compiled first, so that the answer does not depend on it. Empty
@@ -30,7 +30,7 @@ def compiled_regions(program: Program) -> dict[fx.Node, CompiledRegion]:
     Raises:
         ProgramError: there is no compiler.
     """
-    if program.layout is None or not runs_compiled(program):
+    if not program.is_laid_out or not runs_compiled(program):
         return {}
     library = RegionLibrary()
     calls = [

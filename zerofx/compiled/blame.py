@@ -27,7 +27,7 @@ from zerofx.compat.graphs import schema_of
 from zerofx.errors import ZerofxError
 from zerofx.ir.graphs import is_compute, is_random, regions
 from zerofx.ir.meta import Phase, Role, info, value
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 
 # A statement of schedule.py that calls a region or a fused kernel (codegen/schedule.py writes it).
 _CALL = re.compile(r"(?:.* = )?\w+\(args\)|[\w, ]+ = kernels\.\w+\(.*\)")
@@ -44,7 +44,7 @@ _SHOWN = 4  # places at most, if several come into question
 class Blame:
     """Finds the user's line for what a call of one program raises."""
 
-    program: Program
+    program: Planned
     directory: Path
 
     def __call__(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from zerofx.capture import trees
-from zerofx.ir.program import Pool, Program
+from zerofx.ir.program import Planned, Pool
 from zerofx.runtime.step import Executable
 
 
@@ -18,7 +18,7 @@ class Bound:
     last_use: the number of its latest call, among those of all programs of the model.
     """
 
-    def __init__(self, program: Program, executable: Executable, slots: Pool) -> None:
+    def __init__(self, program: Planned, executable: Executable, slots: Pool) -> None:
         self.program, self.executable, self.slots = program, executable, slots
         self.last_use = -1
         calling = program.calling

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import forward_slots
 from zerofx.compiled.allocations import compiled_regions
-from zerofx.ir.program import Loop, Pool, Program
+from zerofx.ir.program import Loop, Planned, Pool
 from zerofx.passes.decide import budget_bytes
 from zerofx.plan import Plan
 from zerofx.runtime.engine import Engine
@@ -38,20 +38,20 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
     return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
 
 
-def fits(program: Program, loop: Loop) -> bool:
+def fits(program: Planned, loop: Loop) -> bool:
     """Tell whether a training program stays under its budget in such a loop."""
     budget = program.plan.memory_budget
     return budget is None or _peak_bytes(program, loop) <= budget
 
 
-def _peak_bytes(program: Program, loop: Loop) -> int:
+def _peak_bytes(program: Planned, loop: Loop) -> int:
     """Return what a rank holds at most, with the regions as they were compiled."""
     return memory(program, compiled=compiled_regions(program), **asdict(loop)).peak_bytes
 
 
-def slots_of(program: Program) -> Pool:
+def slots_of(program: Planned) -> Pool:
     """Return the slots that one program needs."""
-    return Pool(tuple(program.slots.get("bytes", [])), forward_slots(program))
+    return Pool(program.slot_bytes, forward_slots(program))
 
 
 def joined(pools: Iterable[Pool]) -> Pool:
@@ -64,7 +64,7 @@ def joined(pools: Iterable[Pool]) -> Pool:
     return Pool(tuple(sizes), stay)
 
 
-def excess_bytes(program: Program) -> int:
+def excess_bytes(program: Planned) -> int:
     """Return by how much a training program, its regions compiled, takes more than its budget.
 
     The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
@@ -75,14 +75,14 @@ def excess_bytes(program: Program) -> int:
     return max(0, _peak_bytes(program, program.loop) - budget)
 
 
-def margin_for(program: Program, excess: int) -> int:
+def margin_for(program: Planned, excess: int) -> int:
     """Return how much of the budget to leave, so that a program so much smaller is looked for."""
     budget = budget_bytes(program.plan)
     assert budget is not None
     return budget - memory(program, **asdict(program.loop)).peak_bytes + excess
 
 
-def warn_of_regions(program: Program) -> None:
+def warn_of_regions(program: Planned) -> None:
     """Warn where no choice keeps the compiled regions within the budget."""
     if program.plan.kernels == "inductor":
         _warn(
@@ -91,7 +91,7 @@ def warn_of_regions(program: Program) -> None:
         )  # fmt: skip
 
 
-def warn_of_slots(programs: Iterable[Program]) -> None:
+def warn_of_slots(programs: Iterable[Planned]) -> None:
     """Warn where an earlier program takes too much beside the slots of one compiled after it."""
     for program in programs:
         _warn(
@@ -100,7 +100,7 @@ def warn_of_slots(programs: Iterable[Program]) -> None:
         )  # fmt: skip
 
 
-def _warn(program: Program, why: str, way_out: str) -> None:
+def _warn(program: Planned, why: str, way_out: str) -> None:
     budget = program.plan.memory_budget
     if budget is None or not program.is_training:
         return

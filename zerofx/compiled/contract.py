@@ -11,13 +11,13 @@ from torch import fx
 from zerofx.compiled.digest import collective_digest, graph_hashes
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.runtime.step import Contract, Reach
 from zerofx.runtime.tiers import Tier
 
 
-def contract(program: Program, sizes: str = "") -> Contract:
+def contract(program: Planned, sizes: str = "") -> Contract:
     """Return what the program's functions take and give; `sizes` are those of its inputs."""
     specs = program.outputs[FORWARD]
     outputs = [s for s in specs if s.role is Role.OUTPUT]
@@ -58,12 +58,11 @@ def contract(program: Program, sizes: str = "") -> Contract:
     )
 
 
-def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
+def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
     """Return which gradients come from each of these outputs, found by walking from its tangent.
 
     A gradient that no tangent leads to is zero whatever a loss uses, and counts for all outputs.
     """
-    assert program.layout is not None
     bits = {leaf: 1 << i for i, leaf in enumerate(outputs)}
     everything = (1 << len(outputs)) - 1
     masks: dict[fx.Node, int] = {}  # of each node: the tangents that lead to it
@@ -90,20 +89,20 @@ def _reach(program: Program, outputs: tuple[int, ...]) -> dict[int, Reach]:
     }
 
 
-def written_out(program: Program) -> dict[str, int]:
+def written_out(program: Planned) -> dict[str, int]:
     """Return the bytes of each value that forward lets wait on NVMe, by name."""
     launches = [(n, spec_of(n)) for n in program.graph(FORWARD).nodes]
     nodes = [n for n, spec in launches if spec and spec.is_copy and spec.lands is Tier.NVME]
     return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
 
 
-def _results(program: Program, role: Role) -> list[Any]:
+def _results(program: Planned, role: Role) -> list[Any]:
     """Return forward's results of one role, in order."""
     pairs = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     return [result for spec, result in pairs if spec.role is role]
 
 
-def _guarded(program: Program) -> tuple[tuple[str, str | int], ...]:
+def _guarded(program: Planned) -> tuple[tuple[str, str | int], ...]:
     """Return whose memory the saved values lie in, as far as the user can write to it."""
     outputs: dict[fx.Node, int] = {}
     for position, node in enumerate(_results(program, Role.OUTPUT)):
@@ -122,19 +121,19 @@ def _guarded(program: Program) -> tuple[tuple[str, str | int], ...]:
     return tuple(found)
 
 
-def _shared(program: Program) -> tuple[int, ...]:
+def _shared(program: Planned) -> tuple[int, ...]:
     """Return the positions of saved values that are outputs too."""
     outputs = set(_results(program, Role.OUTPUT))
     return tuple(i for i, n in enumerate(_results(program, Role.SAVED)) if n in outputs)
 
 
-def _returned(program: Program) -> dict[int, int]:
+def _returned(program: Planned) -> dict[int, int]:
     """Return the positions of outputs that are inputs as they stand, with the inputs' leaves."""
     outputs = enumerate(_results(program, Role.OUTPUT))
     return {i: info(n).index for i, n in outputs if info(n).role is Role.INPUT}
 
 
-def _detached(program: Program, input_grads: list[int]) -> frozenset[int]:
+def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
     """Return the positions of outputs in the memory of inputs that get no gradient."""
     roots = enumerate(alias_source(n) for n in _results(program, Role.OUTPUT))
     inputs = {i: info(n).index for i, n in roots if info(n).role is Role.INPUT}

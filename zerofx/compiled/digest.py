@@ -11,19 +11,18 @@ from torch import fx
 
 from zerofx.compat.graphs import OpOverload, argument_names
 from zerofx.ir.meta import info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe, escaped, short_dtype
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
 
 
-def collective_digest(program: Program) -> str:
+def collective_digest(program: Planned) -> str:
     """Describe what ranks must agree on: the sequence of collectives, the plan, the versions.
 
     Shapes of activations are left out: ranks with other sequence lengths may run together.
     """
-    assert program.layout is not None
     launches = [
         (name, str(n.target), n.args[1:4] if kind_of(n) is Kind.LAUNCH else len(n.args[0]))
         for name, gm in program.graphs.items()

@@ -21,7 +21,7 @@ from zerofx.compiled.hooks import HookWatch
 from zerofx.compiled.programs import Programs, ProgramTable, load_directory
 from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import GradientError, ShardError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.order import Setting
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
@@ -63,8 +63,8 @@ class CompiledModule(nn.Module):
         return program(args, kwargs)
 
     def adopt(
-        self, program: Program | str | os.PathLike[str], *, allow_changed_math: bool = False
-    ) -> Program:
+        self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False
+    ) -> Planned:
         """Run a program, such as an emitted directory edited by hand, in place of the compiled one.
 
         It takes over the calls of its own signature (the same inputs, parameters and captured
@@ -78,13 +78,13 @@ class CompiledModule(nn.Module):
         Raises:
             ProgramError: it is broken, or made for other ranks or another layout; nothing changed.
         """
-        if not isinstance(program, Program):
+        if not isinstance(program, Planned):
             program = load_directory(program, allow_changed_math)
         return self._programs.adopt(program, allow_changed_math)
 
     # -- what users ask of it -----------------------------------------------------------------
     @property
-    def programs(self) -> list[Program]:
+    def programs(self) -> list[Planned]:
         """The programs that are ready to run, one per signature, in the order of first calls.
 
         None before the first call, and at most Plan.max_programs. One that was given up for others

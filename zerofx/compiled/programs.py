@@ -37,13 +37,12 @@ from zerofx.compiled.budget import (
 from zerofx.compiled.contract import contract, written_out
 from zerofx.compiled.digest import describe_graph
 from zerofx.errors import ArgumentError, BudgetError
-from zerofx.ir.program import BACKWARD, FORWARD, Loop, Pool, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, spec_of
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
-from zerofx.plan import as_plan
 from zerofx.runtime.cuda_graph import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.recorded import Recorded, Room
@@ -59,7 +58,7 @@ KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or n
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 
 
-class Programs(list[Program]):
+class Programs(list[Planned]):
     """The programs of a model; says why there is none yet."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -116,11 +115,11 @@ class ProgramTable:
         self.bound: dict[Key, Bound] = {}
         # A copy of the model has copies of the tensors that a program read.
         known = other.known.items() if other else ()
-        self.known: dict[Key, tuple[Program, Path]] = {
+        self.known: dict[Key, tuple[Planned, Path]] = {
             key: made for key, made in known if other and key not in other._constants
         }
         # signature -> what runs instead
-        self._adopted: dict[str, Program] = dict(other._adopted) if other else {}
+        self._adopted: dict[str, Planned] = dict(other._adopted) if other else {}
         if recorder is None and setting.plan.cuda_graph:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
@@ -157,7 +156,7 @@ class ProgramTable:
         self._setting = setting
         return bound
 
-    def _holds(self, program: Program, loop: Loop) -> bool:
+    def _holds(self, program: Planned, loop: Loop) -> bool:
         """Tell whether a program stays under its budget in a loop; if so, note the loop.
 
         What was adopted is taken as it is.
@@ -201,7 +200,7 @@ class ProgramTable:
         warn_of_regions(bound.program)
         return bound
 
-    def _install(self, key: Key, made: Program) -> Bound:
+    def _install(self, key: Key, made: Planned) -> Bound:
         """Write a program's directory and bind it, in place of what its call had before."""
         if key in self.bound:
             self._give_up(key)
@@ -268,7 +267,7 @@ class ProgramTable:
 
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
-    ) -> tuple[Program, Key]:
+    ) -> tuple[Captured, Key]:
         """Capture a call; return its program, and the key of the next call like it.
 
         The key is another if forward has changed settings that are part of it.
@@ -311,15 +310,15 @@ class ProgramTable:
             captured.captured = describe_graph(captured)
         return captured, key
 
-    def _planned(self, captured: Program, setting: Setting) -> Program:
+    def _planned(self, captured: Captured, setting: Setting) -> Planned:
         """Run the passes on a captured call, unless a program was adopted for it."""
         program = run(captured, setting)
         return self._instead_of(program) if program.signature in self._adopted else program
 
-    def adopt(self, program: Program, allow_changed_math: bool) -> Program:
+    def adopt(self, program: Planned, allow_changed_math: bool) -> Planned:
         """Verify a program, and let it take over the calls of its signature."""
         if allow_changed_math:
-            program = replace(program, reference=None)
+            program = replace(program, reference=Unproved.GIVEN_UP)
         verify(program)
         check_fits(program, self._engine.layout, self._engine.world.size)
         self._adopted[program.signature] = program
@@ -337,7 +336,7 @@ class ProgramTable:
         self.known.clear()
         self._constants.clear()
 
-    def _instead_of(self, compiled: Program) -> Program:
+    def _instead_of(self, compiled: Planned) -> Planned:
         """Return the adopted program, called as the compiled one is."""
         adopted = self._adopted[compiled.signature]
         return replace(adopted, calling=compiled.calling, captured=describe_graph(adopted))
@@ -371,7 +370,7 @@ class ProgramTable:
             self.on_bound(bound)
         return bound
 
-    def _reserve(self, program: Program, slots: Pool) -> None:
+    def _reserve(self, program: Planned, slots: Pool) -> None:
         """Make room for a program's slots, which the others' memory then counts too."""
         engine = self._engine
         engine.reserve(slots.sizes, slots.stay)
@@ -381,7 +380,7 @@ class ProgramTable:
             other.pool = pool
         warn_of_slots(others)
 
-    def _buffers_of(self, program: Program) -> Callable[[], dict[str, Tensor]]:
+    def _buffers_of(self, program: Planned) -> Callable[[], dict[str, Tensor]]:
         owners: list[tuple[str, dict[str, Any], str]] = []
         for name in program.buffers:
             path, _, key = name.rpartition(".")
@@ -389,23 +388,22 @@ class ProgramTable:
         return lambda: {name: held[key] for name, held, key in owners}
 
 
-def _buckets(program: Program, graph: str, test: Callable[[OpSpec], bool]) -> list[int]:
+def _buckets(program: Planned, graph: str, test: Callable[[OpSpec], bool]) -> list[int]:
     """Return the buckets for which a graph calls an op that passes a test."""
     called = [(n, spec_of(n)) for n in program.graph(graph).nodes]
     return [bucket_of(n) for n, spec in called if spec is not None and test(spec)]
 
 
-def _write(program: Program) -> Path:
+def _write(program: Planned) -> Path:
     files = render(program)
     return write(files, cache_dir() / "programs" / fingerprint(files))
 
 
-def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Program:
+def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
     """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
     if not isinstance(directory, (str, os.PathLike)):
         raise ArgumentError(
             f"a program was expected, and this is a {type(directory).__name__}. Give the directory "
             "that program.emit(directory) wrote"
         )
-    path = Path(directory) / "plan.yaml"
-    return load(directory, as_plan(path) if path.is_file() else None, allow_changed_math)
+    return load(directory, allow_changed_math)

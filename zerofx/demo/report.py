@@ -18,7 +18,7 @@ from rich.text import Text
 from zerofx.demo.options import Options
 
 if TYPE_CHECKING:
-    from zerofx.ir.program import Program
+    from zerofx.ir.program import Planned
 
 SMOOTHING = 0.9  # the shown loss: this much of the last one, the rest of the step's
 LINES = 10  # progress lines of a whole run where the output is not a terminal
@@ -104,7 +104,7 @@ class Reporter:
     def _say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False)
 
-    def show(self, program: Program, result: Result, sample: str, out: str) -> None:
+    def show(self, program: Planned, result: Result, sample: str, out: str) -> None:
         """Print the summary, the sample, and where everything lies."""
         table = Table(show_header=False)
         for line in summary(program, result):
@@ -115,7 +115,7 @@ class Reporter:
         self._console.print(table, Panel(Text(sample), title="sample"), files)
 
 
-def summary(program: Program, result: Result) -> list[tuple[str, str]]:
+def summary(program: Planned, result: Result) -> list[tuple[str, str]]:
     """Return the summary's lines."""
     tail = result.losses[-20:]
     predicted, measured = program.memory(basis="compiled").peak_bytes, result.peak_bytes
@@ -142,7 +142,7 @@ FILES = {
 }
 
 
-def write_files(out: Path, program: Program, sample: str) -> None:
+def write_files(out: Path, program: Planned, sample: str) -> None:
     """Write everything of FILES but the save into `out`."""
     passes = out / "passes"
     passes.mkdir(parents=True, exist_ok=True)

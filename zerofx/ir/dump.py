@@ -17,7 +17,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir import dump_nodes, dump_regions
-from zerofx.ir.program import Entry, Program
+from zerofx.ir.program import Entry, Planned, Program
 from zerofx.ir.repeats import collapse
 from zerofx.ir.text import as_text, printable
 from zerofx.sizes import format_bytes
@@ -33,7 +33,8 @@ def dump_program(program: Program, title: str = "", level: str = "nodes") -> str
     Raises:
         PlanError: no such level.
     """
-    last = program.history[-1].header if program.history else ""
+    history = program.history if isinstance(program, Planned) else []
+    last = history[-1].header if history else ""
     title = printable(title or last or program.model_name)
     body = dump_body(program, level)
     return f"# {title}\n\n{body}" if body else f"# {title}"
@@ -73,14 +74,14 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
     return as_text([f"in {graph}:", *lines])
 
 
-def header(program: Program, entry: Entry, comm_bytes: int, peak_bytes: int) -> str:
+def header(program: Planned, entry: Entry, comm_bytes: int, peak_bytes: int) -> str:
     """Return an entry's first line: its number, pass, setting, and what the pass changed.
 
     The program's history holds what came before.
     """
     before = program.history[-1] if program.history else None
     parts = [f"{len(program.history):02d} {entry.pass_spec}"]
-    if program.layout is not None:
+    if program.is_laid_out:
         where = f"world={program.world_size} on {program.hardware.name}"
         parts.append(f"stage={program.plan.stage} {where}")
     num_before = before.num_nodes if before else entry.num_nodes

@@ -180,10 +180,10 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
-def is_in_place(node: fx.Node, layout: Layout | None) -> bool:
+def is_in_place(node: fx.Node, layout: Layout) -> bool:
     """Tell whether a gradient buffer is the memory that `p.grad` shows after the reduction."""
     spec = spec_of(node)
-    if spec is None or layout is None:
+    if spec is None:
         return False
     if spec.kind is not Kind.MAKE or spec.carries is not Carries.GRADIENTS:
         return False

@@ -24,7 +24,7 @@ from zerofx.compat.graphs import schema_of
 from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned, Reference
 from zerofx.ir.spec import Holds, Kind, OpSpec, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import args, label_of, unread
@@ -193,7 +193,7 @@ class Order:
     expected: by bucket and offset, the parameters whose gradients the captured graph has.
     """
 
-    def __init__(self, program: Program, graph: str, crossing: Crossing) -> None:
+    def __init__(self, program: Planned, graph: str, crossing: Crossing) -> None:
         self.program, self.name, self.crossing = program, graph, crossing
         self.known: set[fx.Node] = set()
         self.roots = Aliases()
@@ -211,7 +211,7 @@ class Order:
 
     def _expect(self) -> dict[int, dict[int, ParamSlice]] | None:
         reference = self.program.reference
-        if reference is None or self.program.layout is None:
+        if not isinstance(reference, Reference):
             return None
         expected: dict[int, dict[int, ParamSlice]] = {}
         for bucket in self.program.layout.buckets:
@@ -222,7 +222,6 @@ class Order:
 
     @property
     def layout(self) -> Layout:
-        assert self.program.layout is not None, f"{self.name} has zerofx ops, but no layout"
         return self.program.layout
 
     def check(self) -> None:
@@ -257,7 +256,7 @@ class Order:
         """Give a buffer the slot that it names, and note whose content is gone with that."""
         if buffer.slot == -1:
             return
-        sizes = self.program.slots.get("bytes", [])
+        sizes = self.program.slot_bytes
         slot, wanted = buffer.slot, nbytes(value(node))
         if not 0 <= slot < len(sizes):
             self.fail(node, f"{node.name} names slot {slot}; the program has {len(sizes)}")
@@ -530,8 +529,7 @@ class Order:
     def _finish_updates(self) -> None:
         """Check that backward updates every bucket that it reduces, or none."""
         output = self.program.graph(self.name).output_node()
-        plan = self.program.plan
-        in_backward = plan is not None and plan.update == "in-backward"
+        in_backward = self.program.plan.update == "in-backward"
         if self.updates and not in_backward:
             node = next(iter(self.updates.values()))
             self.fail(node, f"{node.name} updates parameters, but the plan's update is 'step'")

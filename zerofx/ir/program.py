@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
+from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.plan import Plan
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.tiles import Tile
 
+if TYPE_CHECKING:  # only the reports' types: see the methods that import them
+    from zerofx.reports import Recorded
+    from zerofx.views.look import Look
+    from zerofx.views.memory import MemoryView
+    from zerofx.views.schedule import ScheduleView
+
+_P = TypeVar("_P", bound="Program")
+
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
+NO_BUCKETS = Layout(buckets=(), shard_size=1)  # before they are assigned
 
 
 @dataclass(frozen=True)
@@ -157,22 +170,25 @@ class Pool:
     stay: frozenset[int] = frozenset()
 
 
-@dataclass
-class Program:
-    """The compiler's unit of work: captured, rewritten pass by pass, then emitted.
+class Unproved(Enum):
+    """Why a program has no reference to be compared with."""
+
+    NOT_YET = "merge-tied has not run"
+    GIVEN_UP = "the user accepts other mathematics than was captured"
+
+
+@dataclass(kw_only=True)
+class Program(ABC):
+    """The compiler's unit of work: `Captured` until it has a plan, `Planned` from there on.
+
+    What asks for graphs alone takes a Program; what asks for a plan or a layout takes a Planned.
 
     graphs: {"joint"} after capture of a training call, {"forward"} for an inference call,
         {"forward", "backward"} after `split`.
     outputs: per graph, what each element of its output tuple stands for.
     params: canonical name -> ParamInfo, in registration order.
-    reference: what the captured graph computes; None before `merge-tied`, or given up by the user.
-    signature: digest of inputs, parameters and computation: equal for interchangeable programs.
-    directory: the emitted directory that the program was loaded from.
-    decisions: what the budget decided, each with its reason.
-    hardware: what it was planned for, or will be.
-    compute_dtype: what capture was asked to compute in; None for the parameters' own formats.
-    loop: what memory is counted for, and the budget was solved for.
-    pool: the slots that other programs of the model need too.
+    compute_dtype: what capture was asked to compute in; None if the user asked for no format, so
+        that each parameter keeps its own.
     captured: the captured graph as ranks compare it, one operator per line; empty if it is not.
     """
 
@@ -183,21 +199,12 @@ class Program:
     buffers: tuple[str, ...] = ()
     model_name: str = "model"
     is_training: bool = True
-    world_size: int = 1
-    plan: Any = None
-    hardware: Hardware = field(default_factory=default_hardware, repr=False)
-    layout: Layout | None = None
-    facts: frozenset = frozenset()
-    history: list[Entry] = field(default_factory=list)
-    slots: dict[str, Any] = field(default_factory=dict)
-    reference: Reference | None = None
-    signature: str = ""
-    directory: Path | None = None
-    decisions: tuple[Decision, ...] = ()
     compute_dtype: torch.dtype | None = None
-    loop: Loop = field(default_factory=Loop)
-    pool: Pool = field(default_factory=Pool)
     captured: str = field(default="", repr=False)
+
+    @abstractmethod
+    def planned(self) -> Planned:
+        """Return the program as passes and analyses take it; the graphs are shared, not copied."""
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph
@@ -211,19 +218,23 @@ class Program:
         """Return the elements of a graph's output tuple (nodes, or None)."""
         return list(self.graph(graph).output_node().args[0])  # type: ignore[arg-type]
 
-    # -- what it can say of itself; the bodies are in rooms above this one (zerofx/reports.py) -----
+    # Each report imports its view when it is called, so that training loads none of them.
     def dump(self, level: str = "nodes") -> str:
         """Return the program as text: level summary, units, regions, nodes or full."""
-        return _report("dump")(self, level=level)
+        from zerofx.ir.dump import dump_program
 
-    def schedule(self, basis: str = "aten") -> Any:
+        return dump_program(self, level=level)
+
+    def schedule(self, basis: str = "aten") -> ScheduleView:
         """Return what runs when in each lane: print it, or take its `to_dict()`.
 
         basis: as in `memory`.
         """
-        return _report("schedule")(self, basis=basis)
+        from zerofx.reports import schedule_of
 
-    def memory(self, **options: Any) -> Any:
+        return schedule_of(self, basis)
+
+    def memory(self, **options: Any) -> MemoryView:
         """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`.
 
         options: `basis="aten"` (the default) counts regions op by op, `"compiled"` as Inductor
@@ -231,16 +242,25 @@ class Program:
             per element; `keeps_results`, whether the loop holds all results until step() or the
             loss alone (the default); `accumulation`, `no_sync`.
         """
-        return _report("memory")(self, **options)
+        from zerofx.reports import memory_of
 
-    def look(self, recording: Any = None, hardware: Any = None, basis: str = "aten") -> Any:
+        return memory_of(self, **options)
+
+    def look(
+        self,
+        recording: Recorded = None,
+        hardware: Hardware | str | os.PathLike[str] | None = None,
+        basis: str = "aten",
+    ) -> Look:
         """Return the lanes over time: print it, or write its `page` or its `trace` for Perfetto.
 
         recording: what `zerofx.record` found of this program, or the files it was saved in.
         hardware: for which times are predicted: a name, a file, a description.
         basis: as in `memory`.
         """
-        return _report("look")(self, recording=recording, hardware=hardware, basis=basis)
+        from zerofx.reports import look_at
+
+        return look_at(self, recording, hardware, basis=basis)
 
     def view(self, path: str | os.PathLike[str], passes: bool = True, **beside: Any) -> Path:
         """Write one offline HTML page: lanes over time, memory, every pass and decision.
@@ -249,35 +269,76 @@ class Program:
         """
         return self.look(**beside).page(path, passes)
 
-    def emit(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the module that runs into a directory."""
-        return _report("emit")(self, directory)
-
-    def clone(self) -> Program:
+    def clone(self: _P) -> _P:
         """Copy the graphs; fake values and infos are shared, nodes are not."""
         graphs: dict[str, fx.GraphModule] = {
             k: LazyGraphModule(g, copy_graph(g.graph)) for k, g in self.graphs.items()
         }
-        return replace(
-            self,
-            graphs=graphs,
-            outputs=dict(self.outputs),
-            history=list(self.history),
-            slots=dict(self.slots),
-        )
+        return replace(self, graphs=graphs, outputs=dict(self.outputs))
 
 
-_REPORTS: dict[str, Callable[..., Any]] = {}
+@dataclass(kw_only=True)
+class Captured(Program):
+    """What capture makes of one call of a model: graphs without communication, and no plan yet."""
+
+    def planned(self) -> Planned:
+        """Return the program under the default plan, with no pass run on it.
+
+        The pipeline puts its own plan in place of that one; the reports take it as it is, for
+        no plan changes what a program without communication holds and computes.
+        """
+        shared = {f.name: getattr(self, f.name) for f in fields(Program)}
+        return Planned(plan=Plan(), **shared)
 
 
-def register_reports(**functions: Callable[..., Any]) -> None:
-    """Give Program's methods their bodies, by name."""
-    _REPORTS.update(functions)
+@dataclass(kw_only=True)
+class Planned(Program):
+    """A program with the plan that it is compiled for, which passes rewrite one by one.
 
+    world_size: ranks; 1 until buckets are assigned.
+    hardware: what it is planned for.
+    layout: where each parameter lies; without buckets until they are assigned (`is_laid_out`).
+    slot_bytes: the bytes of each slot; none until slots are assigned.
+    reference: what the captured graph computes, taken by `merge-tied`; or why it is missing.
+    signature: digest of inputs, parameters and computation: equal for interchangeable programs;
+        empty until the reference is taken.
+    directory: the emitted directory that the program was loaded from; None for one that was not,
+        which has no files to quote in an error or to run as they are.
+    decisions: what the budget decided, each with its reason.
+    loop: what memory is counted for, and the budget was solved for.
+    pool: the slots that other programs of the model need too.
+    """
 
-def _report(name: str) -> Callable[..., Any]:
-    assert name in _REPORTS, f"Program.{name} has its body in zerofx.reports; import it first"
-    return _REPORTS[name]
+    plan: Plan
+    world_size: int = 1
+    hardware: Hardware = field(default_factory=default_hardware, repr=False)
+    layout: Layout = NO_BUCKETS
+    facts: frozenset[Fact] = frozenset()
+    history: list[Entry] = field(default_factory=list)
+    slot_bytes: tuple[int, ...] = ()
+    reference: Reference | Unproved = Unproved.NOT_YET
+    signature: str = ""
+    directory: Path | None = None
+    decisions: tuple[Decision, ...] = ()
+    loop: Loop = field(default_factory=Loop)
+    pool: Pool = field(default_factory=Pool)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether buckets are assigned, so that the layout has every parameter."""
+        return Fact.BUCKETS_ASSIGNED in self.facts
+
+    def planned(self) -> Planned:
+        return self
+
+    def emit(self, directory: str | os.PathLike[str]) -> Path:
+        """Write the module that runs into a directory."""
+        from zerofx.codegen.emit import emit
+
+        return emit(self, directory)
+
+    def clone(self) -> Planned:
+        return replace(super().clone(), history=list(self.history))
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

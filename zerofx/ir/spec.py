@@ -19,6 +19,7 @@ from torch.fx.node import has_side_effect
 
 from zerofx.compat.graphs import OpOverload
 from zerofx.runtime.graph_calls import current_calls
+from zerofx.runtime.layout import Layout
 from zerofx.runtime.schedule import add_method
 from zerofx.runtime.tiers import Tier
 
@@ -219,7 +220,7 @@ class OpSpec:
 
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
-    is_static: Callable[[fx.Node, Any], bool] = field(default=lambda node, layout: False)
+    is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees_at_wait: bool = False  # of the device: what it was given

@@ -12,14 +12,14 @@ from torch import fx
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.order import Crossing, Order
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_shape import check_regions, check_saved, check_synced
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args
 
 
-def verify(program: Program) -> None:
+def verify(program: Planned) -> None:
     """Check every invariant of a program.
 
     Order: a gathered parameter is read between its wait and its release; each launch is waited
@@ -53,9 +53,9 @@ def bounds(program: Program) -> dict[str, Bounded]:
     return {name: rule for name, rule in found.items() if isinstance(rule, Bounded)}
 
 
-def check_precision(program: Program) -> None:
+def check_precision(program: Planned) -> None:
     """Check that no op changes values where the plan asks for the bits that were captured."""
-    if program.plan is None or program.plan.numerics != "bitwise":
+    if program.plan.numerics != "bitwise":
         return
     inexact = bounds(program)
     for graph, gm in program.graphs.items():
@@ -72,10 +72,10 @@ def check_precision(program: Program) -> None:
                 )
 
 
-def check_dataflow(program: Program) -> None:
+def check_dataflow(program: Planned) -> None:
     """Check that a program computes its reference, where it has one."""
     reference = program.reference
-    if reference is None:
+    if not isinstance(reference, Reference):
         return
     numbering = Numbering(program)
     made = numbering.outputs
@@ -87,7 +87,7 @@ def check_dataflow(program: Program) -> None:
     if not wrong:
         return
     names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    graph, node, what = _first_difference(program, numbering, made.get(wrong[0]))
+    graph, node, what = _first_difference(program, reference, numbering, made.get(wrong[0]))
     raise fault(
         program,
         graph,
@@ -98,18 +98,16 @@ def check_dataflow(program: Program) -> None:
 
 
 def _first_difference(
-    program: Program, numbering: Numbering, wrong: Output | None
+    program: Planned, reference: Reference, numbering: Numbering, wrong: Output | None
 ) -> tuple[str, fx.Node, str]:
     """Return the first node whose value the captured graph does not have, else the wrong output."""
-    assert program.reference is not None
-    known = program.reference.values
     for graph, gm in program.graphs.items():
         for node in gm.graph.nodes:
             made = numbering.of.get(node)
             is_value = kind_of(node) in (None, Kind.VIEW)
             if node.op != "call_function" or not is_value or not node.users:
                 continue
-            if isinstance(made, str) and made[:SHORT] not in known:
+            if isinstance(made, str) and made[:SHORT] not in reference.values:
                 where = user_line(node)
                 note = f"{name_of(node)}{f' ({where})' if where else ''}"
                 return graph, node, f"the first value that the captured graph lacks is {note}"
@@ -135,7 +133,7 @@ def _constants(node: fx.Node) -> tuple[object, ...]:
     return tuple(a for a in args(node) if not isinstance(a, fx.Node))
 
 
-def verify_ranks(programs: Sequence[Program]) -> None:
+def verify_ranks(programs: Sequence[Planned]) -> None:
     """Check the programs of all ranks, and that they launch the same collectives in one order.
 
     Raises:

@@ -9,12 +9,12 @@ from torch import fx
 from zerofx.errors import ProgramError
 from zerofx.ir import dump
 from zerofx.ir.meta import Info, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 AROUND = 10
 
 
-def fault(program: Program, graph: str, node: fx.Node, message: str) -> ProgramError:
+def fault(program: Planned, graph: str, node: fx.Node, message: str) -> ProgramError:
     """Return the error for a broken invariant: the message, the user's line, and the surroundings.
 
     The surroundings are the lines of schedule.py where the program was loaded from an emitted
@@ -39,7 +39,7 @@ def name_of(node: fx.Node) -> str:
     return info(node).name or node.name
 
 
-def _file_lines(program: Program, where: Info) -> list[str]:
+def _file_lines(program: Planned, where: Info) -> list[str]:
     if program.directory is None or not where.place:
         return []
     name, _, number = where.place.partition(":")
@@ -56,7 +56,7 @@ def file_lines(path: str, marked: int) -> list[str]:
     return [f"{path}:{marked}:", *rows]
 
 
-def _graph_lines(program: Program, graph: str, node: fx.Node) -> list[str]:
+def _graph_lines(program: Planned, graph: str, node: fx.Node) -> list[str]:
     # the result tuple is no line of its own: what stands last is shown instead
     shown = node.prev if node.op == "output" else node
     return dump.fault(program, graph, shown, AROUND).split("\n")

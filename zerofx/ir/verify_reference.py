@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import FORWARD, JOINT, Program, Reference
+from zerofx.ir.program import FORWARD, JOINT, Planned, Program, Reference
 from zerofx.ir.verify_values import SHORT, Numbering, digest
 
 
-def take_reference(program: Program) -> Reference:
+def take_reference(program: Planned) -> Reference:
     """Return what a program computes, for later programs to be compared with."""
     numbering = Numbering(program)
     values = (v[:SHORT] for v in numbering.of.values() if isinstance(v, str))
@@ -19,12 +19,11 @@ def take_reference(program: Program) -> Reference:
     )
 
 
-def take_signature(program: Program) -> str:
+def take_signature(program: Program, reference: Reference) -> str:
     """Return the digest of a call: its inputs, parameters, buffers, and what is computed of them.
 
     Programs of one signature and layout can stand for each other, whatever their plans.
     """
-    assert program.reference is not None
     inputs = [
         (info(n).role, info(n).name, info(n).index, _spec(value(n)))
         for n in program.placeholders(JOINT if JOINT in program.graphs else FORWARD)
@@ -34,9 +33,7 @@ def take_signature(program: Program) -> str:
         (p.name, p.shape, str(p.dtype), str(p.compute_dtype), p.requires_grad)
         for p in program.params.values()
     ]
-    return digest(
-        repr((program.is_training, inputs, params, sorted(program.reference.outputs.items())))
-    )
+    return digest(repr((program.is_training, inputs, params, sorted(reference.outputs.items()))))
 
 
 def _spec(val: Any) -> tuple[Any, ...]:

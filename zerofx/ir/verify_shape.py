@@ -11,12 +11,12 @@ from torch import fx
 from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.ir.verify_fault import fault, name_of
 
 
-def check_regions(program: Program, graph: str) -> None:
+def check_regions(program: Planned, graph: str) -> None:
     """Check that each region is one unbroken run of compute, a getitem beside its producer."""
     seen: set[int] = set()
     current: int | None = None
@@ -43,7 +43,7 @@ def check_regions(program: Program, graph: str) -> None:
         current = region
 
 
-def check_saved(program: Program) -> None:
+def check_saved(program: Planned) -> None:
     """Check that backward takes what forward saves: as many values, of the same form."""
     output = program.graph(FORWARD).output_node()
     results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
@@ -81,10 +81,10 @@ def _form(val: Any) -> str:
     return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)} strides {list(val.stride())}"
 
 
-def check_synced(program: Program) -> None:
+def check_synced(program: Planned) -> None:
     """Check that updated buffers follow rank 0 as the plan says, once all passes have run."""
     plan = program.plan
-    if Fact.SLOTS_ASSIGNED not in program.facts or plan is None or FORWARD not in program.graphs:
+    if Fact.SLOTS_ASSIGNED not in program.facts or FORWARD not in program.graphs:
         return
     results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     for spec, result in results:

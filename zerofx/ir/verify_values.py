@@ -21,7 +21,7 @@ from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
 from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import spec_of
 
 _aten = torch.ops.aten
@@ -68,7 +68,7 @@ class Numbering:
     outputs: label -> Output, over all graphs, saved values left out.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Planned) -> None:
         self.program = program
         self.of: dict[fx.Node, Any] = {}
         self.outputs: dict[str, Output] = {}
@@ -169,7 +169,6 @@ class Numbering:
     def give(self, node: fx.Node, packed: Any) -> None:
         """Take what a node stores as the gradients of the parameters that were packed."""
         layout = self.program.layout
-        assert layout is not None
         if not isinstance(packed, Packed):
             return
         bucket = layout.buckets[packed.bucket]

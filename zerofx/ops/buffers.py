@@ -16,7 +16,7 @@ from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list, wrap_tuple
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.order import Order
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Carries, Kind, Lane, OpSpec, Payload, define
 from zerofx.ir.verify_values import Numbering
 
@@ -41,7 +41,7 @@ def _task(w: Walk, node: fx.Node) -> None:
     w.found.ended.add(w.found.sends(Lane.REDUCE, "BC buffers", price, Price()))
 
 
-def _sends(program: Program, node: fx.Node, rank: int) -> list[Payload]:
+def _sends(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     if program.world_size == 1:
         return []
     sent = sum(map(nbytes, value(node))) * (program.world_size - 1) if rank == 0 else 0

@@ -22,7 +22,7 @@ from zerofx.codegen.text import describe
 from zerofx.ir.graphs import contiguous_stride
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.order import FULL, Buffer, Order
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import (
     Carries,
     Holds,
@@ -126,9 +126,8 @@ def _read_release(r: Calls, full: Tensor, slot: int = -1) -> None:
 
 
 # -- time -----------------------------------------------------------------------------------------
-def sends_shards(program: Program, node: fx.Node, rank: int) -> list[Payload]:
+def sends_shards(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     """Return what an all-gather sends: this rank's slice to each of the others."""
-    assert program.layout is not None
     full, shards = value(node), program.layout.shard_size
     if shards == 1:
         return []
@@ -150,10 +149,10 @@ def _task_refresh(w: Walk, node: fx.Node) -> None:
     w.collective(node, "all_gather", nbytes(value(node)))
 
 
-def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_refresh(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     """Return the way of a shard that lives off the device: this rank's slice."""
     layout = program.layout
-    if layout is None or not layout.buckets[info(node).index].is_away:
+    if not layout.buckets[info(node).index].is_away:
         return []
     return [Payload(H2D, dense_bytes(value(node)) // layout.shard_size, value(node).element_size())]
 
@@ -165,11 +164,11 @@ def hold_gathered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     return p.own(node, Category.GATHERED, value(node), time, slot_of(node), name=name)
 
 
-def is_in_slot(node: fx.Node, layout: Layout | None) -> bool:
+def is_in_slot(node: fx.Node, layout: Layout) -> bool:
     return slot_of(node) >= 0
 
 
-def is_lasting(node: fx.Node, layout: Layout | None) -> bool:
+def is_lasting(node: fx.Node, layout: Layout) -> bool:
     return True
 
 
@@ -177,7 +176,6 @@ def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return nothing, for the copy stays; note the cast of a shard on the host, for the way."""
     if not p.is_cast_on_way(node):
         return ()
-    assert p.program.layout is not None  # the copy to this rank's slice is waited for there
     cast = span_bytes(value(node)) // p.program.layout.shard_size
     lent = Storage(Category.HOST, cast, "cast copy", time, time, info(node), is_lent=True)
     p.storages.append(lent)
@@ -228,9 +226,8 @@ def _sent_shard(o: Order, node: fx.Node, bucket: Bucket) -> Buffer | None:
 
 
 def _may_stay(o: Order, node: fx.Node, bucket: Bucket) -> None:
-    stage = getattr(o.program.plan, "stage", None)
     is_copy = o.layout.shard_size == 1 and bucket.is_away and bucket.source is Tier.DEVICE
-    if stage == 3 and not bucket.persistent and not is_copy:
+    if o.program.plan.stage == 3 and not bucket.persistent and not is_copy:
         o.fail(
             node,
             f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
@@ -335,7 +332,7 @@ def _erase_view(numbering: Numbering, node: fx.Node) -> Any:
     full, offset, shape = node.args
     source = numbering.of[full]
     layout = numbering.program.layout
-    if isinstance(source, tuple) and layout is not None:
+    if isinstance(source, tuple):
         param = layout.buckets[source[1]].at.get(offset)
         if param is not None and list(param.shape) == list(shape):
             return leaf_digest(Role.PARAM, param.name)

@@ -23,7 +23,7 @@ from zerofx.codegen.text import wrap_list
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import FULL, Buffer, Order, argument
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import (
     Carries,
     Holds,
@@ -96,7 +96,6 @@ def _write_pack(w: Function, node: fx.Node) -> tuple[str, ...]:
     grads: Any
     offsets: Any
     flat, grads, offsets = node.args
-    assert w.program.layout is not None
     bucket = w.program.layout.buckets[info(node).index]
     places = {p.offset: i for i, p in enumerate(bucket.params)}
     positions = tuple(places[o] for o in offsets)
@@ -193,9 +192,8 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
         before = leg
 
 
-def _sends_reduce(program: Program, node: fx.Node, rank: int) -> list[Payload]:
+def _sends_reduce(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     """Return what a reduction sends over each axis."""
-    assert program.layout is not None
     mesh, out = program.layout.mesh, value(node)
     found = []
     for leg in reduction.legs(mesh):
@@ -260,9 +258,8 @@ def hold_first(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     return p.held[node.all_input_nodes[0]]
 
 
-def _is_reduced_static(node: fx.Node, layout: Layout | None) -> bool:
+def _is_reduced_static(node: fx.Node, layout: Layout) -> bool:
     """Say whether what a reduction delivers lies in p.grad, and not off the device."""
-    assert layout is not None
     return not layout.buckets[info(node).index].is_away
 
 
@@ -466,9 +463,7 @@ def _order_update(o: Order, node: fx.Node) -> None:
 
 def _is_followed(o: Order, bucket: int) -> bool:
     """Tell whether what an update leaves of a bucket goes into the copies that stay."""
-    layout, plan = o.program.layout, o.program.plan
-    is_delayed = plan is not None and plan.offload.delayed
-    return layout is not None and not is_delayed and bucket in layout.far_buckets
+    return not o.program.plan.offload.delayed and bucket in o.program.layout.far_buckets
 
 
 def _erase_buffer(numbering: Numbering, node: fx.Node) -> Any:

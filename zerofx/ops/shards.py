@@ -18,7 +18,7 @@ from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import Buffer, Order
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import (
     Carries,
     Holds,
@@ -114,24 +114,22 @@ def _task_offload_grad(w: Walk, node: fx.Node) -> None:
         w.copy(node, Lane.D2H, size)
 
 
-def _moves_reload(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_reload(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     return [Payload(H2D, dense_bytes(value(node)), value(node).element_size())]
 
 
-def _moves_refresh(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_refresh(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     if not shard_copies.refresh_moves(graph == FORWARD):
         return []
     return _moves_reload(program, graph, node)
 
 
-def _moves_read(program: Program, graph: str, node: fx.Node) -> list[Payload]:
-    assert program.layout is not None
+def _moves_read(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     size = staged_bytes(program.layout, info(node).index)
     return [Payload(NVME_READ, size, value(node).element_size())]
 
 
-def _moves_offload_grad(program: Program, graph: str, node: fx.Node) -> list[Payload]:
-    assert program.layout is not None
+def _moves_offload_grad(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     itemsize = landing_dtype(program, program.layout.buckets[info(node).index]).itemsize
     return [Payload(D2H, value(node).numel() * itemsize, itemsize)]
 
@@ -158,7 +156,6 @@ def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _hold_read(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    assert p.program.layout is not None
     made = p.own(node, Category.HOST, value(node), time)
     made[0].nbytes = staged_bytes(p.program.layout, info(node).index)
     return made

@@ -21,7 +21,7 @@ from zerofx.codegen.text import describe, identifier
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import AWAY, Buffer, Order, alias_inputs
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Carries, Holds, Kind, Lane, OpSpec, Payload, define, spec_of
 from zerofx.ir.verify_fault import name_of
 from zerofx.ops.waits import hold_at_source, same
@@ -119,19 +119,19 @@ def _task(w: Walk, node: fx.Node) -> None:
     w.copy(node, spec.lane, dense_bytes(value(node)), is_beside)
 
 
-def _moves_out(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_out(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     return [Payload(D2H, dense_bytes(value(node)), value(node).element_size())]
 
 
-def _moves_in(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_in(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     return [Payload(H2D, dense_bytes(value(node)), value(node).element_size())]
 
 
-def _moves_to_nvme(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_to_nvme(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     return [Payload(NVME_WRITE, nbytes(value(node)), value(node).element_size())]
 
 
-def _moves_from_nvme(program: Program, graph: str, node: fx.Node) -> list[Payload]:
+def _moves_from_nvme(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
     return [Payload(NVME_READ, nbytes(value(node)), value(node).element_size())]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import plan_layout, unit_params
 from zerofx.plan import Plan
@@ -31,7 +31,7 @@ class AssignBuckets(Pass):
     bucket_bytes: int
     layout: Layout | None = None
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         params = unit_params(program.params.values(), self.plan.precision)
         layout = self.layout or plan_layout(
             params, self.plan, self.world_size, self.persist_below, self.bucket_bytes

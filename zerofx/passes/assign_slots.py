@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
 
@@ -18,7 +18,7 @@ class AssignSlots(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         sizes = assign(program)
-        program.slots = {"bytes": sizes}
+        program.slot_bytes = tuple(sizes)
         return Report(bool(sizes), f"{len(sizes)} slots, {sum(sizes)} bytes")

@@ -10,7 +10,7 @@ from typing import ClassVar
 from zerofx.errors import PlanError
 from zerofx.fields import nearest
 from zerofx.ir.facts import Fact as Fact
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pass(ABC):
     conflicts: ClassVar[frozenset[Fact]] = frozenset()
 
     @abstractmethod
-    def run(self, program: Program) -> Report: ...
+    def run(self, program: Planned) -> Report: ...
 
     def options(self) -> dict[str, object]:
         """Return what the pass shows of its options: its fields, if it does not say otherwise."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zerofx.errors import PlanError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import compute_dtype, with_master
 from zerofx.plan import Precision
@@ -32,7 +32,7 @@ class Cast(Pass):
 
     precision: Precision
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         wanted = compute_dtype(self.precision)
         if program.compute_dtype is not wanted:
             raise PlanError(

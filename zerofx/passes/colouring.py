@@ -11,12 +11,12 @@ from torch import fx
 
 from zerofx.ir.graphs import is_in_place, users_after_views
 from zerofx.ir.meta import nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, set_slot, takes_slot, wait_for
 from zerofx.runtime.layout import Layout
 
 
-def assign(program: Program) -> list[int]:
+def assign(program: Planned) -> list[int]:
     """Write a slot into every gather and gradient buffer that fits one; return the slots' bytes.
 
     A slot holds one buffer at a time and only within one call: what leaves its call (a kept
@@ -82,7 +82,7 @@ def _start(buffer: _Buffer) -> int:
     return buffer.start
 
 
-def _buffers(graph: fx.Graph, layout: Layout | None) -> Iterator[_Buffer]:
+def _buffers(graph: fx.Graph, layout: Layout) -> Iterator[_Buffer]:
     """Yield what needs a slot, in order."""
     places = {node: at for at, node in enumerate(graph.nodes)}
     for node, at in places.items():

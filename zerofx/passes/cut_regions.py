@@ -14,7 +14,7 @@ from torch import fx
 
 from zerofx.ir.graphs import is_alias, is_broadcast, is_compute, is_fused, root_producer
 from zerofx.ir.meta import info, set_info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -31,7 +31,7 @@ class CutRegions(Pass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         counts = []
         for gm in program.graphs.values():
             _getitems_behind_producers(gm.graph)

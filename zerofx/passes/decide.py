@@ -20,7 +20,7 @@ from zerofx.analysis.prices import Roofline
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.tradeoffs import Tradeoffs, solve_fraction
 from zerofx.errors import BudgetError, PlanError
-from zerofx.ir.program import JOINT, Decision, Program
+from zerofx.ir.program import JOINT, Decision, Planned
 from zerofx.plan import Plan
 from zerofx.sizes import format_bytes
 
@@ -49,7 +49,7 @@ class Choices:
         return tuple(sorted(solved.offloaded)) if isinstance(solved, Solved) else ()
 
 
-Trial = Callable[[Choices], Program]  # compiles on paper
+Trial = Callable[[Choices], Planned]  # compiles on paper
 
 
 def budget_bytes(plan: Plan, margin_bytes: int = 0) -> int | None:
@@ -79,7 +79,7 @@ def link_of(plan: Plan, prices: Roofline) -> Link | None:
 
 
 def decide(
-    captured: Program,
+    captured: Planned,
     plan: Plan,
     prices: Roofline,
     prefetch: int,
@@ -113,7 +113,7 @@ class _Attempt:
 
     def __init__(
         self,
-        captured: Program,
+        captured: Planned,
         plan: Plan,
         distance: int,
         trial: Trial,
@@ -197,7 +197,7 @@ class _Attempt:
         return Choices(tradeoffs.solved(picked), self.distance, decisions=reasons)
 
 
-def _infeasible(program: Program, plan: Plan, least: Memory) -> BudgetError:
+def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
     """Say what the smallest budget is, and name what stands in the way."""
     assert plan.memory_budget is not None
     needed = budget_for(least.peak_bytes)

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.fields import nearest
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.patterns.layer_norm import find_layer_norms
 from zerofx.passes.patterns.loss import find_losses
@@ -57,7 +57,7 @@ class Fuse(Pass):
             return ()
         return tuple(PATTERNS) if self.patterns == "all" else tuple(self.patterns.split("+"))
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         counts = dict.fromkeys(self.names, 0)
         for gm in program.graphs.values():
             for name in self.names:

@@ -6,13 +6,13 @@ from collections import Counter
 
 from zerofx.analysis.memory import memory
 from zerofx.errors import BudgetError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.sizes import format_bytes
 
 NAMES = 3  # of the largest holders that an error gives
 
 
-def check_host_budget(program: Program) -> None:
+def check_host_budget(program: Planned) -> None:
     """Refuse a program that holds more on the host than its plan allows.
 
     Nothing here can give way: what lives on the host does so for good.

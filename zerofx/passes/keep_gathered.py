@@ -12,7 +12,7 @@ from zerofx.analysis.memory import peak_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Decision, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
@@ -38,7 +38,7 @@ class KeepGathered(Pass):
 
     budget_bytes: int | None = None
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if self.budget_bytes is None or BACKWARD not in program.graphs:
             return Report(False, "no budget to spend")
         fits = self._how_many(program)
@@ -47,7 +47,7 @@ class KeepGathered(Pass):
         size = sum(_keep(program, *pair) for pair in candidates[:fits])
         return Report(fits > 0, f"{fits} buckets kept, {size} bytes")
 
-    def _how_many(self, program: Program) -> int:
+    def _how_many(self, program: Planned) -> int:
         """Return how many of the candidates fit; all of them can need less than none, as what stays
         gathered needs no slot in backward.
         """
@@ -73,7 +73,7 @@ class KeepGathered(Pass):
         return fits
 
     def _decisions(
-        self, program: Program, candidates: list[tuple[fx.Node, fx.Node]], fits: int
+        self, program: Planned, candidates: list[tuple[fx.Node, fx.Node]], fits: int
     ) -> Iterator[Decision]:
         """Yield what becomes of each bucket, and what was spent in all."""
         assert self.budget_bytes is not None
@@ -94,16 +94,16 @@ class KeepGathered(Pass):
         yield Decision("memory_budget", "", "", "spend", self.budget_bytes, spent)
 
 
-def _peak_with(program: Program, count: int) -> int:
+def _peak_with(program: Planned, count: int) -> int:
     """Return the peak of one step if the first `count` candidates were kept."""
     trial = program.clone()
     for pair in _candidates(trial)[:count]:
         _keep(trial, *pair)
-    trial.slots = {"bytes": assign(trial)}
+    trial.slot_bytes = tuple(assign(trial))
     return peak_bytes(trial)
 
 
-def _candidates(program: Program) -> list[tuple[fx.Node, fx.Node]]:
+def _candidates(program: Planned) -> list[tuple[fx.Node, fx.Node]]:
     """Return (forward's, backward's) wait of each bucket gathered in both, in backward's order."""
     forward = _gathers(program.graph(FORWARD))
     backward = _gathers(program.graph(BACKWARD))
@@ -121,7 +121,7 @@ def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
     return found
 
 
-def _keep(program: Program, forward: fx.Node, backward: fx.Node) -> int:
+def _keep(program: Planned, forward: fx.Node, backward: fx.Node) -> int:
     """Return `forward`'s gathered buffer as a saved value, read it in place of `backward`'s."""
     bucket, size = info(forward).index, nbytes(value(forward))
     position = sum(1 for s in program.outputs[FORWARD] if s.role is Role.SAVED)

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info
-from zerofx.ir.program import JOINT, Program
+from zerofx.ir.program import JOINT, Planned
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -22,7 +22,7 @@ class MergeTied(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         canonical = {a: p.name for p in program.params.values() for a in p.aliases}
         merged = 0
         for graph in program.graphs:
@@ -32,7 +32,7 @@ class MergeTied(Pass):
         return Report(merged > 0, f"{merged} tied names merged")
 
 
-def _merge_placeholders(program: Program, graph: str, canonical: dict[str, str]) -> int:
+def _merge_placeholders(program: Planned, graph: str, canonical: dict[str, str]) -> int:
     first: dict[str, fx.Node] = {}
     merged = 0
     for node in program.placeholders(graph, Role.PARAM):
@@ -47,7 +47,7 @@ def _merge_placeholders(program: Program, graph: str, canonical: dict[str, str])
     return merged
 
 
-def _merge_gradients(program: Program, canonical: dict[str, str]) -> int:
+def _merge_gradients(program: Planned, canonical: dict[str, str]) -> int:
     graph = program.graph(JOINT)
     out = graph.output_node()
     results: list[fx.Node | None] = []

@@ -15,7 +15,7 @@ from zerofx.analysis.leaving import Leaving, chain, leaving
 from zerofx.errors import PlanError
 from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, Units, spans
 from zerofx.sizes import format_bytes
@@ -54,7 +54,7 @@ class OffloadActivations(Pass):
     def options(self) -> dict[str, object]:
         return super().options() | {"values": len(self.values)}
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if BACKWARD not in program.graphs:
             return Report(False, "inference: nothing is saved")
         begins = Units(program.graph(BACKWARD), self.distance)
@@ -133,7 +133,7 @@ def _label(group: Leaving) -> str:
 
 
 def _save(
-    program: Program, groups: Sequence[Leaving], hosts: Sequence[fx.Node], taken: dict[int, fx.Node]
+    program: Planned, groups: Sequence[Leaving], hosts: Sequence[fx.Node], taken: dict[int, fx.Node]
 ) -> int:
     """Save the host's values behind those that stay; return the position of the first."""
     gone = {position for group in groups for position in group.views}

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, set_info, value
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.runtime.layout import Bucket, Layout
@@ -38,9 +38,8 @@ class OffloadShards(Pass):
     distance: int = 1
     read_distance: int = 1
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         layout = program.layout
-        assert layout is not None
         if not any(b.is_away for b in layout.buckets):
             return Report(False, "all shards live on the device")
         reloads = sum(self._reload(gm.graph, layout) for gm in program.graphs.values())
@@ -104,7 +103,7 @@ def _read(graph: fx.Graph, reload: fx.Node, before: fx.Node) -> None:
     reload.replace_input_with(shard, arrived)
 
 
-def _offload_gradients(program: Program, layout: Layout) -> int:
+def _offload_gradients(program: Planned, layout: Layout) -> int:
     """Send the reduced slices of buckets that live off the device there, one at a time."""
     graph = program.graph(BACKWARD)
     stored = [n for n in graph.nodes if kind_of(n) is Kind.STORE and _bucket(n, layout).is_away]

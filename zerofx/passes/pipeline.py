@@ -14,7 +14,7 @@ from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
 from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
-from zerofx.ir.program import JOINT, Entry, Program, Record
+from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_reference import take_reference, take_signature
 from zerofx.passes.base import Fact, Pass, Report
@@ -31,7 +31,7 @@ class Proof(Enum):
     NONE = "never: the result is for pricing alone"
 
 
-def run_pass(program: Program, p: Pass) -> Program:
+def run_pass(program: Planned, p: Pass) -> Planned:
     """Copy, run, lint, verify, record. The given program is left as it was."""
     after = program.clone()
     report = _apply(after, p)
@@ -41,15 +41,15 @@ def run_pass(program: Program, p: Pass) -> Program:
     return after
 
 
-def _apply(program: Program, p: Pass, proof: Proof = Proof.EACH) -> Report:
+def _apply(program: Planned, p: Pass, proof: Proof = Proof.EACH) -> Report:
     """Run a pass in place; lint and verify what it changed, in nodes or in facts."""
     report = p.run(program)
     facts, program.facts = program.facts, program.facts | p.provides
     if proof is Proof.NONE:
         return report
-    if program.reference is None and Fact.TIED_MERGED in program.facts:
+    if program.reference is Unproved.NOT_YET and Fact.TIED_MERGED in program.facts:
         program.reference = take_reference(program)
-        program.signature = take_signature(program)
+        program.signature = take_signature(program, program.reference)
     if proof is Proof.EACH and (report.changed or facts != program.facts):
         try:
             _prove(program)
@@ -58,7 +58,7 @@ def _apply(program: Program, p: Pass, proof: Proof = Proof.EACH) -> Report:
     return report
 
 
-def _prove(program: Program) -> None:
+def _prove(program: Planned) -> None:
     """Lint and verify a program; its graphs can be run from here on."""
     for gm in program.graphs.values():
         gm.graph.lint()
@@ -66,18 +66,18 @@ def _prove(program: Program) -> None:
     verify(program)
 
 
-def _shape(program: Program) -> list[tuple]:
+def _shape(program: Planned) -> list[tuple]:
     return [
         (name, [(n.op, str(n.target), str(n.args)) for n in gm.graph.nodes])
         for name, gm in program.graphs.items()
     ]
 
 
-def _num_nodes(program: Program) -> int:
+def _num_nodes(program: Planned) -> int:
     return sum(len(gm.graph.nodes) for gm in program.graphs.values())
 
 
-def _recorded(program: Program, spec: str, summary: str) -> Entry:
+def _recorded(program: Planned, spec: str, summary: str) -> Entry:
     """Return the entry of a pass that has just run, its record made at once."""
     entry = Entry(spec, summary, _num_nodes(program))
     comm = traffic(program).sent_bytes
@@ -89,7 +89,7 @@ def _recorded(program: Program, spec: str, summary: str) -> Entry:
 @paused_collector()
 def run(
     program: Program, setting: Setting, until: str | None = None, proof: Proof = Proof.EACH
-) -> Program:
+) -> Planned:
     """Run the whole pipeline on a captured program, or up to the pass named `until`.
 
     proof: when what passes made is verified. Of what fails at the end all passes run once more,
@@ -108,9 +108,7 @@ def run(
     if until is not None and until not in names:
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
     last = names.index(until) if until is not None else len(pipeline.passes)
-    program = program.clone()
-    program.plan, program.hardware = setting.plan, setting.hardware
-    program.loop, program.pool = setting.loop, setting.pool
+    program = _begun(program, setting)
     source, history = program.clone(), program.history
     ran: list[Pass] = []
     recorded = functools.cache(lambda: _run_recorded(source, ran).history)
@@ -148,7 +146,7 @@ def run(
 
 
 @paused_collector()
-def resume(program: Program, setting: Setting, after: str) -> Program:
+def resume(program: Planned, setting: Setting, after: str) -> Planned:
     """Run what follows on the pass named `after`, on a program that was run until there.
 
     For pricing alone: nothing is proved or recorded. What was run before must be what `setting`
@@ -156,27 +154,33 @@ def resume(program: Program, setting: Setting, after: str) -> Program:
     """
     passes = build(setting).passes
     first = [p.name for p in passes].index(after) + 1
-    program = program.clone()
-    program.plan, program.hardware = setting.plan, setting.hardware
-    program.loop, program.pool = setting.loop, setting.pool
+    program = _begun(program, setting)
     for p in passes[first:]:
         _apply(program, p, Proof.NONE)
     check_host_budget(program)
     return program
 
 
-def _has_budget(program: Program) -> bool:
+def _begun(program: Program, setting: Setting) -> Planned:
+    """Return a copy of a program with the setting's plan, for its passes to rewrite."""
+    program = program.planned().clone()
+    program.plan, program.hardware = setting.plan, setting.hardware
+    program.loop, program.pool = setting.loop, setting.pool
+    return program
+
+
+def _has_budget(program: Planned) -> bool:
     """Tell whether a program has a budget to meet: a training program whose plan sets one."""
     return program.plan.memory_budget is not None and JOINT in program.graphs
 
 
-def decide_budget(program: Program, setting: Setting) -> Choices:
+def decide_budget(program: Planned, setting: Setting) -> Choices:
     """Return what the plan's budget decides for a program that was prepared: a stage of its own.
 
     It places the program on paper, with one choice after another, and measures each.
     """
 
-    def trial(choices: Choices) -> Program:
+    def trial(choices: Choices) -> Planned:
         tried = program.clone()
         for p in build(replace(setting, choices=choices)).place:
             _apply(tried, p, Proof.NONE)
@@ -188,7 +192,7 @@ def decide_budget(program: Program, setting: Setting) -> Choices:
 
 
 @paused_collector()
-def _run_recorded(program: Program, passes: Sequence[Pass]) -> Program:
+def _run_recorded(program: Planned, passes: Sequence[Pass]) -> Planned:
     program = program.clone()
     if not program.history:
         program.history.append(_recorded(program, "capture", program.model_name))

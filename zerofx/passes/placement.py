@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import ParamInfo, Program
+from zerofx.ir.program import ParamInfo, Planned
 from zerofx.plan import Plan, Precision
 from zerofx.plan_parts import Offload
 from zerofx.runtime.bucketing import UnitParam, merge_small, unit_layout
@@ -145,9 +145,8 @@ def reading_regions(node: fx.Node) -> set[int]:
     return found
 
 
-def bucket_uses(program: Program, graph: str) -> dict[int, list[fx.Node]]:
+def bucket_uses(program: Planned, graph: str) -> dict[int, list[fx.Node]]:
     """Return, for each bucket, the parameter placeholders of `graph` that lie in it."""
-    assert program.layout is not None
     where = program.layout.where
     found: dict[int, list[fx.Node]] = {}
     for node in program.placeholders(graph, Role.PARAM):

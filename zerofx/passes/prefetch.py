@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir.meta import Phase, info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_wait_of, kind_of
 from zerofx.passes.base import Fact, Pass, Report
 
@@ -32,10 +32,9 @@ class PrefetchGathers(Pass):
 
     distance: int = 1
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if self.distance == 0:
             return Report(False, "every launch stays with its wait")
-        assert program.layout is not None
         tiles = {b.index for b in program.layout.buckets if b.tile is not None}
         moved = sum(self._launch_ahead(gm.graph, tiles) for gm in program.graphs.values())
         return Report(moved > 0, f"{moved} launches moved")

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import call, users_after_views
 from zerofx.ir.meta import info, set_info
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import is_wait_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import spans
@@ -25,7 +25,7 @@ class Release(Pass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         released = 0
         for gm in program.graphs.values():
             where = spans(gm.graph)

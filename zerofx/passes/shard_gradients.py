@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, spans
 from zerofx.runtime.layout import Bucket
@@ -34,10 +34,9 @@ class ShardGradients(Pass):
 
     world_size: int = 1
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if BACKWARD not in program.graphs:
             return Report(False, "inference: no gradients")
-        assert program.layout is not None
         by_bucket: dict[int, list[tuple[str, fx.Node]]] = {}
         others: list[tuple[OutputInfo, object]] = []
         for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True):
@@ -62,7 +61,7 @@ class ShardGradients(Pass):
 
     def _reduce(
         self,
-        program: Program,
+        program: Planned,
         graph: fx.Graph,
         bucket: Bucket,
         shard: fx.Node,
@@ -70,7 +69,6 @@ class ShardGradients(Pass):
         where: dict[int, Span],
     ) -> fx.Node:
         layout = program.layout
-        assert layout is not None
         fields = {"phase": Phase.BACKWARD, "unit": bucket.label(), "index": bucket.index}
         groups: dict[int, list[tuple[str, fx.Node]]] = {}
         for name, node in grads:
@@ -119,9 +117,8 @@ def _body(graph: fx.Graph) -> fx.Node:
     return next(n for n in graph.nodes if n.op != "placeholder")
 
 
-def _shard(program: Program, bucket: Bucket) -> fx.Node:
+def _shard(program: Planned, bucket: Bucket) -> fx.Node:
     """Make the shard placeholder of a bucket whose parameters backward does not read."""
-    assert program.layout is not None
     like = value(program.placeholders(BACKWARD)[0])
     return add_placeholder(
         program.graph(BACKWARD),

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, erase_unused
 from zerofx.ir.meta import Phase, Role, info, set_info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import bucket_uses, reading_regions, spans
 from zerofx.runtime.layout import Bucket
@@ -39,9 +39,8 @@ class ShardParameters(Pass):
     regather_gap: int = 2
     regather_bytes: int = 64 << 20
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         layout = program.layout
-        assert layout is not None
         gathers = 0
         for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
             where = spans(program.graph(graph))
@@ -78,7 +77,7 @@ class ShardParameters(Pass):
 
     def _insert(
         self,
-        program: Program,
+        program: Planned,
         name: str,
         bucket: Bucket,
         shard: fx.Node,
@@ -87,7 +86,6 @@ class ShardParameters(Pass):
         first: fx.Node | None,
     ) -> None:
         graph = program.graph(name)
-        assert program.layout is not None
         anchor = first or graph.output_node()
         phase = info(anchor).phase
         with graph.inserting_before(anchor):
@@ -128,10 +126,9 @@ class ShardParameters(Pass):
 
 
 def _shard_placeholder(
-    program: Program, graph: str, bucket: Bucket, given: Sequence[fx.Node]
+    program: Planned, graph: str, bucket: Bucket, given: Sequence[fx.Node]
 ) -> fx.Node:
     """Append the placeholder of a bucket's shard behind those that the graph has."""
-    assert program.layout is not None
     val = value(given[0]).new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype)
     return add_placeholder(
         program.graph(graph),

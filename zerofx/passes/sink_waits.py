@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir.meta import info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of
 from zerofx.passes.base import Fact, Pass, Report
 
@@ -29,7 +29,7 @@ class SinkWaits(Pass):
 
     in_flight: int = 1
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if BACKWARD not in program.graphs:
             return Report(False, "inference: no reductions")
         graph = program.graph(BACKWARD)
@@ -48,8 +48,7 @@ class SinkWaits(Pass):
         return Report(moved > 0, f"{moved} waits moved, {self.in_flight} in flight")
 
 
-def _is_tile(program: Program, launch: fx.Node) -> bool:
-    assert program.layout is not None
+def _is_tile(program: Planned, launch: fx.Node) -> bool:
     return program.layout.buckets[info(launch).index].tile is not None
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Info, info, nbytes, set_info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import OpSpec, is_wait_of, spec_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Units
@@ -34,7 +34,7 @@ class SpillActivations(Pass):
     enabled: bool = False
     distance: int = 1
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if not self.enabled or BACKWARD not in program.graphs:
             return Report(False, "nothing goes farther than the host")
         graph = program.graph(FORWARD)

@@ -25,7 +25,7 @@ from zerofx.compat.graphs import LazyGraphModule
 from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import UPDATES, OutputInfo, Phase, Role, info, place_of, set_info, value
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.passes.base import Fact, Pass, Report
 
 log = logging.getLogger("zerofx")
@@ -45,7 +45,7 @@ class Split(Pass):
 
     activations: Policy | float = "keep"
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if JOINT not in program.graphs:
             return Report(False, "inference: nothing to split")
         if isinstance(self.activations, Mapping):
@@ -71,7 +71,7 @@ class Split(Pass):
         return Report(True, f"{len(builder.saved)} values saved, {num} nodes recomputed")
 
 
-def _check_patterns(program: Program, patterns: Mapping[str, str]) -> None:
+def _check_patterns(program: Planned, patterns: Mapping[str, str]) -> None:
     """Warn of patterns that no unit matches: a typo, or a plan that is shared with other models."""
     units = sorted({info(n).unit for n in program.graph(JOINT).nodes})  # "" is the root's own
     for pattern in patterns:

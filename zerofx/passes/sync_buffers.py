@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Role, set_info
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -25,7 +25,7 @@ class SyncBuffers(Pass):
 
     enabled: bool = True
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if not self.enabled:
             return Report(False, "one rank, or local buffers")
         results = program.results(FORWARD)

@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir.graphs import set_results
 from zerofx.ir.meta import OutputInfo, Role, info, set_info, value
-from zerofx.ir.program import JOINT, ParamInfo, Program
+from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.tiled_weight import NotTiled, TiledWeight
 from zerofx.passes.tiling import choose_tiles, describe, tile_info, with_tiles
@@ -47,7 +47,7 @@ class Tile(Pass):
     world_size: int
     layout: Layout | None = None
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         params = list(program.params.values())
         counts = (
             self.layout.tiles
@@ -65,7 +65,7 @@ class Tile(Pass):
         return {"tiling": tiling if isinstance(tiling, str) else dict(tiling)}
 
 
-def _tile(program: Program, param: ParamInfo, count: int, is_asked_for: bool) -> None:
+def _tile(program: Planned, param: ParamInfo, count: int, is_asked_for: bool) -> None:
     """Replace one parameter in every graph, and its gradient in the results."""
     infos = [tile_info(param, tile) for tile in tiles_of(param.name, param.shape, count)]
     for name in program.graphs:
@@ -97,7 +97,7 @@ def _placeholders(weight: fx.Node, infos: list[ParamInfo]) -> list[fx.Node]:
     return made
 
 
-def _gradient(program: Program, param: ParamInfo) -> fx.Node | None:
+def _gradient(program: Planned, param: ParamInfo) -> fx.Node | None:
     """Return the gradient of a parameter, None where it has none."""
     if JOINT not in program.graphs:
         return None
@@ -106,7 +106,7 @@ def _gradient(program: Program, param: ParamInfo) -> fx.Node | None:
 
 
 def _replace_gradient(
-    program: Program, name: str, infos: list[ParamInfo], gradients: list[fx.Node | None]
+    program: Planned, name: str, infos: list[ParamInfo], gradients: list[fx.Node | None]
 ) -> None:
     outputs, results = [], []
     for spec, node in zip(program.outputs[JOINT], program.results(JOINT), strict=True):

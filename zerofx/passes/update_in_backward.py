@@ -11,7 +11,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.ir.graphs import call, regions, set_results, users_after_views
 from zerofx.ir.meta import Phase, Role, info, set_info
-from zerofx.ir.program import BACKWARD, Program
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, OpSpec, kind_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 
@@ -32,13 +32,12 @@ class UpdateInBackward(Pass):
 
     enabled: bool = False
 
-    def run(self, program: Program) -> Report:
+    def run(self, program: Planned) -> Report:
         if not self.enabled or BACKWARD not in program.graphs:
             return Report(False, "the optimizer steps after backward")
         graph = program.graph(BACKWARD)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
         stored = [n for n in graph.nodes if kind_of(n) is Kind.STORE]
-        assert program.layout is not None and program.plan is not None
         followed = () if program.plan.offload.delayed else program.layout.far_buckets
         for node in stored:
             index = info(node).index
@@ -59,7 +58,7 @@ def _place(graph: fx.Graph, stored: fx.Node, shard: fx.Node, is_followed: bool) 
     set_info(node, phase=Phase.BACKWARD, unit=where.unit, index=where.index)
 
 
-def _return_no_gradients(program: Program) -> None:
+def _return_no_gradients(program: Planned) -> None:
     """Take the gradient shards out of backward's results: they are gone by then."""
     left = [
         (spec, node)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerofx.analysis.measured import MeasuredSpan
 from zerofx.analysis.steps import Lane, Step
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.runtime.beside import UPDATE, Note
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.runtime.stopwatch import Clock
@@ -90,10 +90,10 @@ def _place(
     return None  # between steps: somebody looked at values
 
 
-def span_of(place: Place, program: Program) -> MeasuredSpan:
+def span_of(place: Place, program: Planned) -> MeasuredSpan:
     """Return a span without times of what is no step of the schedule's."""
     kind = "update" if place.lane is Lane.UPDATE else "transfer"
-    buckets = {} if program.layout is None else {b.index: b for b in program.layout.buckets}
+    buckets = {b.index: b for b in program.layout.buckets}
     unit = buckets[place.bucket].label() if place.bucket in buckets else ""
     return MeasuredSpan(place.name, place.graph, place.lane, kind, unit, place.bucket)
 

@@ -34,7 +34,7 @@ from zerofx.compat.autograd import is_profiling
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
-from zerofx.ir.program import BACKWARD, FORWARD, Program
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import timed_calls
 from zerofx.recording.lanes import hand_out
 from zerofx.recording.memory import Metering, meter_for
@@ -176,7 +176,7 @@ class _Recorder:
             return self._metering.around if self._metering.is_under_way else None
         return None if self._profiler is None else torch.profiler.record_function
 
-    def _take(self, program: Program, run: Run) -> None:
+    def _take(self, program: Planned, run: Run) -> None:
         """Note a run: a forward ends the step before it and begins one."""
         if run.graph == FORWARD:
             if self._steps:
@@ -224,7 +224,7 @@ class _Recorder:
             found.append(measured(all_steps, own, self._clock, self._world, ops, held))
         return found
 
-    def _held(self, program: Program, steps: Sequence[Step]) -> MeasuredMemory | None:
+    def _held(self, program: Planned, steps: Sequence[Step]) -> MeasuredMemory | None:
         """Return the memory of a program's metered step, if it had one that ran to its end."""
         if self._metering is None or self._metering.found is None:
             return None
@@ -237,7 +237,7 @@ class _Recorder:
             return None
         return found
 
-    def _steps_of(self, program: Program) -> tuple[Step, ...]:
+    def _steps_of(self, program: Planned) -> tuple[Step, ...]:
         """Return the program's steps: one for each call that its functions make."""
         if id(program) not in self._schedules:
             self._schedules[id(program)] = schedule(program).steps

@@ -11,7 +11,7 @@ from typing import Any
 from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
 from zerofx.analysis.steps import Lane, Step
 from zerofx.errors import RecordingError
-from zerofx.ir.program import FORWARD, Program
+from zerofx.ir.program import FORWARD, Planned
 from zerofx.recording.lanes import LANES, Place, Row, own_rows, span_of
 from zerofx.runtime.beside import Note
 from zerofx.runtime.stopwatch import REGION, Clock, Run
@@ -28,8 +28,8 @@ _NOTED = frozenset(LANES.values())  # lanes whose own begins and ends are known
 class RecordedStep:
     """What ran from one forward to the next: of its own program, and of any other."""
 
-    program: Program
-    runs: list[tuple[Program, Run]] = field(default_factory=list)
+    program: Planned
+    runs: list[tuple[Planned, Run]] = field(default_factory=list)
     updates: list[tuple[Any, Any, float]] = field(default_factory=list)  # begin, end, host_us
     update_times: list[tuple[int, int]] = field(default_factory=list)  # the same on the host
     notes: list[Note] = field(default_factory=list)  # of what was launched meanwhile
@@ -151,7 +151,7 @@ def _table(
 
 
 def _abouts(
-    steps: Sequence[Step], program: Program, places: Iterable[Place]
+    steps: Sequence[Step], program: Planned, places: Iterable[Place]
 ) -> dict[str, MeasuredSpan]:
     """Return a span without times for every name that a table may have."""
     found: dict[str, MeasuredSpan] = {}
@@ -182,9 +182,9 @@ def _abouts(
     return found
 
 
-def _updates_away(program: Program) -> bool:
+def _updates_away(program: Planned) -> bool:
     """Tell whether all that the optimizer steps lives off the device."""
-    buckets = [] if program.layout is None else program.layout.buckets
+    buckets = program.layout.buckets
     trained = [b for b in buckets if b.trainable]
     return bool(trained) and all(b.is_away for b in trained)
 

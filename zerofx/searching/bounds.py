@@ -18,7 +18,7 @@ from zerofx.analysis.prices import Roofline
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.storage import Category
 from zerofx.hardware import Hardware
-from zerofx.ir.program import Loop, Program
+from zerofx.ir.program import Loop, Planned
 from zerofx.passes.order import Setting
 from zerofx.plan import Plan
 from zerofx.runtime.layout import Mesh
@@ -123,7 +123,7 @@ class Bounds:
             self._alone[key] = Alone(*map(self.family.extrapolated, columns))
         return self._alone[key]
 
-    def _alone_in(self, program: Program) -> tuple[float, float, float, float]:
+    def _alone_in(self, program: Planned) -> tuple[float, float, float, float]:
         found = forecast(program, self.hardware)
         spans = found.timeline.spans
         compute = sum(s.task.us for s in spans if s.task.kind in ("region", "pack"))

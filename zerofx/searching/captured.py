@@ -14,7 +14,7 @@ from zerofx.searching.family import Family
 
 
 @dataclass
-class Captured(Family):
+class FamilyOfOne(Family):
     """The family of one captured program, which is not captured again."""
 
     target: Any  # a Program

@@ -16,7 +16,7 @@ from zerofx.analysis.memory import ADAMW_STATE_BYTES
 from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
@@ -44,7 +44,7 @@ class Family:
     loop: Mapping[str, Any] = field(default_factory=dict)
     says: Says = silent
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
-    _begun: dict[tuple[Any, ...], Program] = field(default_factory=dict)
+    _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -140,7 +140,7 @@ class Family:
 
     def finished(
         self, samples: int, setting: Setting, shape: tuple[Any, ...]
-    ) -> tuple[Program, ...]:
+    ) -> tuple[Planned, ...]:
         """Return the program of each length with all passes run, unproved.
 
         shape: what decides the passes before buckets are laid out, which run once for each.

@@ -10,7 +10,7 @@ from typing import Any
 from zerofx.analysis.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
 from zerofx.analysis.steps import Lane
 from zerofx.hardware import Hardware
-from zerofx.ir.program import Loop, Program
+from zerofx.ir.program import Loop, Planned
 from zerofx.passes.order import Setting
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
@@ -124,7 +124,7 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
 
 
 def _looped(
-    choice: Choice, finished: Program, hardware: Hardware, known: Mapping[str, Any]
+    choice: Choice, finished: Planned, hardware: Hardware, known: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return a step's figures; of many micro-batches, by what one more adds to a few."""
 

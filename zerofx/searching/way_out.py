@@ -13,7 +13,7 @@ from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.plan import Plan
 from zerofx.searching.bounds import Bounds
-from zerofx.searching.captured import Captured
+from zerofx.searching.captured import FamilyOfOne
 from zerofx.searching.engine import Search, available_bytes
 from zerofx.searching.family import Family
 from zerofx.searching.nearest import (
@@ -101,7 +101,7 @@ def _family(
     target: Target | None, captured: Program, plan: Plan, known: Mapping[str, Any], says: Says
 ) -> Family:
     if target is None:
-        return Captured(captured, plan, known, says)
+        return FamilyOfOne(captured, plan, known, says)
     family = Family(target, plan, known, says)
     family.begin_with(captured)
     return family

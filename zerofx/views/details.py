@@ -13,7 +13,7 @@ from zerofx.analysis.steps import Step, StepList
 from zerofx.ir.dump_nodes import callee
 from zerofx.ir.graphs import is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe
 from zerofx.runtime.layout import Bucket
@@ -38,10 +38,10 @@ class Detail:
     used_by: str = ""
 
 
-def details(program: Program, schedule: StepList) -> dict[str, Detail]:
+def details(program: Planned, schedule: StepList) -> dict[str, Detail]:
     """Return the detail of every step, by its name, in order."""
     nodes = schedule.memory.life.nodes
-    buckets = {} if program.layout is None else {b.index: b for b in program.layout.buckets}
+    buckets = {b.index: b for b in program.layout.buckets}
     own = {s.name: [n for _, n in nodes[s.times[0] : s.times[1]]] for s in schedule.steps}
     owner = {node: name for name, nodes in own.items() for node in nodes}
     return {s.name: _detail(s, own[s.name], owner, buckets) for s in schedule.steps}

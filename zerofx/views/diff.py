@@ -11,7 +11,7 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.dump import dump_body
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
 from zerofx.views.timeline import format_us
@@ -24,8 +24,8 @@ class DiffView:
     predicted: the prediction of each on some hardware, for times next to the bytes.
     """
 
-    left: Program
-    right: Program
+    left: Planned
+    right: Planned
     predicted: tuple[Forecast, Forecast] | None = None
 
     @classmethod
@@ -86,7 +86,7 @@ def _times(forecast: Forecast) -> dict[str, float]:
     return found
 
 
-def _numbers(program: Program) -> dict[str, float]:
+def _numbers(program: Planned) -> dict[str, float]:
     report, sent = program.memory().memory, traffic(program)
     held = report.by_category(report.peak_time)
     found: dict[str, float] = {"peak bytes": report.peak_bytes}

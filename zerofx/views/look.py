@@ -12,7 +12,7 @@ from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured
 from zerofx.analysis.memory import ATEN
 from zerofx.analysis.steps import Lane, StepList
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
@@ -55,7 +55,8 @@ class Look:
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         lines += ["", LEGEND]
         if self.predicted is not None:
-            about, (predicted, *measured) = details(self.program, self.schedule), self.tracks
+            about = details(self.program.planned(), self.schedule)
+            predicted, *measured = self.tracks
             for track in measured:
                 lines += ["", *pair_lines(pairs(predicted, track, about), track.name)]
         if any(track.memory for track in self.tracks):
@@ -90,18 +91,18 @@ class Look:
             Process(track.name, track.bars, self._counters(track), max(0, at - began) / 1e3)
             for track, at in zip(self.tracks, self.starts, strict=True)
         ]
-        return write_trace(path, processes, details(self.program, self.schedule))
+        return write_trace(path, processes, details(self.program.planned(), self.schedule))
 
     def _facts(self) -> list[tuple[str, str]]:
         """Return the facts above the page's picture: (name, value)."""
-        report, plan = self.schedule.memory, self.program.plan
+        report, program = self.schedule.memory, self.program.planned()
         found = [("peak memory a rank", format_bytes(report.peak_bytes))]
         for track in (t for t in self.tracks if t.memory):
             peak = track.memory.peak_bytes if track.memory else 0
             said = f"{format_bytes(peak)} ({beside(peak, report.peak_bytes)})"
             found.append((f"peak memory, {track.name}", said))
-        if plan is not None and plan.memory_budget:
-            found.append(("memory budget", format_bytes(plan.memory_budget)))
+        if program.plan.memory_budget:
+            found.append(("memory budget", format_bytes(program.plan.memory_budget)))
         if report.host_bytes:
             found.append(("host memory", format_bytes(report.host_bytes)))
         if report.nvme_bytes:
@@ -113,10 +114,10 @@ class Look:
             found += _foreseen(self.predicted)
         if self.unpriced:
             found.append(("no predicted times", self.unpriced))
-        found += [("world", str(self.program.world_size))]
+        found += [("world", str(program.world_size))]
         found += [("steps of the schedule", str(len(self.schedule.steps)))]
-        if plan is not None:
-            found += [("stage", str(plan.stage)), ("kernels", plan.kernels)]
+        if isinstance(self.program, Planned):
+            found += [("stage", str(program.plan.stage)), ("kernels", program.plan.kernels)]
         return found
 
     def _counters(self, track: Track) -> Mapping[str, list[tuple[float, int]]]:

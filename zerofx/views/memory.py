@@ -195,8 +195,9 @@ def view(
 
     basis: by what `compiled` was chosen.
     """
-    report = memory(program, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
-    sent = traffic(program)
+    planned = program.planned()
+    report = memory(planned, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
+    sent = traffic(planned)
     return shown(program, report, sent, optimizer_bytes, compiled, keeps_results, basis)
 
 
@@ -217,7 +218,7 @@ def shown(
     if report.micro.packs_apart:
         said += f"; {report.micro}"
     heading = title(program, basis)
-    return MemoryView(heading, report, sent, optimizer_bytes, said, program.decisions)
+    return MemoryView(heading, report, sent, optimizer_bytes, said, program.planned().decisions)
 
 
 def _has_more_than_a_loss(program: Program) -> bool:

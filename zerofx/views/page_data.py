@@ -49,14 +49,14 @@ class Shown(Protocol):
 
 def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     """Return everything that the page's script reads. passes: with what each changed."""
-    program, schedule = shown.program, shown.schedule
+    program, schedule = shown.program.planned(), shown.schedule
     about = details(program, schedule)
     table = Texts()
     steps = [_step(d, table) for d in about.values()]
     place = {name: i for i, name in enumerate(about)}
     report = schedule.memory
     return {
-        "title": title(program, shown.basis),
+        "title": title(shown.program, shown.basis),
         "lanes": [lane.value for lane in Lane],
         "verbs": meanings(),
         "graphs": GRAPHS,
@@ -94,8 +94,8 @@ def _step(detail: Detail, table: Texts) -> list[Any]:
 def _limits(shown: Shown) -> list[tuple[str, int]]:
     """Return (name, bytes) of what a rank's memory should stay under."""
     found = []
-    plan, predicted = shown.program.plan, shown.predicted
-    if plan is not None and plan.memory_budget:
+    plan, predicted = shown.program.planned().plan, shown.predicted
+    if plan.memory_budget:
         found.append(("budget", plan.memory_budget))
     if predicted is not None:
         hardware = predicted.hardware

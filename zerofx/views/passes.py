@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.ir.program import Entry, Program
+from zerofx.ir.program import Entry, Planned
 from zerofx.sizes import format_bytes
 
 
@@ -21,7 +21,7 @@ class PassesView:
     history: tuple[Entry, ...] = ()
 
     @classmethod
-    def of(cls, passes: Sequence[Any], program: Program | None = None) -> PassesView:
+    def of(cls, passes: Sequence[Any], program: Planned | None = None) -> PassesView:
         """Describe passes by their spec and the first line of their docstring."""
         named = tuple((p.spec(), (type(p).__doc__ or "").strip().split("\n")[0]) for p in passes)
         return cls(named, tuple(program.history) if program else ())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Reference
 from zerofx.ir.spec import Kind, OpSpec, spec_of
 from zerofx.ir.text import as_text
 from zerofx.ir.verify import bounds, verify
@@ -41,7 +41,7 @@ class ProofView:
     bounds: dict[str, str]
 
     @classmethod
-    def of(cls, program: Program) -> ProofView:
+    def of(cls, program: Planned) -> ProofView:
         """Verify a program, and say what there was to verify.
 
         Raises:
@@ -54,8 +54,8 @@ class ProofView:
         counts = {what: sum(map(counts_it, called)) for what, counts_it in _COUNTED.items()}
         return cls(
             program.model_name, program.world_size, len(nodes), len(numbering.of),
-            len(numbering.outputs) if program.reference is not None else 0,
-            counts, tuple(program.slots.get("bytes", ())),
+            len(numbering.outputs) if isinstance(program.reference, Reference) else 0,
+            counts, program.slot_bytes,
             {name: str(rule) for name, rule in bounds(program).items()},
         )  # fmt: skip
 

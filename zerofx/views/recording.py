@@ -13,7 +13,7 @@ from typing import Any
 from zerofx.analysis.measured import Measured, check_same, same_step
 from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned
 from zerofx.ir.text import as_text
 from zerofx.sizes import format_bytes
 from zerofx.views.bars import lane_lines, measured_track
@@ -42,7 +42,7 @@ class RecordingView:
         where.write_bytes(gzip.compress(text, mtime=0) if where.suffix == ".gz" else text)
         return where
 
-    def of(self, program: Program) -> list[Measured]:
+    def of(self, program: Planned) -> list[Measured]:
         """Return what was recorded of a program, a rank each.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 from zerofx.analysis.memory import ATEN, COMPILED, runs_compiled
 from zerofx.analysis.steps import Lane, Step, StepList, schedule
 from zerofx.analysis.storage import Compiled
-from zerofx.ir.program import Program
+from zerofx.ir.program import Planned, Program
 from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.spec import meanings
 from zerofx.ir.text import as_text, without_numbers
@@ -116,7 +116,7 @@ class ScheduleView:
 
 def view(program: Program, compiled: Compiled | None = None, basis: str = ATEN) -> ScheduleView:
     """Return the schedule of a program. compiled: see `memory`; basis: what it was chosen by."""
-    return ScheduleView(title(program, basis), schedule(program, compiled))
+    return ScheduleView(title(program, basis), schedule(program.planned(), compiled))
 
 
 def title(program: Program, basis: str = ATEN, where: str = "") -> str:
@@ -125,7 +125,7 @@ def title(program: Program, basis: str = ATEN, where: str = "") -> str:
     where: the hardware in other words than its name.
     """
     kind = "training" if program.is_training else "inference"
-    if program.plan is None:
+    if not isinstance(program, Planned):
         return f"{program.model_name}: {kind}"
     setting = f"stage={program.plan.stage} world={program.world_size}"
     regions = "compiled" if basis == COMPILED and runs_compiled(program) else "ATen"
