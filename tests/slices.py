@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -207,7 +208,8 @@ def run(number: int, limit_s: int) -> Outcome:
     commit, files = git("rev-parse", "HEAD"), files_digest()
     edited = bool(git("status", "--porcelain", "--", *TESTED))
     began = time.monotonic()
-    # An interrupt lets pytest still report what it has found.
+    # An interrupt lets pytest still report what it has found. A shell may have had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["timeout", "--foreground", "--signal=INT", "--kill-after=60", str(limit_s)]
     command += [sys.executable, "-m", "pytest", "-n", str(NUM_WORKERS), "--dist", "worksteal"]
     command += ["-o", f"faulthandler_timeout={HANG_S}", "--slice", str(number)]
