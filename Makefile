@@ -1,7 +1,11 @@
 # make demo      train a byte-level GPT on two ranks, and show what was compiled
-# make test      lint, types, and every test that is not slow (about 12 minutes on 2 cores)
-# make test-all  the full matrix too (hours); its table goes to build/full-matrix.md
+# make test      lint, types, and every test that is not slow (about 10 minutes on 2 cores)
+# make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
+# make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make bench     step time against FSDP2 and DDP
+#
+# docs/testing.md says which slices there are, and which commit each one last passed at.
+# make slices-table and make slow-times update that table, and what slices are balanced by.
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, VENV=dir its place,
 # PYTEST_FLAGS="-x -k plan" what is passed on to pytest, BENCH_FLAGS=--quick to the benchmark.
@@ -11,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+SLICE ?=
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -21,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv demo test test-all lint format bench clean
+.PHONY: venv demo test test-slow test-all slices-table slow-times lint format bench clean
 
 venv: $(STAMP)
 
@@ -46,8 +51,17 @@ format: $(STAMP)
 test: lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
-test-all: lint
-	$(PY) -m pytest -n 2 --dist worksteal -o faulthandler_timeout=1800 $(PYTEST_FLAGS)
+test-slow: $(STAMP)
+	$(PY) tests/slices.py run $(SLICE)
+
+test-all: test
+	$(PY) tests/slices.py all
+
+slices-table: $(STAMP)
+	$(PY) tests/slices.py table
+
+slow-times: $(STAMP)
+	$(PY) tests/slices.py times
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.step_time $(BENCH_FLAGS)

@@ -9,11 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import matrix_table
 import pytest
+import slices
 import torch
 from hypothesis import HealthCheck, settings
 from nvme_cases import disk, engine, file, kept, store_engine  # noqa: F401  (fixtures)
@@ -31,11 +34,55 @@ settings.register_profile(
 settings.load_profile("zerofx")
 
 
-LIKELY_ALL = 2000  # tests, from which on nothing was left out of the collection
+def _listed_slow_cells() -> dict[str, set[str]]:
+    """Return the tests that slow_cells.txt names, by file."""
+    tests = Path(__file__).parent
+    listed: dict[str, set[str]] = defaultdict(set)
+    for line in (tests / "slow_cells.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            file, _, name = line.partition("::")
+            listed[file].add(name)
+    absent = [file for file in listed if not (tests / file).exists()]
+    assert not absent, f"slow_cells.txt names files that are gone: {absent}"
+    return listed
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _mark_slow_cells(items)
+SLOW_CELLS = _listed_slow_cells()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice",
+        type=int,
+        choices=range(1, slices.NUM_SLICES + 1),
+        help="run this slice of the slow tests only (tests/slices.py)",
+    )
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # what the file holds, before anything is selected
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail the collection of a file that lacks a cell which slow_cells.txt lists for it."""
+    report = yield
+    if isinstance(collector, pytest.Module) and report.passed:
+        absent = SLOW_CELLS.get(collector.path.name, set()) - {node.name for node in report.result}
+        if absent:
+            report.outcome = "failed"
+            report.longrepr = f"slow_cells.txt lists tests that are not there: {sorted(absent)}"
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in SLOW_CELLS.get(item.path.name, ()):
+            item.add_marker(pytest.mark.slow)
+    if number := config.getoption("slice"):
+        slow = {slices.name_of(item.nodeid): item for item in items if "slow" in item.keywords}
+        chosen = set(slices.cut(list(slow), number, slices.NUM_SLICES, slices.read_times()))
+        kept = [item for name, item in slow.items() if name in chosen]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
@@ -44,20 +91,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def _mark_slow_cells(items: list[pytest.Item]) -> None:
-    """Mark the cells of slow_cells.txt, each of which must be there if its file was collected."""
-    lines = (Path(__file__).parent / "slow_cells.txt").read_text().splitlines()
-    listed = {line for line in lines if line and not line.startswith("#")}
-    found = {f"{item.path.name}::{item.name}": item for item in items}
-    for cell in listed & found.keys():
-        found[cell].add_marker(pytest.mark.slow)
-    whole = len(items) > LIKELY_ALL
-    assert not whole or listed <= found.keys(), sorted(listed - found.keys())
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Write what the full matrix found, where it ran, as a table."""
-    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
-    path = matrix_table.write(Path(__file__).parents[1] / "build", reports)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Write what a slice found; else what the full matrix found, where it ran, as a table."""
+    stats = terminalreporter.stats
+    if number := config.getoption("slice"):
+        slices.report(number, stats)
+        return
+    reports = [r for kind in ("passed", "failed") for r in stats.get(kind, [])]
+    path = matrix_table.write(Path(__file__).parents[1] / "build", matrix_table.rows(reports))
     if path is not None:
         terminalreporter.write_line(f"the full matrix: {path}")

@@ -18,12 +18,11 @@ def rows(reports: list[Any]) -> list[str]:
     )
 
 
-def write(folder: Path, reports: list[Any]) -> Path | None:
+def write(folder: Path, rows: list[str]) -> Path | None:
     """Write the table; None where no test of the matrix has run."""
-    lines = rows(reports)
-    if not lines:
+    if not rows:
         return None
     folder.mkdir(exist_ok=True)
     path = folder / "full-matrix.md"
-    path.write_text(HEAD + "".join(lines), encoding="utf-8")
+    path.write_text(HEAD + "".join(sorted(rows)), encoding="utf-8")
     return path

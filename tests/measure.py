@@ -61,8 +61,15 @@ def _broad(model: nn.Module | None) -> nn.Module | Call:
     return lambda step: model(*_tokens(step, model))
 
 
-def _tokens(step: int, model: nn.Module) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+def _broad_twice_the_batch(model: nn.Module | None) -> nn.Module | Call:
+    """The same with activations of more than its gradients, also where parameters stay whole."""
+    if model is None:
+        return _broad(None)
+    return lambda step: model(*_tokens(step, model, 2 * BATCH))
+
+
+def _tokens(step: int, model: nn.Module, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 256, (batch, SEQ + 1), generator=torch.Generator().manual_seed(step))
     text = text.to(next(model.parameters()).device)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
@@ -131,7 +138,7 @@ def _wide(model: nn.Module | None) -> nn.Module | Call:
 
 MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
     "wide": _wide,
-    "broad": _broad,
+    "broad": _broad, "broad, twice the batch": _broad_twice_the_batch,
     "gpt": _gpt, "convs": _convs, "hf-gpt2": _hf,
 }  # fmt: skip
 
