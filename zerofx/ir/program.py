@@ -20,7 +20,7 @@ from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout
+from zerofx.runtime.layout import Layout, Mesh
 from zerofx.runtime.tiles import Tile
 
 if TYPE_CHECKING:  # only the reports' types: see the methods that import them
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # only the reports' types: see the methods that import them
 _P = TypeVar("_P", bound="Program")
 
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
-NO_BUCKETS = Layout(buckets=(), shard_size=1)  # before they are assigned
+NO_BUCKETS = Layout(buckets=(), mesh=Mesh.of())  # before they are assigned
 
 
 @dataclass(frozen=True)
