@@ -9,7 +9,7 @@ from verify_cases import find, program
 
 from zerofx import ops
 from zerofx.ir.program import FORWARD, Planned
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 
 BOTH = Offload(optimizer="cpu", parameters="cpu")
 OPTIMIZER = Offload(optimizer="cpu")

@@ -17,7 +17,7 @@ from zerofx.ir.program import Captured, Planned, Program
 from zerofx.passes.base import Pass
 from zerofx.passes.order import Setting, build
 from zerofx.passes.pipeline import run_pass
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 # Finer units than blocks: more buckets than slots, so that places change hands.
 FINE = ("blocks.*.attn", "blocks.*.mlp")

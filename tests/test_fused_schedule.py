@@ -24,7 +24,7 @@ from zerofx.ir.program import Planned
 from zerofx.passes import order as pass_order
 from zerofx.passes import pipeline
 from zerofx.passes.fuse import Fuse
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 PLAN: dict[str, Any] = {"stage": 3, "kernels": "aten"}
 

@@ -23,7 +23,7 @@ from zerofx.codegen.emit import emit, render
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned, Unproved
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 
 CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("gpt", 2, True, {}),

@@ -21,7 +21,7 @@ from verify_cases import program
 import zerofx
 from zerofx.codegen.emit import emit, render
 from zerofx.errors import ProgramError
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 
 BOTH = Offload(optimizer="cpu", parameters="cpu")
 OPTIMIZER = Offload(optimizer="cpu")

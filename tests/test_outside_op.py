@@ -44,7 +44,7 @@ from zerofx.ops.gathers import erase_to_bucket, fake_full, is_in_slot, order_gat
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.order import added_pass
 from zerofx.passes.pipeline import run
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 BLOCK = 64  # neighbouring elements that share one scale
 GPT = CASES["gpt"]

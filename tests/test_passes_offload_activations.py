@@ -27,7 +27,7 @@ from zerofx.ir.verify import verify
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run as run_pipeline
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.views.schedule import view
 
 NAME = "offload-activations"

@@ -20,7 +20,7 @@ from zerofx.ir.meta import info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.placement import with_tiers
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.tiers import Tier
 from zerofx.views.schedule import view

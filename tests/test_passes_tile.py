@@ -19,7 +19,7 @@ from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Planned, Program
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import MOST, choose_tiles
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Layout
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from zerofx.hardware import hardware_for
 from zerofx.ir.program import Planned
 from zerofx.passes.order import Setting, build, parse
 from zerofx.passes.pipeline import run
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 BOTH = {"optimizer": "cpu", "activations": "cpu"}
 PLANS: list[dict[str, Any]] = [

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from zerofx.cli.programs import with_fields
 from zerofx.errors import PlanError
-from zerofx.fields import Patterns, covers, write_yaml
-from zerofx.plan import Plan, as_plan
-from zerofx.plan_parts import Offload, Precision
-from zerofx.sizes import exact_bytes, format_bytes, parse_bytes
+from zerofx.plan.fields import Patterns, covers, write_yaml
+from zerofx.plan.parts import Offload, Precision
+from zerofx.plan.plan import Plan, as_plan
+from zerofx.plan.sizes import exact_bytes, format_bytes, parse_bytes
 
 # What YAML 1.1 or 1.2 takes for something else than text, or nearly so.
 WORDS = [

@@ -13,7 +13,7 @@ import zerofx
 from zerofx.ir.facts import Fact
 from zerofx.ir.program import NO_BUCKETS, Captured, Planned, Program, Reference, Unproved
 from zerofx.passes.pipeline import run
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 
 def test_there_are_two_kinds_of_programs() -> None:

@@ -24,7 +24,7 @@ from zerofx.analysis.traffic import traffic
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, nbytes, value
 from zerofx.ir.program import FORWARD, Planned
-from zerofx.sizes import BINARY
+from zerofx.plan.sizes import BINARY
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 # (parameters, stage) -> GB a rank, as printed, for each of RANKS

@@ -17,7 +17,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import CaptureError, GradientError, PlanError
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.cuda_graph import CudaRecorder, check_recordable
 from zerofx.runtime.recorded import Recorded
 

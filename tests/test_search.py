@@ -18,7 +18,7 @@ from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Loop
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.engine import Search, available_bytes
 from zerofx.searching.family import Family

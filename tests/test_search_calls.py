@@ -13,7 +13,7 @@ from torch import nn
 import zerofx
 from zerofx.cli import main
 from zerofx.errors import PlanError, TargetError
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.engine import Search
 from zerofx.searching.family import Family

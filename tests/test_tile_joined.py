@@ -14,7 +14,7 @@ from zerofx.ir.graphs import alias_source, is_alias
 from zerofx.ir.program import Planned
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import choose_tiles
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 aten = torch.ops.aten
 

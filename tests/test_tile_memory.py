@@ -15,7 +15,7 @@ from zerofx.analysis.memory import memory
 from zerofx.analysis.storage import Category
 from zerofx.demo.measure import PeakMemory
 from zerofx.ir.program import Planned
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 
 def rewritten(

@@ -13,7 +13,7 @@ from update_cases import EARLY, Pair, is_unchanged, rank_here, simple, values
 
 import zerofx
 from zerofx.errors import GradientError, OptimizerError, PlanError, ShardError
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 
 def test_a_second_backward_raises_before_it_changes_anything() -> None:

@@ -17,7 +17,7 @@ from zerofx.ir.verify import verify, verify_ranks
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run, run_pass
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -13,7 +13,7 @@ from verify_cases import Breaks, check_refused, find, program, set_argument
 from zerofx import ops
 from zerofx.ir.graphs import call
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 
 broken = Breaks()
 

@@ -19,7 +19,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 broken = Breaks()
 

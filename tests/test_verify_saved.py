@@ -21,7 +21,7 @@ from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Role, info, set_info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 broken = Breaks()
 

@@ -14,7 +14,7 @@ from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.verify import verify
-from zerofx.plan_parts import Offload
+from zerofx.plan.parts import Offload
 
 broken = Breaks()
 

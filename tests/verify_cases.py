@@ -24,7 +24,7 @@ from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 SMALL = {"bucket_bytes": 4096, "persist_below": 256, "kernels": "aten"}
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from zerofx.compiled.module import CompiledModule as CompiledModule
     from zerofx.hardware import Hardware as Hardware
     from zerofx.hardware import Machine as Machine
-    from zerofx.plan import Offload as Offload
-    from zerofx.plan import Plan as Plan
-    from zerofx.plan import Precision as Precision
+    from zerofx.plan.plan import Offload as Offload
+    from zerofx.plan.plan import Plan as Plan
+    from zerofx.plan.plan import Precision as Precision
     from zerofx.predicting import predict as predict
     from zerofx.recording.record import record as record
     from zerofx.searching import search as search
@@ -46,9 +46,9 @@ _HOME = {
     "CompiledModule": "zerofx.compiled.module",
     "full_state_dict": "zerofx.compiled.full_state",
     "iter_state_dict": "zerofx.compiled.full_state",
-    "Plan": "zerofx.plan",
-    "Precision": "zerofx.plan",
-    "Offload": "zerofx.plan",
+    "Plan": "zerofx.plan.plan",
+    "Precision": "zerofx.plan.plan",
+    "Offload": "zerofx.plan.plan",
     "predict": "zerofx.predicting",
     "record": "zerofx.recording.record",
     "search": "zerofx.searching",

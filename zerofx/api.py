@@ -22,14 +22,14 @@ from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
 from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ArgumentError, OptimizerError
-from zerofx.fields import nearest
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
 from zerofx.passes.tiling import choose_tiles, with_tiles
-from zerofx.plan import Plan, as_plan
+from zerofx.plan.fields import nearest
+from zerofx.plan.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.grid import check_mesh

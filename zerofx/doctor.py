@@ -22,8 +22,8 @@ import zerofx
 from zerofx.capture import capture
 from zerofx.compat.inductor import compile_region, inductor_problem
 from zerofx.errors import DoctorError, ZerofxError
+from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.region_keys import cache_dir
-from zerofx.sizes import format_bytes
 
 OLDEST, NEWEST = (2, 11), (2, 13)  # of torch: what pyproject.toml allows
 STORE_ROUNDS = 200

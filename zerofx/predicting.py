@@ -20,7 +20,7 @@ from zerofx.ir.program import Captured, Loop, Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
-from zerofx.plan import Plan, as_plan
+from zerofx.plan.plan import Plan, as_plan
 from zerofx.searching.says import Says, silent
 from zerofx.searching.way_out import WayOut, way_out
 from zerofx.targets import Target, own_errors, resolve

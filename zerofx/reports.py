@@ -18,10 +18,10 @@ from zerofx.analysis.steps import schedule as steps
 from zerofx.analysis.storage import Compiled
 from zerofx.compiled.allocations import compiled_regions
 from zerofx.errors import PlanError, UnpricedError
-from zerofx.fields import one_of
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.meta import value
 from zerofx.ir.program import Planned, Program
+from zerofx.plan.fields import one_of
 from zerofx.views import look, memory, schedule
 from zerofx.views.recording import RecordingView, load_recording
 

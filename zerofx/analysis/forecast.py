@@ -19,7 +19,7 @@ from zerofx.hardware import Hardware
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, JOINT, Planned, Program
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 # From what is counted to what is measured: within 5 % on every cell of the memory matrix.
 MEMORY_LOW, MEMORY_HIGH = 0.97, 1.05

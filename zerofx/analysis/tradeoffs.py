@@ -17,7 +17,7 @@ from zerofx.analysis.solve import solve
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
 

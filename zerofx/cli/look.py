@@ -22,10 +22,10 @@ from zerofx.cli.options import (
     World,
 )
 from zerofx.cli.programs import plan_of, program_of, refuse_machine, show
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from zerofx.plan import Plan
+    from zerofx.plan.plan import Plan
 
 
 @app.command(rich_help_panel="See what a plan does")

@@ -16,11 +16,11 @@ from zerofx.errors import PlanError
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
     from zerofx.hardware import Hardware
     from zerofx.ir.program import Captured, Planned
-    from zerofx.plan import Plan
+    from zerofx.plan.plan import Plan
 
 
 def plan_of(file: Path | None, stage: int | None, fields: list[str] | None) -> Plan:
-    from zerofx.plan import Plan
+    from zerofx.plan.plan import Plan
 
     plan = with_fields(Plan.load(file) if file else Plan(), "--set", fields)
     return plan if stage is None else with_fields(plan, "--stage", [f"stage={stage}"])
@@ -28,8 +28,8 @@ def plan_of(file: Path | None, stage: int | None, fields: list[str] | None) -> P
 
 def with_fields(plan: Plan, option: str, fields: list[str] | None) -> Plan:
     """Return the plan with fields given as `key=value` in their place."""
-    from zerofx.fields import read_value
-    from zerofx.plan import Plan
+    from zerofx.plan.fields import read_value
+    from zerofx.plan.plan import Plan
 
     given = plan.to_dict()
     for text in fields or []:
@@ -86,7 +86,7 @@ def emitted(
 ) -> Planned:  # fmt: skip
     """Load an emitted program, whose plan and world are settled; hardware: instead of its own."""
     from zerofx.api import load_program
-    from zerofx.plan import Plan
+    from zerofx.plan.plan import Plan
 
     program = load_program(directory)
     if plan != Plan() or until or world not in (None, program.world_size):

@@ -85,7 +85,7 @@ def plan_for(
 
 def _settled(file: Path | None, stage: int | None, fields: list[str] | None) -> dict[str, Any]:
     """Return the plan fields that were named, also those that have their default value."""
-    from zerofx.fields import load_mapping
+    from zerofx.plan.fields import load_mapping
 
     chosen = plan_of(file, stage, fields).to_dict()
     names = list(load_mapping(file, "plan")) if file else []

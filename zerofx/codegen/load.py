@@ -15,7 +15,7 @@ from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.program import BACKWARD, FORWARD, Entry, Planned, Unproved
 from zerofx.ir.verify import verify
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 
 def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:

@@ -18,7 +18,7 @@ from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 RESERVED = (
     "rt", "shards", "buffers", "constants", "kernels", "inputs", "saved", "tangents", "args",

@@ -17,9 +17,9 @@ from zerofx.analysis.storage import forward_slots
 from zerofx.compiled.allocations import compiled_regions
 from zerofx.ir.program import Loop, Planned, Pool
 from zerofx.passes.decide import budget_bytes
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.engine import Engine
-from zerofx.sizes import format_bytes
 
 log = logging.getLogger("zerofx")
 ADDING, SUMMING = Loop(2), Loop(3, no_sync=True)  # of more micro-batches none holds more

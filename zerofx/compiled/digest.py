@@ -14,7 +14,7 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe, escaped, short_dtype
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Layout
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zerofx.errors import PlanError
-from zerofx.plan import Plan
-from zerofx.plan_parts import LossScale
+from zerofx.plan.parts import LossScale
+from zerofx.plan.plan import Plan
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 from zerofx.runtime.world import World
 

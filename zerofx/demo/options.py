@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofx.demo.gpt import GPTConfig
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 FEWEST_STEPS = 4  # one that compiles, two that are measured, one to show
 

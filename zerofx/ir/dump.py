@@ -20,7 +20,7 @@ from zerofx.ir import dump_nodes, dump_regions
 from zerofx.ir.program import Entry, Planned, Program
 from zerofx.ir.repeats import collapse
 from zerofx.ir.text import as_text, printable
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 LEVELS = ("summary", "units", "regions", "nodes", "full")
 

@@ -17,7 +17,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.repeats import Row, spans
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import describe, short_dtype, without_numbers
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
 _HIDDEN = {"numel", "shape", "name"}  # arguments of zerofx ops that the row shows elsewhere

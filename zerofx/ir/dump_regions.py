@@ -16,7 +16,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.repeats import Layers, Row, collapse, spans
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import describe, without_numbers
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass

@@ -19,7 +19,7 @@ from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Layout, Mesh
 from zerofx.runtime.tiles import Tile
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import plan_layout, unit_params
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Layout
 
 

@@ -21,8 +21,8 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.tradeoffs import Tradeoffs, solve_fraction
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Planned
-from zerofx.plan import Plan
-from zerofx.sizes import format_bytes
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 
 ROUNDS = 6  # corrections of what an estimate misses
 SPARE = 1000  # one in so many bytes of the budget is left to the loop

@@ -7,7 +7,7 @@ from collections import Counter
 from zerofx.analysis.memory import memory
 from zerofx.errors import BudgetError
 from zerofx.ir.program import Planned
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 NAMES = 3  # of the largest holders that an error gives
 

@@ -16,7 +16,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass(frozen=True)

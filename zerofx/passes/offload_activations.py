@@ -18,7 +18,7 @@ from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, Units, spans
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass(frozen=True)

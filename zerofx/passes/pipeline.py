@@ -12,7 +12,6 @@ from zerofx.analysis.prices import Roofline
 from zerofx.analysis.traffic import traffic
 from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
-from zerofx.fields import nearest
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
 from zerofx.ir.verify import verify
@@ -21,6 +20,7 @@ from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
 from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.order import Setting, build, distance
+from zerofx.plan.fields import nearest
 
 
 class Proof(Enum):

@@ -22,11 +22,11 @@ from zerofx.analysis.activations import (
 )
 from zerofx.analysis.tradeoffs import solve_fraction
 from zerofx.compat.graphs import LazyGraphModule
-from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import UPDATES, OutputInfo, Phase, Role, info, place_of, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.passes.base import Fact, Pass, Report
+from zerofx.plan.fields import nearest
 
 log = logging.getLogger("zerofx")
 

@@ -14,7 +14,7 @@ from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.tiled_weight import NotTiled, TiledWeight
 from zerofx.passes.tiling import choose_tiles, describe, tile_info, with_tiles
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Layout
 from zerofx.runtime.tiles import tiles_of
 

@@ -20,7 +20,7 @@ from zerofx.analysis.storage import Category
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
 from zerofx.passes.order import Setting
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.runtime.layout import Mesh
 from zerofx.runtime.policy import reduction
 from zerofx.runtime.tiers import Tier

@@ -10,13 +10,13 @@ from typing import Any
 from zerofx.analysis.forecast import RESERVED_BYTES
 from zerofx.errors import CaptureError, PlanError, TargetError
 from zerofx.hardware import Hardware
+from zerofx.plan.sizes import format_bytes
 from zerofx.searching.bounds import Bound, Bounds
 from zerofx.searching.family import Family
 from zerofx.searching.found import Counts, Found
 from zerofx.searching.outcome import Outcome, outcome
 from zerofx.searching.says import Says, silent
 from zerofx.searching.space import Choice, Space
-from zerofx.sizes import format_bytes
 
 # A plan that cannot gain more than this share of the time is not priced.
 TIME_GAP = 0.01

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from zerofx.api import PlanLike
 from zerofx.errors import PlanError
-from zerofx.fields import whole
 from zerofx.hardware import Hardware, load_hardware
-from zerofx.plan import Plan, as_plan
+from zerofx.plan.fields import whole
+from zerofx.plan.plan import Plan, as_plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.engine import Search
 from zerofx.searching.family import Family

@@ -20,7 +20,7 @@ from zerofx.ir.program import Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.searching.says import Says, silent
 from zerofx.targets import Target, own_errors
 

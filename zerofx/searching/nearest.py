@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 from zerofx.searching.engine import Search, available_bytes
 from zerofx.searching.outcome import Outcome, outcome
 from zerofx.searching.space import Choice
-from zerofx.sizes import format_bytes
 from zerofx.views.timeline import format_us
 
 FIRST = 6  # of as many changes: those that hold least, priced to see whether any fits

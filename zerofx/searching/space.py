@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 
 MIB = 2**20
 NVME = "/nvme"  # what plans call the folder, where nothing is said

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 from zerofx.searching.found import TIE, Found
 from zerofx.searching.outcome import Outcome
-from zerofx.sizes import format_bytes
 from zerofx.views.timeline import format_us
 
 LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing

@@ -8,10 +8,10 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from zerofx.errors import ZerofxError
-from zerofx.fields import write_yaml
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
-from zerofx.plan import Plan
+from zerofx.plan.fields import write_yaml
+from zerofx.plan.plan import Plan
 from zerofx.searching.bounds import Bounds
 from zerofx.searching.captured import FamilyOfOne
 from zerofx.searching.engine import Search, available_bytes

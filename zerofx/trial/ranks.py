@@ -23,7 +23,7 @@ from zerofx import optim
 from zerofx.compat.graphs import pytree
 from zerofx.errors import PlanError, TargetError, ZerofxError
 from zerofx.ir.meta import info
-from zerofx.plan import Plan
+from zerofx.plan.plan import Plan
 from zerofx.targets import Target, resolve
 from zerofx.trial.batches import Call, vary
 from zerofx.trial.compare import Comparison

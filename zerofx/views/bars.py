@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerofx.analysis.forecast import Forecast
 from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan
 from zerofx.analysis.steps import Lane
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 from zerofx.views.timeline import format_us
 
 WIDTH = 96  # characters of a lane

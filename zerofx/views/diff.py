@@ -12,7 +12,7 @@ from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Planned
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 from zerofx.views.schedule import title
 from zerofx.views.timeline import format_us
 

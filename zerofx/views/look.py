@@ -14,7 +14,7 @@ from zerofx.analysis.memory import ATEN
 from zerofx.analysis.steps import Lane, StepList
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.text import as_text
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 from zerofx.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.views.beside import pair_lines, pairs
 from zerofx.views.details import details

@@ -14,8 +14,8 @@ from zerofx.analysis.traffic import Traffic, traffic
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers
+from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
-from zerofx.sizes import format_bytes
 from zerofx.views.schedule import title
 from zerofx.views.why import WhyView, explained, summary
 

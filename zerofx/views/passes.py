@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.ir.program import Entry, Planned
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from zerofx.analysis.forecast import Forecast, Range
 from zerofx.analysis.memory import ATEN
 from zerofx.ir.text import as_text
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 from zerofx.views.memory import MemoryView
 from zerofx.views.schedule import title
 from zerofx.views.timeline import TimelineView, format_us

@@ -11,7 +11,7 @@ from zerofx.ir.spec import Kind, OpSpec, spec_of
 from zerofx.ir.text import as_text
 from zerofx.ir.verify import bounds, verify
 from zerofx.ir.verify_values import Numbering
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 _COUNTED: dict[str, Callable[[OpSpec], bool]] = {
     "gathers": lambda op: op.is_gather,

@@ -15,7 +15,7 @@ from zerofx.analysis.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Planned
 from zerofx.ir.text import as_text
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 from zerofx.views.bars import lane_lines, measured_track
 from zerofx.views.timeline import format_us
 

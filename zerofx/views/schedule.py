@@ -20,7 +20,7 @@ from zerofx.ir.program import Planned, Program
 from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.spec import meanings
 from zerofx.ir.text import as_text, without_numbers
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # shown always, others if used
 WIDTH = 24  # of the bar

@@ -16,7 +16,7 @@ from typing import Any
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.timeline import Span, Timeline
 from zerofx.ir.text import as_text, without_numbers
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 WIDTH = 72
 LINES = 8  # of the critical path

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import PlanError
-from zerofx.fields import covers, nearest
 from zerofx.ir.program import Decision
 from zerofx.ir.text import as_text
-from zerofx.sizes import format_bytes
+from zerofx.plan.fields import covers, nearest
+from zerofx.plan.sizes import format_bytes
 
 BUDGET = "memory_budget"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerofx.errors import NvmeError
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 _ELSEWHERE = "or choose another path"
 WAYS_OUT = {

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import yaml
 
 from zerofx.errors import PlanError
-from zerofx.sizes import parse_bytes
+from zerofx.plan.sizes import parse_bytes
 
 Reader = Callable[[str, Any], Any]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofx.errors import PlanError
-from zerofx.fields import (
+from zerofx.plan.fields import (
     Patterns,
     check_names,
     either,
@@ -31,9 +31,9 @@ from zerofx.fields import (
     whole,
     write_yaml,
 )
-from zerofx.plan_parts import Offload, Precision, read_activations, read_tiling, read_units
-from zerofx.plan_rules import contradictions
-from zerofx.sizes import exact_bytes
+from zerofx.plan.parts import Offload, Precision, read_activations, read_tiling, read_units
+from zerofx.plan.rules import contradictions
+from zerofx.plan.sizes import exact_bytes
 
 _SIZES = ("memory_budget", "host_budget", "persist_below", "bucket_bytes")
 

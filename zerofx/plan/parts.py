@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zerofx.errors import PlanError
-from zerofx.fields import (
+from zerofx.plan.fields import (
     Patterns,
     check_names,
     flag,

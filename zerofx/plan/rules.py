@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zerofx.fields import Patterns
-from zerofx.sizes import exact_bytes
+from zerofx.plan.fields import Patterns
+from zerofx.plan.sizes import exact_bytes
 
 if TYPE_CHECKING:
-    from zerofx.plan import Plan
+    from zerofx.plan.plan import Plan
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
