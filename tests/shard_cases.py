@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zerofx.runtime.bucketing import UnitParam, unit_layout
-from zerofx.runtime.layout import Layout
+from zerofx.layout.buckets import Layout
+from zerofx.layout.build import UnitParam, unit_layout
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
 from zerofx.runtime.world import World

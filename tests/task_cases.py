@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price, Task
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.tiers import Tier
 
 
 def task(index: int, lane: Lane, us: float, *needs: int) -> Task:

@@ -20,7 +20,7 @@ from training import loss_of
 
 import zerofx
 from zerofx.compiled.programs import ProgramTable
-from zerofx.runtime import layout
+from zerofx.layout import buckets as layout
 
 ATEN = {"kernels": "aten", "bucket_bytes": 4096}
 BF16 = {"precision": "bf16"}

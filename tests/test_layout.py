@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofx.runtime.bucketing import ALIGN_BYTES, UnitParam, merge_small, unit_layout
-from zerofx.runtime.layout import Layout
+from zerofx.layout.buckets import Layout
+from zerofx.layout.build import ALIGN_BYTES, UnitParam, merge_small, unit_layout
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])

@@ -20,13 +20,13 @@ from zerofx.analysis.memory import memory
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import NvmeError
 from zerofx.ir.meta import info
+from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.tiers import Tier
+from zerofx.layout.tiles import tiles_of
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.layout import Bucket, Layout, Mesh, ParamSlice
 from zerofx.runtime.nvme.checksum import BLOCK_BYTES, covering
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
-from zerofx.runtime.tiers import Tier
-from zerofx.runtime.tiles import tiles_of
 
 TILED = {"blocks.*.mlp": 4, "position": 2}
 CELLS: list[Cell] = [

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.demo.measure import PeakMemory
+from zerofx.layout.build import UnitParam, unit_layout
 from zerofx.optim.flat import StepCasts
-from zerofx.runtime.bucketing import UnitParam, unit_layout
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.standalone import LoopbackAxis

@@ -9,8 +9,8 @@ from passes_compact import before, pass_named, run
 
 from zerofx.api import make_layout
 from zerofx.hardware import load_hardware
+from zerofx.layout.buckets import Layout
 from zerofx.plan.plan import as_plan
-from zerofx.runtime.layout import Layout
 
 WHOLE = 1 << 30
 

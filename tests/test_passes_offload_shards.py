@@ -18,11 +18,11 @@ from zerofx import ops
 from zerofx.codegen.emit import render
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.placement import with_tiers
 from zerofx.plan.parts import Offload
-from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.tiers import Tier
 from zerofx.views.schedule import view
 
 NAME = "offload-shards"

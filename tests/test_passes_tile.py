@@ -17,10 +17,10 @@ from zerofx.codegen.emit import render
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Planned, Program
+from zerofx.layout.buckets import Layout
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import MOST, choose_tiles
 from zerofx.plan.plan import Plan
-from zerofx.runtime.layout import Layout
 
 aten = torch.ops.aten
 TILED = {"blocks.*.mlp": 4, "blocks.0.attn": 2, "position": 2}

@@ -17,7 +17,7 @@ import zerofx
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.compiled.module import CompiledModule
-from zerofx.runtime import layout
+from zerofx.layout import buckets as layout
 from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.runtime.policy import exchange, reduction, resting, shard_copies, staging
 from zerofx.runtime.policy.borrowing import FreeBuffers, Scratch

@@ -30,7 +30,7 @@ from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.graphs import regions
 from zerofx.ir.program import BACKWARD, FORWARD
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.tiers import Tier
 
 
 def hardware(**changes: Any) -> Hardware:

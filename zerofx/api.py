@@ -24,6 +24,7 @@ from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ArgumentError, OptimizerError
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
+from zerofx.layout.buckets import Layout
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
@@ -35,7 +36,6 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.grid import check_mesh
 from zerofx.runtime.groups import StartUp, place
 from zerofx.runtime.homes import check_folder
-from zerofx.runtime.layout import Layout
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.steps import describe

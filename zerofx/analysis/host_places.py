@@ -17,11 +17,11 @@ from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of
-from zerofx.runtime.layout import Bucket
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.policy import staging
 from zerofx.runtime.policy.borrowing import FreeBuffers
 from zerofx.runtime.policy.staging import Move
-from zerofx.runtime.tiers import Tier
 
 ROUNDS = 4  # steps after which places that still grow are taken as they are
 STAGING = "update staging"

@@ -19,11 +19,11 @@ from zerofx.analysis.storage import (
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
-from zerofx.runtime.layout import Bucket
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.reduction import End
 from zerofx.runtime.policy.shard_copies import SentAs
-from zerofx.runtime.tiers import Tier
 
 
 class Places:

@@ -26,9 +26,9 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.task import Price
 from zerofx.errors import UnpricedError
 from zerofx.hardware import Curve, Hardware
+from zerofx.layout.tiers import Tier
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
-from zerofx.runtime.tiers import Tier
 
 _US = 1e6  # microseconds per second
 NCCL_SHARE = 0.85  # of a link's rate, that large messages reach

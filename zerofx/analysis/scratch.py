@@ -17,7 +17,7 @@ from zerofx.analysis.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
-from zerofx.runtime.layout import Layout
+from zerofx.layout.buckets import Layout
 from zerofx.runtime.policy import exchange, reduction, resting
 from zerofx.runtime.policy.borrowing import Loan, Scratch
 from zerofx.runtime.policy.exchange import Receives

@@ -21,7 +21,7 @@ from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.layout.buckets import Bucket, Layout
 from zerofx.runtime.policy import reduction, resting
 from zerofx.runtime.policy.shard_copies import SentAs
 

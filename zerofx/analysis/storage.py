@@ -20,10 +20,10 @@ from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
 from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import slot_of, takes_slot
-from zerofx.runtime.layout import Bucket
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs
-from zerofx.runtime.tiers import Tier
 
 
 class Category(str, Enum):

@@ -11,7 +11,7 @@ from torch import fx
 
 from zerofx.analysis.steps import Lane
 from zerofx.ir.meta import Info
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.tiers import Tier
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from zerofx.analysis.task import TaskList
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.homes import ADAMW_STATES
-from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import staging
 from zerofx.runtime.policy.staging import Move
-from zerofx.runtime.tiers import Tier
 
 STEP = "step"
 

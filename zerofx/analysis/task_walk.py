@@ -17,10 +17,10 @@ from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of, verb_of
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs
-from zerofx.runtime.tiers import Tier
 
 
 @dataclass

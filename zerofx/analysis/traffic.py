@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.collectives import KINDS
 from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
-from zerofx.runtime.tiers import Tier
 
 LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 

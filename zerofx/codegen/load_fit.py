@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerofx.errors import ProgramError
 from zerofx.ir.program import Planned
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.layout.buckets import Bucket, Layout
 
 
 def check_fits(program: Planned, layout: Layout, world_size: int) -> None:

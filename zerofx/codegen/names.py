@@ -10,7 +10,7 @@ from zerofx.codegen.text import identifier
 from zerofx.ir.meta import Role, info
 from zerofx.ir.names import op_stem
 from zerofx.ir.spec import spec_of
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.tiers import Tier
 
 
 class Names:

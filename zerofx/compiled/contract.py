@@ -13,8 +13,8 @@ from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.step import Contract, Reach
-from zerofx.runtime.tiers import Tier
 
 
 def contract(program: Planned, sizes: str = "") -> Contract:

@@ -14,8 +14,8 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe, escaped, short_dtype
+from zerofx.layout.buckets import Layout
 from zerofx.plan.plan import Plan
-from zerofx.runtime.layout import Layout
 
 
 def collective_digest(program: Planned) -> str:

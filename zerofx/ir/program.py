@@ -19,9 +19,9 @@ from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.layout.buckets import Layout, Mesh
+from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
-from zerofx.runtime.layout import Layout, Mesh
-from zerofx.runtime.tiles import Tile
 
 if TYPE_CHECKING:  # only the reports' types: see the methods that import them
     from zerofx.reports import Recorded

@@ -36,10 +36,10 @@ from zerofx.ir.spec import (
     spec_of,
 )
 from zerofx.ir.verify_values import Numbering, digest, leaf_digest
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.host_tier import H2D, dense_bytes
-from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import exchange
-from zerofx.runtime.tiers import Tier
 
 _Format = torch.dtype | None
 

@@ -37,13 +37,13 @@ from zerofx.ir.spec import (
 )
 from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_values import Numbering, Packed
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
 from zerofx.ops.waits import same
 from zerofx.runtime.collectives import all_reduce_bytes
-from zerofx.runtime.layout import Bucket, Layout
 from zerofx.runtime.policy import exchange, reduction
 from zerofx.runtime.policy.reduction import Leg
-from zerofx.runtime.tiers import Tier
 
 _Format = torch.dtype | None
 

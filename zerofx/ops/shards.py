@@ -31,6 +31,8 @@ from zerofx.ir.spec import (
     spec_of,
 )
 from zerofx.ir.verify_fault import name_of
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.ops.gathers import (
     append_from_shard,
     erase_to_bucket,
@@ -46,10 +48,8 @@ from zerofx.ops.values import fake_on_host
 from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, dense_bytes
-from zerofx.runtime.layout import Bucket
 from zerofx.runtime.policy import reduction, shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs
-from zerofx.runtime.tiers import Tier
 
 
 def _arrives_as(wait: fx.Node) -> str:

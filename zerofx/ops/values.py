@@ -24,9 +24,9 @@ from zerofx.ir.order import AWAY, Buffer, Order, alias_inputs
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Carries, Holds, Kind, Lane, OpSpec, Payload, define, spec_of
 from zerofx.ir.verify_fault import name_of
+from zerofx.layout.tiers import Tier
 from zerofx.ops.waits import hold_at_source, same
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
-from zerofx.runtime.tiers import Tier
 
 
 def fake_on_host(x: Tensor) -> Tensor:

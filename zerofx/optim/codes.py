@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
+from zerofx.layout.tiers import Tier
 from zerofx.optim.runs import (
     FlatRun,
     FlatStretch,
@@ -38,7 +39,6 @@ from zerofx.optim.runs import (
 )
 from zerofx.runtime.kernels.launch import use_triton
 from zerofx.runtime.kernels.quantise import dequantise, quantise
-from zerofx.runtime.tiers import Tier
 
 BLOCK = 256
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from zerofx.errors import OptimizerError
+from zerofx.layout.buckets import Bucket
 from zerofx.optim.clip import divisor, global_norm
 from zerofx.optim.in_backward import BackwardUpdates, groups_as_now, is_stepped, settle
 from zerofx.optim.nvme_steps import WholeSteps, divide, update_staged
@@ -24,7 +25,6 @@ from zerofx.optim.runs import (
     check_dtype,
     ledgers_of,
 )
-from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_piece import CastCopy, Ledger
 
 _Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model

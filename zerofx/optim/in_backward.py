@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
+from zerofx.layout.buckets import Bucket
 from zerofx.optim.runs import ledgers_of, name_of
-from zerofx.runtime.layout import Bucket
 from zerofx.runtime.param_piece import Ledger, piece_of
 from zerofx.runtime.param_tensor import local_of
 from zerofx.runtime.updates import Updates, check_optimizer

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Pool
+from zerofx.layout.buckets import Layout
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass
@@ -32,7 +33,6 @@ from zerofx.passes.tile import Tile
 from zerofx.passes.update_in_backward import UpdateInBackward
 from zerofx.plan.fields import nearest, whole
 from zerofx.plan.plan import Plan
-from zerofx.runtime.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
 from zerofx.runtime.policy import shard_copies
 from zerofx.runtime.policy.shard_copies import SentAs, Stamp
 from zerofx.runtime.slots import SlotPool
-from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.policy import staging
-from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:

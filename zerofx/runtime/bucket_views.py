@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zerofx.runtime.layout import Layout
+from zerofx.layout.buckets import Layout
 
 
 class BucketViews:

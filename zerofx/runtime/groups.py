@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
+from zerofx.layout.buckets import AXES
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.collectives import Axis, Lane
 from zerofx.runtime.gloo import Algorithm, GlooAxis
 from zerofx.runtime.hosts import meet
-from zerofx.runtime.layout import AXES
 from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
 from zerofx.runtime.nccl import NcclAxis
 from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, last_resort_s

@@ -19,8 +19,8 @@ import torch
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
 from zerofx.errors import ShardError
+from zerofx.layout.tiles import Range, say
 from zerofx.runtime.param_refuse import op_name
-from zerofx.runtime.tiles import Range, say
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

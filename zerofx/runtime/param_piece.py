@@ -25,11 +25,11 @@ from torch import Tensor
 
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.errors import NvmeError, ShardError
+from zerofx.layout.buckets import Bucket, Layout, ParamSlice
+from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.homes import Homes
 from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.layout import Bucket, Layout, ParamSlice
 from zerofx.runtime.param_checkpoint import Box, boxes_of
-from zerofx.runtime.tiles import Range, cut, say, spread
 from zerofx.runtime.updates import Updates
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.layout import Bucket
+from zerofx.layout.buckets import Bucket
 from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
 from zerofx.runtime.together import tell
 

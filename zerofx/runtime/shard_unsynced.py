@@ -19,7 +19,7 @@ from zerofx.runtime.param_tensor import first_of
 from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
-    from zerofx.runtime.layout import Bucket
+    from zerofx.layout.buckets import Bucket
     from zerofx.runtime.shards import ShardStore
 
 _ZERO = ("zero_", foreach_zero_.__name__)

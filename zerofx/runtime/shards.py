@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
+from zerofx.layout.buckets import LOW_OR_SINGLE, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.homes import claim_space
-from zerofx.runtime.layout import LOW_OR_SINGLE, Layout
 from zerofx.runtime.param_parameter import make_parameter, make_piece
 from zerofx.runtime.param_piece import Ledger
 from zerofx.runtime.shard_grads import StoreGrads
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
 from zerofx.runtime.shard_tree import Bindings, ParameterTree, attributes_of
-from zerofx.runtime.tiers import Tier
 from zerofx.runtime.together import together
 from zerofx.runtime.updates import Updates
 from zerofx.runtime.world import World

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import DesyncError
+from zerofx.layout.buckets import AXES, Mesh
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.board import ROW_BYTES, MemoryBoard
 from zerofx.runtime.collectives import (
@@ -25,7 +26,6 @@ from zerofx.runtime.collectives import (
     all_reduce_bytes,
     ordered_sum,
 )
-from zerofx.runtime.layout import AXES, Mesh
 from zerofx.runtime.watchdog import Watchdog
 from zerofx.runtime.world import World
 

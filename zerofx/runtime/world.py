@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import DesyncError, PlanError
+from zerofx.layout.buckets import AXES, Mesh
 from zerofx.runtime import groups
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
 from zerofx.runtime.gloo import Algorithm, always_direct
 from zerofx.runtime.grid import rank_grid
-from zerofx.runtime.layout import AXES, Mesh
 from zerofx.runtime.meeting import timeout_s
 from zerofx.runtime.policy import reduction
 from zerofx.runtime.steps import StepLog

@@ -19,11 +19,11 @@ from zerofx.analysis.steps import Lane
 from zerofx.analysis.storage import Category
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
+from zerofx.layout.buckets import Mesh
+from zerofx.layout.tiers import Tier
 from zerofx.passes.order import Setting
 from zerofx.plan.plan import Plan
-from zerofx.runtime.layout import Mesh
 from zerofx.runtime.policy import reduction
-from zerofx.runtime.tiers import Tier
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
 

@@ -16,11 +16,11 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compat.modules import own_buffers, unsaved_buffers
 from zerofx.errors import SnapshotError
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.param_checkpoint import FlatPiece
 from zerofx.runtime.param_piece import ParameterPiece, is_cut
 from zerofx.runtime.shard_optimizer import STEP_STATES
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.tiers import Tier
 from zerofx.runtime.updates import BucketOptimizer
 
 _SHOWN = 6  # names in one error

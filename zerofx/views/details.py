@@ -16,7 +16,7 @@ from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.ir.text import describe
-from zerofx.runtime.layout import Bucket
+from zerofx.layout.buckets import Bucket
 
 MOST = 12  # operators or parameters that are named
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from zerofx.runtime.layout import Bucket, Layout, Mesh
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.buckets import Bucket, Layout, Mesh
+from zerofx.layout.tiers import Tier
 
 # -- mesh axes -----------------------------------------------------------------------------------
 _AXES = {"shard": "reduce_scatter", "replicate": "all_reduce"}  # what each does, in order

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 
 
 def frees(layout: Layout, nbytes: int) -> bool:

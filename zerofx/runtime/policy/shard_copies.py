@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 
 Stamp = tuple[int, int]  # writes that were or may have been made, updates that were published
 NEVER: Stamp = (-1, -1)

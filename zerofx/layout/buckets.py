@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zerofx.runtime.tiers import Tier
-from zerofx.runtime.tiles import Range, Tile
+from zerofx.layout.tiers import Tier
+from zerofx.layout.tiles import Range, Tile
 
 # What backward alone uses is freed between steps from this size on, so that the peak of forward
 # does not carry it; smaller buffers stay: allocating them again would cost more than they hold.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.runtime.layout import Bucket, Layout, Mesh, ParamSlice
-from zerofx.runtime.tiles import Tile
+from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.tiles import Tile
 
 ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
 
