@@ -11,7 +11,7 @@ from pool import Pool
 from training import loss_of
 
 import zerofx
-from zerofx.runtime.policy.borrowing import FreeBuffers
+from zerofx.policy.borrowing import FreeBuffers
 
 STATES = {"optimizer": "nvme"}
 ALL = {"optimizer": "nvme", "parameters": "nvme"}

@@ -18,12 +18,12 @@ from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
 from zerofx.compiled.module import CompiledModule
 from zerofx.layout import buckets as layout
+from zerofx.policy import exchange, reduction, resting, shard_copies, staging
+from zerofx.policy.borrowing import FreeBuffers, Scratch
+from zerofx.policy.exchange import Receives
+from zerofx.policy.reduction import End
+from zerofx.policy.shard_copies import SentAs
 from zerofx.runtime.host_tier import D2H, H2D
-from zerofx.runtime.policy import exchange, reduction, resting, shard_copies, staging
-from zerofx.runtime.policy.borrowing import FreeBuffers, Scratch
-from zerofx.runtime.policy.exchange import Receives
-from zerofx.runtime.policy.reduction import End
-from zerofx.runtime.policy.shard_copies import SentAs
 from zerofx.runtime.standalone import LoopbackAxis
 from zerofx.runtime.world import World
 

@@ -19,9 +19,9 @@ from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.policy import staging
-from zerofx.runtime.policy.borrowing import FreeBuffers
-from zerofx.runtime.policy.staging import Move
+from zerofx.policy import staging
+from zerofx.policy.borrowing import FreeBuffers
+from zerofx.policy.staging import Move
 
 ROUNDS = 4  # steps after which places that still grow are taken as they are
 STAGING = "update staging"

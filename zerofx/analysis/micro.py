@@ -8,7 +8,7 @@ from enum import Enum
 from zerofx.errors import PlanError
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 
 
 class Before(str, Enum):

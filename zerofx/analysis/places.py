@@ -21,9 +21,9 @@ from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.policy import reduction, shard_copies
-from zerofx.runtime.policy.reduction import End
-from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.policy import reduction, shard_copies
+from zerofx.policy.reduction import End
+from zerofx.policy.shard_copies import SentAs
 
 
 class Places:

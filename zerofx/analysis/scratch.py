@@ -18,10 +18,10 @@ from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
 from zerofx.layout.buckets import Layout
-from zerofx.runtime.policy import exchange, reduction, resting
-from zerofx.runtime.policy.borrowing import Loan, Scratch
-from zerofx.runtime.policy.exchange import Receives
-from zerofx.runtime.policy.reduction import End, Leg
+from zerofx.policy import exchange, reduction, resting
+from zerofx.policy.borrowing import Loan, Scratch
+from zerofx.policy.exchange import Receives
+from zerofx.policy.reduction import End, Leg
 
 
 @dataclass(eq=False)

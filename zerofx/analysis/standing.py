@@ -22,8 +22,8 @@ from zerofx.ir.meta import Info, Role, info, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.layout.buckets import Bucket, Layout
-from zerofx.runtime.policy import reduction, resting
-from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.policy import reduction, resting
+from zerofx.policy.shard_copies import SentAs
 
 
 def standing(

@@ -22,8 +22,8 @@ from zerofx.ir.program import FORWARD, Planned
 from zerofx.ir.spec import slot_of, takes_slot
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.policy import reduction, shard_copies
-from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.policy import reduction, shard_copies
+from zerofx.policy.shard_copies import SentAs
 
 
 class Category(str, Enum):

@@ -15,9 +15,9 @@ from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
+from zerofx.policy import staging
+from zerofx.policy.staging import Move
 from zerofx.runtime.homes import ADAMW_STATES
-from zerofx.runtime.policy import staging
-from zerofx.runtime.policy.staging import Move
 
 STEP = "step"
 

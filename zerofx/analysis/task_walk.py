@@ -19,8 +19,8 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, Lane, kind_of, launch_of, spec_of, verb_of
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.policy import reduction, shard_copies
-from zerofx.runtime.policy.shard_copies import SentAs
+from zerofx.policy import reduction, shard_copies
+from zerofx.policy.shard_copies import SentAs
 
 
 @dataclass

@@ -23,9 +23,9 @@ from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import GradientError, ShardError
 from zerofx.ir.program import Planned
 from zerofx.passes.order import Setting
+from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.policy import reduction
 from zerofx.runtime.shards import ShardStore
 
 

@@ -38,8 +38,8 @@ from zerofx.ir.spec import (
 from zerofx.ir.verify_values import Numbering, digest, leaf_digest
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
+from zerofx.policy import exchange
 from zerofx.runtime.host_tier import H2D, dense_bytes
-from zerofx.runtime.policy import exchange
 
 _Format = torch.dtype | None
 

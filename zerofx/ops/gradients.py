@@ -41,9 +41,9 @@ from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
 from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
 from zerofx.ops.waits import same
+from zerofx.policy import exchange, reduction
+from zerofx.policy.reduction import Leg
 from zerofx.runtime.collectives import all_reduce_bytes
-from zerofx.runtime.policy import exchange, reduction
-from zerofx.runtime.policy.reduction import Leg
 
 _Format = torch.dtype | None
 

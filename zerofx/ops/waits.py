@@ -16,7 +16,7 @@ from zerofx.ir.order import Order
 from zerofx.ir.spec import Kind, Lane, OpSpec, define, launch_of, launched, spec_of
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 
 
 def _launched(wait: fx.Node) -> OpSpec:

@@ -19,11 +19,11 @@ from zerofx.errors import NvmeError, OptimizerError
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
 from zerofx.optim.runs import FlatRun, Work
+from zerofx.policy import staging
+from zerofx.policy.staging import Move
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.policy import staging
-from zerofx.runtime.policy.staging import Move
 from zerofx.runtime.together import tell
 
 Groups = list[Work]  # a group's runs each

@@ -15,7 +15,7 @@ from zerofx.ir.program import BACKWARD, Planned
 from zerofx.layout.buckets import Bucket
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, spans
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 
 _REDUCE = {"reduce_scatter": ops.reduce_scatter, "all_reduce": ops.all_reduce}
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
+from zerofx.policy import shard_copies
+from zerofx.policy.shard_copies import SentAs, Stamp
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
-from zerofx.runtime.policy import shard_copies
-from zerofx.runtime.policy.shard_copies import SentAs, Stamp
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.together import tell
 

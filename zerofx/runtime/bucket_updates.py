@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
+from zerofx.policy import staging
 from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.policy import staging
 from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import DesyncError
-from zerofx.runtime.policy import exchange
-from zerofx.runtime.policy.borrowing import Scratch
+from zerofx.policy import exchange
+from zerofx.policy.borrowing import Scratch
 
 STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.policy import resting, shard_copies
+from zerofx.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.away_shards import AwayShards
 from zerofx.runtime.bucket_updates import BucketUpdates
 from zerofx.runtime.bucket_views import BucketViews
@@ -19,8 +21,6 @@ from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.nvme_values import NvmeValues
 from zerofx.runtime.param_piece import CastCopy
-from zerofx.runtime.policy import resting, shard_copies
-from zerofx.runtime.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.schedule import InFlight, Schedule, added_method
 from zerofx.runtime.slots import SlotPool
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.compat.groups import all_gather_flat, group_backend
+from zerofx.policy import exchange
+from zerofx.policy.borrowing import Loan
 from zerofx.runtime.collectives import (
     Axis,
     GroupWork,
@@ -27,8 +29,6 @@ from zerofx.runtime.collectives import (
     ordered_sum,
     receive_buffers,
 )
-from zerofx.runtime.policy import exchange
-from zerofx.runtime.policy.borrowing import Loan
 
 _TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
 _BREAK_TAG = 0x7FFFFFFF

@@ -20,6 +20,7 @@ from torch import Tensor
 from zerofx.errors import NvmeError, OptimizerError
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
+from zerofx.policy import reduction
 from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_memory import host_memory
 from zerofx.runtime.host_tier import HostTier
@@ -27,7 +28,6 @@ from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.faults import sized
 from zerofx.runtime.nvme.folder import free_bytes, prepare
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
-from zerofx.runtime.policy import reduction
 from zerofx.runtime.together import together
 from zerofx.runtime.world import World
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
+from zerofx.policy import reduction
 from zerofx.runtime.param_refuse import op_name
 from zerofx.runtime.param_tensor import first_of
-from zerofx.runtime.policy import reduction
 
 if TYPE_CHECKING:
     from zerofx.layout.buckets import Bucket

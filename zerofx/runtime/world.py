@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES, Mesh
+from zerofx.policy import reduction
 from zerofx.runtime import groups
 from zerofx.runtime.agreement import Agreement
 from zerofx.runtime.board import NO_GRAPH
@@ -26,7 +27,6 @@ from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
 from zerofx.runtime.gloo import Algorithm, always_direct
 from zerofx.runtime.grid import rank_grid
 from zerofx.runtime.meeting import timeout_s
-from zerofx.runtime.policy import reduction
 from zerofx.runtime.steps import StepLog
 
 

@@ -23,7 +23,7 @@ from zerofx.layout.buckets import Mesh
 from zerofx.layout.tiers import Tier
 from zerofx.passes.order import Setting
 from zerofx.plan.plan import Plan
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 from zerofx.searching.family import Family
 from zerofx.searching.space import Choice
 
