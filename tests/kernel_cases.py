@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.codegen.kernels import kernel_call, render_kernels, tensor_args
-from zerofx.runtime.kernels import ops
+from zerofx.kernels import ops
 from zerofx.runtime.regions import import_file
 
 Call = tuple[Any, tuple[Any, ...]]

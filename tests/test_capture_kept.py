@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from zerofx.ir.meta import Role, info, value
-from zerofx.runtime.recurrent import recurrent
+from zerofx.kernels.recurrent import recurrent
 
 
 class Triple(torch.autograd.Function):

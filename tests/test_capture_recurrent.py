@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerofx.runtime.recurrent import MODES, recurrent, recurrent_grads
+from zerofx.kernels.recurrent import MODES, recurrent, recurrent_grads
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 

@@ -76,7 +76,7 @@ LISTS = {
     "zerofx.compat": "one per subject of private torch",
     "zerofx.passes": "one per pass",
     "zerofx.passes.patterns": "one per pattern",
-    "zerofx.runtime.kernels": "one per kernel",
+    "zerofx.kernels": "one per kernel",
 }
 ONE_IMPORTER = {
     "zerofx.codegen.names": "names of emitted values, beside the statements that use them",

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.runtime.kernels import adamw, lamb, pack, quantise
-from zerofx.runtime.kernels.launch import use_triton
+from zerofx.kernels import adamw, lamb, pack, quantise
+from zerofx.kernels.launch import use_triton
 
 Run = Callable[..., Any]
 SIZES = [1, 1023, 1025, 3000]

@@ -24,8 +24,8 @@ from zerofx.analysis.workspace import workspace_bytes
 from zerofx.codegen import kernels as kernel_sources
 from zerofx.codegen.kernels import kernel_call, render_kernels
 from zerofx.demo.measure import PeakMemory
-from zerofx.runtime.kernels import cross_entropy, ops
-from zerofx.runtime.kernels.cross_entropy import Options
+from zerofx.kernels import cross_entropy, ops
+from zerofx.kernels.cross_entropy import Options
 
 Run = Callable[..., Any]
 SMALL = [

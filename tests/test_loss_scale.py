@@ -15,8 +15,8 @@ from training import loss_of
 import zerofx
 from zerofx.compiled.scaling import rule_of
 from zerofx.errors import PlanError
+from zerofx.kernels.launch import plain_forms, use_triton
 from zerofx.plan.parts import LossScale
-from zerofx.runtime.kernels.launch import plain_forms, use_triton
 from zerofx.runtime.loss_scale import LossScaler
 
 

@@ -12,7 +12,7 @@ from shard_cases import build, deliver, gradients, small_model, wholes
 from torch import Tensor
 
 import zerofx
-from zerofx.runtime.kernels.launch import use_triton
+from zerofx.kernels.launch import use_triton
 from zerofx.runtime.world import World
 
 STEPS = 4

@@ -13,7 +13,7 @@ from lowp_cases import Loop, check_copies, counted, settled
 from optim_cases import mixed_batch, ours, theirs
 from torch import nn
 
-from zerofx.runtime.kernels import adamw
+from zerofx.kernels import adamw
 
 Run = Callable[..., Any]
 

@@ -19,9 +19,9 @@ import zerofx
 from zerofx.errors import PlanError
 from zerofx.ir.meta import info
 from zerofx.ir.program import Planned
+from zerofx.kernels import ops
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.merge_tied import MergeTied
-from zerofx.runtime.kernels import ops
 
 # A linear layer with bias and its loss; views of the weight left out.
 HEAD_BEFORE = """

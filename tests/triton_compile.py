@@ -9,9 +9,9 @@ import pytest
 import torch
 from kernel_cases import gated_calls, loss_calls, norm_calls, rotary_calls
 
+from zerofx import kernels
 from zerofx.codegen.kernels import kernel_call, render_kernels, tensor_args
-from zerofx.runtime import kernels
-from zerofx.runtime.kernels import adamw, lamb, launch, pack, quantise
+from zerofx.kernels import adamw, lamb, launch, pack, quantise
 from zerofx.runtime.regions import import_file
 
 

@@ -21,7 +21,7 @@ from zerofx.compat.flops import counted_flops
 from zerofx.compat.graphs import pytree
 from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
 from zerofx.ir.meta import nbytes, value
-from zerofx.runtime.kernels.ops import FUSED
+from zerofx.kernels.ops import FUSED
 
 PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, BATCH_NORM, LAYOUT, POOL, OTHER = (
     "matmul", "convolution", "attention", "pointwise", "reduction", "batch_norm", "layout", "pool",

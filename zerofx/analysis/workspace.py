@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from zerofx.ir.meta import nbytes, value
-from zerofx.runtime.kernels import ops
-from zerofx.runtime.kernels.cross_entropy import tile_sizes
-from zerofx.runtime.recurrent import recurrent, recurrent_grads
+from zerofx.kernels import ops
+from zerofx.kernels.cross_entropy import tile_sizes
+from zerofx.kernels.recurrent import recurrent, recurrent_grads
 
 aten = torch.ops.aten
 _BACKWARD = aten.convolution_backward.default

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.load_record import Recorder
 from zerofx.errors import ProgramError
-from zerofx.runtime.kernels.launch import plain_forms
+from zerofx.kernels.launch import plain_forms
 from zerofx.runtime.regions import import_file
 
 

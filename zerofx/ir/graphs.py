@@ -15,8 +15,8 @@ from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program, placeholders
 from zerofx.ir.spec import Carries, Kind, spec_of
+from zerofx.kernels.ops import FUSED
 from zerofx.layout.buckets import Layout
-from zerofx.runtime.kernels.ops import FUSED
 
 _EXTRA_ALIASES = frozenset(  # which share storage though their schemas do not say so
     f"aten::{name}"

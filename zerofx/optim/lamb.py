@@ -11,16 +11,16 @@ from torch import Tensor
 
 from zerofx.compat.optim import foreach_mul_, fused_adam_
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.flat import FlatOptimizer, near
-from zerofx.optim.groups import check_adam_options, resolve_groups
-from zerofx.optim.runs import FlatRun, Work, overlaps, parts
-from zerofx.runtime.kernels.lamb import (
+from zerofx.kernels.lamb import (
     LambRule,
     flat_lamb_apply_,
     flat_lamb_direction,
     trust_ratios,
 )
-from zerofx.runtime.kernels.launch import use_triton
+from zerofx.kernels.launch import use_triton
+from zerofx.optim.flat import FlatOptimizer, near
+from zerofx.optim.groups import check_adam_options, resolve_groups
+from zerofx.optim.runs import FlatRun, Work, overlaps, parts
 from zerofx.runtime.param_norms import LOW_PRECISION
 from zerofx.runtime.param_piece import ParameterPiece, piece_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.runtime.kernels import cross_entropy, gated, norm, rotary
-from zerofx.runtime.kernels.cross_entropy import Options
+from zerofx.kernels import cross_entropy, gated, norm, rotary
+from zerofx.kernels.cross_entropy import Options
 
 _LIB = torch.library.Library("zerofx", "FRAGMENT")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zerofx.runtime.kernels.launch import check_flat, kernel, num_blocks, use_triton
+from zerofx.kernels.launch import check_flat, kernel, num_blocks, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
