@@ -19,10 +19,11 @@ from models import CASES
 
 import zerofx
 from zerofx import api
+from zerofx.comm import groups, hosts
+from zerofx.comm.world import World
 from zerofx.compiled import programs
 from zerofx.errors import ZerofxError
-from zerofx.runtime import groups, homes, hosts, shard_init
-from zerofx.runtime.world import World
+from zerofx.runtime import homes, shard_init
 
 GPT = CASES["gpt"]
 SILENT = ("absent", "killed")

@@ -25,10 +25,10 @@ from zerofx.calibrate.probe import LEAST_S, TURNS, Probe, in_turn
 from zerofx.calibrate.transfers import Algorithms, Beside, sum_bytes
 from zerofx.calibrate.view import CalibrationView
 from zerofx.cli import main
+from zerofx.comm.world import World
 from zerofx.errors import DoctorError, PlanError
 from zerofx.hardware import load_hardware, write_hardware
 from zerofx.hardware.curve import KINDS, read_curves
-from zerofx.runtime.world import World
 
 MADE_FIELDS = ("launch", "stream")
 

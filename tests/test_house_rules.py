@@ -91,7 +91,7 @@ ONE_IMPORTER = {
     "zerofx.optim.lion": "one module per optimizer",
     "zerofx.recording.operators": "the only user of torch.profiler",
     "zerofx.runtime.constants": "imported by emitted modules",
-    "zerofx.runtime.nccl": "one module per backend",
+    "zerofx.comm.nccl": "one module per backend",
     "zerofx.runtime.nvme.blocks": "part of the store, to be merged",
     "zerofx.runtime.nvme.mapped": "part of the store, to be merged",
     "zerofx.runtime.nvme.ranges": "an algorithm by itself",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerofx
+from zerofx.comm.grid import rank_grid
 from zerofx.errors import DesyncError, PlanError
-from zerofx.runtime.grid import rank_grid
 
 HSDP = "dp_replicate", "dp_shard"
 

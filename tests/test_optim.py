@@ -24,9 +24,9 @@ from shard_cases import build, deliver, gradients, on_ranks, small_model, whole,
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.optim.in_backward import is_stepped
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 STEPS = 20
 CLIP = 0.3

@@ -15,12 +15,12 @@ from snapshot_cases import assert_same, everything
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.text import Batches, load_text
 from zerofx.errors import OptimizerError
 from zerofx.optim.codes import BLOCK, Codes, code_book
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 CPU = torch.device("cpu")
 

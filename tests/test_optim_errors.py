@@ -10,9 +10,9 @@ from shard_cases import on_ranks, small_model
 from torch import nn
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.errors import OptimizerError, ShardError, ZerofxError
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 
 def named(*groups: dict[str, Any]) -> list[list[str]]:

@@ -12,8 +12,8 @@ from shard_cases import build, deliver, gradients, small_model, wholes
 from torch import Tensor
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.kernels.launch import use_triton
-from zerofx.runtime.world import World
 
 STEPS = 4
 CLIP = 0.3

@@ -17,13 +17,13 @@ from shard_cases import deliver, gradients, small_model
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.demo.measure import PeakMemory
 from zerofx.layout.build import UnitParam, unit_layout
 from zerofx.optim.flat import StepCasts
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.standalone import LoopbackAxis
-from zerofx.runtime.world import World
 
 Run = Callable[..., Any]
 STEPS = 6

@@ -16,6 +16,7 @@ from training import loss_of
 import zerofx
 from zerofx.analysis.storage import Category
 from zerofx.analysis.traffic import traffic
+from zerofx.comm.world import World
 from zerofx.compiled.module import CompiledModule
 from zerofx.layout import buckets as layout
 from zerofx.policy import exchange, reduction, resting, shard_copies, staging
@@ -25,7 +26,6 @@ from zerofx.policy.reduction import End
 from zerofx.policy.shard_copies import SentAs
 from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.runtime.standalone import LoopbackAxis
-from zerofx.runtime.world import World
 
 FINE: dict[str, Any] = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from test_world_hosts import spread
 from torch import nn
 
 import zerofx
+from zerofx.comm import world as worlds
 from zerofx.errors import DesyncError
-from zerofx.runtime import world as worlds
 
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 4096}
 

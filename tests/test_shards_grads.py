@@ -9,8 +9,8 @@ import torch
 from shard_cases import deliver, gradients, on_ranks, whole
 from torch import Tensor, nn
 
+from zerofx.comm.world import World
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 
 def expect_grads(model: nn.Module, expected: dict[str, Tensor | None]) -> None:

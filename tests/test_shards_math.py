@@ -9,10 +9,10 @@ import torch
 from shard_cases import on_ranks, small_model, whole
 from torch import Tensor, nn
 
+from zerofx.comm.world import World
 from zerofx.runtime.param_elementwise import FOREACH, POINTWISE
 from zerofx.runtime.param_tensor import ShardedTensor
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 TRANSCENDENTAL = """
 acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh cos cosh

@@ -10,9 +10,9 @@ from pool import Pool
 from shard_cases import build, layout_of, wholes
 from torch import Tensor, nn
 
+from zerofx.comm.world import World
 from zerofx.errors import ShardError
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 
 class Net(nn.Module):

@@ -14,12 +14,12 @@ from shard_cases import deliver, gradients, on_ranks, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zerofx.comm.world import World
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.errors import ShardError
 from zerofx.runtime.param_parameter import ReplicatedParameter, ShardedParameter
 from zerofx.runtime.param_piece import is_cut, piece_of
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 
 def test_it_is_a_parameter_and_a_dtensor_of_the_global_shape() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from training import loss_of
 
 import zerofx
+from zerofx.comm.world import World
 from zerofx.errors import DesyncError, ShardError
 from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
 from zerofx.runtime.shard_state import (
@@ -25,7 +26,6 @@ from zerofx.runtime.shard_state import (
     iter_full_state,
 )
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.world import World
 
 
 @pytest.mark.parametrize(("size", "shard_size"), [(1, 1), (2, 2), (3, 3), (4, 2)])

@@ -10,10 +10,10 @@ import torch
 from shard_cases import build, deliver, gradients, layout_of, on_ranks, small_model, whole, wholes
 from torch import Tensor, nn
 
+from zerofx.comm.world import World
 from zerofx.errors import ShardError
 from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
-from zerofx.runtime.world import World
 
 # -- building ----------------------------------------------------------------------------------
 

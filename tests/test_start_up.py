@@ -19,8 +19,8 @@ from start_cases import Fault, Seen
 from torch import nn
 
 import zerofx
+from zerofx.comm import meeting
 from zerofx.errors import DesyncError, PlanError
-from zerofx.runtime import meeting
 
 SLACK_S = 10.0
 

@@ -14,8 +14,8 @@ from pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from world_cases import assert_bit_equal, every_collective
 
+from zerofx.comm.world import World
 from zerofx.errors import PlanError
-from zerofx.runtime.world import World
 
 
 def places(shard_size: int | None) -> tuple:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from zerofx.comm import board
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import FAILED, LEFT, PRESENT, ROW_BYTES, Entry, MemoryBoard
+from zerofx.comm.differences import describe_difference
 from zerofx.errors import DesyncError
-from zerofx.runtime import board
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.board import FAILED, LEFT, PRESENT, ROW_BYTES, Entry, MemoryBoard
-from zerofx.runtime.differences import describe_difference
 
 LONG = "; ".join(f"blocks.{i}.weight=f32[1024, 1024]" for i in range(500))
 

@@ -11,9 +11,9 @@ from pool import Pool
 from test_world_failures import LABEL, error_of, step
 from test_world_hosts import spread
 
-from zerofx.runtime import agreement, hosts
+from zerofx.comm import agreement, hosts
+from zerofx.comm.world import World
 from zerofx.runtime.simulated import run_ranks
-from zerofx.runtime.world import World
 
 BROKEN = "broken off by ValueError('boom')"
 

@@ -10,8 +10,8 @@ from pool import Pool
 from torch import Tensor
 from world_cases import BIG, assert_bit_equal, every_collective, values
 
+from zerofx.comm.world import World
 from zerofx.runtime.simulated import run_ranks
-from zerofx.runtime.world import World
 
 
 def always_native(kind: str, nbytes: int, ranks: int) -> str:

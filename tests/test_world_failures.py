@@ -12,9 +12,9 @@ import pytest
 import torch
 from pool import Died, Pool
 
+from zerofx.comm.world import World
 from zerofx.errors import DesyncError
 from zerofx.runtime.simulated import run_ranks
-from zerofx.runtime.world import World
 
 LABEL = "all-gather of bucket 3 (blocks.0: w, b)"
 QUICK_S = 20.0  # far below the timeouts these tests set, far above what raising takes

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
+from zerofx.comm.world import World
 from zerofx.errors import DesyncError
-from zerofx.runtime.world import World
 
 
 def groups_of(world: World) -> Any:

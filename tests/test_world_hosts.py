@@ -13,10 +13,10 @@ import torch
 from pool import Died, Pool
 from test_world_failures import error_of
 
+from zerofx.comm import hosts
+from zerofx.comm.meeting import timeout_s
+from zerofx.comm.world import World
 from zerofx.errors import PlanError
-from zerofx.runtime import hosts
-from zerofx.runtime.meeting import timeout_s
-from zerofx.runtime.world import World
 
 
 def spread(
@@ -88,7 +88,7 @@ def test_a_rank_killed_on_another_host_is_named(pool: Pool) -> None:
 
 def stuck_on_another_host() -> str:
     os.environ["ZEROFX_TIMEOUT_S"] = "1"
-    from zerofx.runtime import watchdog
+    from zerofx.comm import watchdog
 
     watchdog._PROGRESS_S = 0.2
     world = spread(1)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from zerofx.comm import nccl
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import ROW_BYTES, MemoryBoard
+from zerofx.comm.collectives import Lane
+from zerofx.comm.nccl import NcclAxis
+from zerofx.comm.watchdog import StreamWatchdog
 from zerofx.errors import DesyncError
-from zerofx.runtime import nccl
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.board import ROW_BYTES, MemoryBoard
-from zerofx.runtime.collectives import Lane
-from zerofx.runtime.nccl import NcclAxis
-from zerofx.runtime.watchdog import StreamWatchdog
 
 
 class FakeHandle:

@@ -15,8 +15,8 @@ from pool import Pool
 from test_world_failures import LABEL, error_of, step
 from test_world_hosts import spread
 
+from zerofx.comm.world import World
 from zerofx.errors import DesyncError
-from zerofx.runtime.world import World
 
 
 def late_while_looking_fails(fails_for_s: float) -> tuple[str, list[str]]:
@@ -85,9 +85,9 @@ def test_a_wait_ends_at_its_limit_without_a_store(pool: Pool) -> None:
 
 LEAVES = """
 import datetime, sys, torch, torch.distributed as dist
-from zerofx.runtime import gloo
+from zerofx.comm import gloo
 from zerofx.errors import DesyncError
-from zerofx.runtime.world import World
+from zerofx.comm.world import World
 rank = int(sys.argv[1])
 gloo.timedelta = lambda milliseconds: datetime.timedelta(seconds=1)  # long inside gloo
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerofx.runtime.world import World
+from zerofx.comm.world import World
 
 BIG = 100_000  # elements: several socket buffers
 NUMELS = [1, 16, 1000, BIG]

@@ -17,6 +17,10 @@ from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
+from zerofx.comm.grid import check_mesh
+from zerofx.comm.groups import StartUp, place
+from zerofx.comm.steps import describe
+from zerofx.comm.world import World
 from zerofx.compiled.digest import describe_layout, describe_parameters, layout_digest
 from zerofx.compiled.module import CompiledModule
 from zerofx.compiled.programs import load_directory
@@ -33,13 +37,9 @@ from zerofx.plan.fields import nearest
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph import check_recordable
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.grid import check_mesh
-from zerofx.runtime.groups import StartUp, place
 from zerofx.runtime.homes import check_folder
 from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
 from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.steps import describe
-from zerofx.runtime.world import World
 from zerofx.snapshot.files import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zerofx.comm.collectives import KINDS
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.collectives import KINDS
 from zerofx.runtime.homes import ADAMW_STATES
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 

@@ -21,7 +21,7 @@ from zerofx.calibrate.disk import Disk
 from zerofx.calibrate.probe import ROUND, Probe
 from zerofx.calibrate.regions import compiled
 from zerofx.calibrate.transfers import Algorithms, Beside, arrivals, besides, sum_bytes, transfers
-from zerofx.runtime.world import World
+from zerofx.comm.world import World
 
 LEAST_S = 1e-7  # of a difference of two times
 Report = dict[str, list[list[Any]]]

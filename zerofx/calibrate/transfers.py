@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from zerofx.calibrate.probe import Probe, Work
-from zerofx.runtime.collectives import Work as Flight
-from zerofx.runtime.collectives import ordered_sum
-from zerofx.runtime.world import World
+from zerofx.comm.collectives import Work as Flight
+from zerofx.comm.collectives import ordered_sum
+from zerofx.comm.world import World
 
 FULL_BYTES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 SIDE = 192  # of the products that compute beside a transfer is made of: they stay in the cache

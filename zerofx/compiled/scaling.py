@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from zerofx.comm.world import World
 from zerofx.errors import PlanError
 from zerofx.plan.parts import LossScale
 from zerofx.plan.plan import Plan
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
-from zerofx.runtime.world import World
 
 
 def make_scaler(plan: Plan, world: World) -> LossScaler | None:

@@ -20,6 +20,7 @@ from zerofx.analysis.task_walk import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list
+from zerofx.comm.collectives import all_reduce_bytes
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import FULL, Buffer, Order, argument
@@ -43,7 +44,6 @@ from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
 from zerofx.ops.waits import same
 from zerofx.policy import exchange, reduction
 from zerofx.policy.reduction import Leg
-from zerofx.runtime.collectives import all_reduce_bytes
 
 _Format = torch.dtype | None
 

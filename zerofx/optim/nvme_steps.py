@@ -15,6 +15,7 @@ from itertools import chain
 
 from torch import Tensor
 
+from zerofx.comm.together import tell
 from zerofx.errors import NvmeError, OptimizerError
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
@@ -24,7 +25,6 @@ from zerofx.policy.staging import Move
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.together import tell
 
 Groups = list[Work]  # a group's runs each
 

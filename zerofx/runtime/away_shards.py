@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
 from zerofx.policy import shard_copies
@@ -16,7 +17,6 @@ from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.flight import Flight
 from zerofx.runtime.host_tier import D2H, H2D, Copy, HostTier
 from zerofx.runtime.slots import SlotPool
-from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore

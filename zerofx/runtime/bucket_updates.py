@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
 from zerofx.policy import staging
 from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.away_shards import AwayShards

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from zerofx.comm.collectives import Work
 from zerofx.layout.buckets import Bucket
-from zerofx.runtime.collectives import Work
 
 
 def full_name(bucket: Bucket) -> str:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zerofx.comm.collectives import receive_buffers
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
 from zerofx.policy.borrowing import Loan
 from zerofx.policy.reduction import End
 from zerofx.runtime.bucket_views import BucketViews
-from zerofx.runtime.collectives import receive_buffers
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.param_tensor import local_of

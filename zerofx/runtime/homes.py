@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.comm.together import together
+from zerofx.comm.world import World
 from zerofx.errors import NvmeError, OptimizerError
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
@@ -28,8 +30,6 @@ from zerofx.runtime.nvme.checksum import covering
 from zerofx.runtime.nvme.faults import sized
 from zerofx.runtime.nvme.folder import free_bytes, prepare
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
-from zerofx.runtime.together import together
-from zerofx.runtime.world import World
 
 ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size
 

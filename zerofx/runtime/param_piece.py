@@ -33,7 +33,7 @@ from zerofx.runtime.param_checkpoint import Box, boxes_of
 from zerofx.runtime.updates import Updates
 
 if TYPE_CHECKING:
-    from zerofx.runtime.world import World
+    from zerofx.comm.world import World
 
 # id of an alias -> the alias, what shares it out, the parameter's name
 _handed_out: dict[int, tuple[weakref.ref[Tensor], DataAliases, str]] = {}

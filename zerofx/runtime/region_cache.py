@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from zerofx.collector import paused_collector
+from zerofx.comm.meeting import timeout_s
 from zerofx.compat.direct import replace_file
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import (
@@ -38,7 +39,6 @@ from zerofx.compat.inductor import (
     wrapper_of,
 )
 from zerofx.errors import ProgramError
-from zerofx.runtime.meeting import timeout_s
 from zerofx.runtime.region_keys import artifact_key, cache_dir, compiled_by, mark_of_use
 
 log = logging.getLogger("zerofx")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import Bucket
 from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
-from zerofx.runtime.together import tell
 
 if TYPE_CHECKING:
     from zerofx.runtime.shards import ShardStore

@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from zerofx.comm.together import together
+from zerofx.comm.world import World
 from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import LOW_OR_SINGLE, Layout
@@ -18,9 +20,7 @@ from zerofx.runtime.shard_grads import StoreGrads
 from zerofx.runtime.shard_init import fill_shards
 from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
 from zerofx.runtime.shard_tree import Bindings, ParameterTree, attributes_of
-from zerofx.runtime.together import together
 from zerofx.runtime.updates import Updates
-from zerofx.runtime.world import World
 
 
 class ShardStore:

@@ -14,11 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zerofx.errors import DesyncError
-from zerofx.layout.buckets import AXES, Mesh
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.board import ROW_BYTES, MemoryBoard
-from zerofx.runtime.collectives import (
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import ROW_BYTES, MemoryBoard
+from zerofx.comm.collectives import (
     Axis,
     GroupWork,
     Lane,
@@ -26,8 +24,10 @@ from zerofx.runtime.collectives import (
     all_reduce_bytes,
     ordered_sum,
 )
-from zerofx.runtime.watchdog import Watchdog
-from zerofx.runtime.world import World
+from zerofx.comm.watchdog import Watchdog
+from zerofx.comm.world import World
+from zerofx.errors import DesyncError
+from zerofx.layout.buckets import AXES, Mesh
 
 T = TypeVar("T")
 _LOOK_S = 0.05  # how often a waiting rank looks for what is wrong

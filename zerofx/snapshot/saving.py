@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from zerofx.comm.together import together
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
 from zerofx.runtime.shard_state import sharded_state
-from zerofx.runtime.together import together
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
 from zerofx.snapshot.generators import random_states

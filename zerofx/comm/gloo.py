@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.compat.groups import all_gather_flat, group_backend
-from zerofx.policy import exchange
-from zerofx.policy.borrowing import Loan
-from zerofx.runtime.collectives import (
+from zerofx.comm.collectives import (
     Axis,
     GroupWork,
     Lane,
@@ -29,6 +26,9 @@ from zerofx.runtime.collectives import (
     ordered_sum,
     receive_buffers,
 )
+from zerofx.compat.groups import all_gather_flat, group_backend
+from zerofx.policy import exchange
+from zerofx.policy.borrowing import Loan
 
 _TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
 _BREAK_TAG = 0x7FFFFFFF

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from zerofx.comm.differences import name_ranks
 from zerofx.errors import DesyncError, PlanError
-from zerofx.runtime.differences import name_ranks
 
 T = TypeVar("T")
 STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"

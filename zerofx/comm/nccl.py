@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofx.comm.collectives import Axis, GroupWork, Lane, Work, all_reduce_bytes
 from zerofx.compat.groups import all_gather_flat, group_backend, reduce_scatter_flat
 from zerofx.policy import exchange
-from zerofx.runtime.collectives import Axis, GroupWork, Lane, Work, all_reduce_bytes
 
 
 class NcclAxis(Axis):

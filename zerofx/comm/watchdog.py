@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.differences import name_ranks
 from zerofx.errors import DesyncError
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.differences import name_ranks
 
 log = logging.getLogger("zerofx")
 Waiting = tuple[int, str]

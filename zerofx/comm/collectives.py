@@ -42,7 +42,7 @@ DONE = Work()
 
 
 class Watch(Protocol):
-    """Numbers the launches and stands by while a rank waits (see runtime/watchdog.py)."""
+    """Numbers the launches and stands by while a rank waits (see comm/watchdog.py)."""
 
     def launched(self, handles: Sequence[Any], label: str) -> int: ...
     def wait(self, handles: Sequence[Any], number: int, label: str) -> None: ...

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from zerofx.comm.world import World
 from zerofx.errors import DesyncError, ZerofxError
-from zerofx.runtime.world import World
 
 T = TypeVar("T")
 

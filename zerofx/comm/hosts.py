@@ -18,9 +18,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from zerofx.comm.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
+from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, store_gone
 from zerofx.errors import DesyncError
-from zerofx.runtime.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
-from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, store_gone
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.collectives import Axis, Lane
+from zerofx.comm.gloo import Algorithm, GlooAxis
+from zerofx.comm.hosts import meet
+from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
+from zerofx.comm.nccl import NcclAxis
+from zerofx.comm.watchdog import StreamWatchdog, Watchdog, last_resort_s
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.collectives import Axis, Lane
-from zerofx.runtime.gloo import Algorithm, GlooAxis
-from zerofx.runtime.hosts import meet
-from zerofx.runtime.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
-from zerofx.runtime.nccl import NcclAxis
-from zerofx.runtime.watchdog import StreamWatchdog, Watchdog, last_resort_s
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TELL_S = 2.0  # how long a rank that has raised tries to reach the store, to say so

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from zerofx.runtime.board import Entry
+from zerofx.comm.board import Entry
 
 Published = Callable[[str], list[str]]
 """Returns the lines that a rank has published under a digest, none if it has not."""

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.comm import groups
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import NO_GRAPH
+from zerofx.comm.collectives import KINDS, Axis, Lane, Traffic, Work
+from zerofx.comm.gloo import Algorithm, always_direct
+from zerofx.comm.grid import rank_grid
+from zerofx.comm.meeting import timeout_s
+from zerofx.comm.steps import StepLog
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES, Mesh
 from zerofx.policy import reduction
-from zerofx.runtime import groups
-from zerofx.runtime.agreement import Agreement
-from zerofx.runtime.board import NO_GRAPH
-from zerofx.runtime.collectives import KINDS, Axis, Lane, Traffic, Work
-from zerofx.runtime.gloo import Algorithm, always_direct
-from zerofx.runtime.grid import rank_grid
-from zerofx.runtime.meeting import timeout_s
-from zerofx.runtime.steps import StepLog
 
 
 class Then(Work):

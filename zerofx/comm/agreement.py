@@ -2,7 +2,7 @@
 
 Each rank posts (call number, what, digest) on the board its host shares and reads the others',
 never through a collective: a collective that ranks do not share hangs or aborts the process. Hosts
-compare through the store (see runtime/hosts.py).
+compare through the store (see comm/hosts.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from zerofx.errors import DesyncError
-from zerofx.runtime.board import (
+from zerofx.comm.board import (
     ABSENT,
     FAILED,
     LEFT,
@@ -26,8 +25,9 @@ from zerofx.runtime.board import (
     MemoryBoard,
     entry_key,
 )
-from zerofx.runtime.differences import describe_difference, describe_graphs
-from zerofx.runtime.hosts import Break, HostLink
+from zerofx.comm.differences import describe_difference, describe_graphs
+from zerofx.comm.hosts import Break, HostLink
+from zerofx.errors import DesyncError
 
 T = TypeVar("T")
 _SAME, _DIFFERENT = "same", "different"  # how the hosts compared
