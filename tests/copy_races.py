@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofx.nvme.store import NvmeStore
 from zerofx.runtime import homes, host_memory, host_updates
-from zerofx.runtime.nvme.store import NvmeStore
 from zerofx.runtime.nvme_values import Spill
 
 Known = frozenset[int]  # numbers of copies that have ended, as far as somebody knows

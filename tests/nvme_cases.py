@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerofx import nvme
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES
+from zerofx.nvme.checksum import BLOCK_BYTES
 
 Call = Callable[[int, Any, int], int]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx import errors
 from zerofx.errors import BudgetError, CaptureError, NvmeError, ZerofxError
-from zerofx.runtime.nvme.faults import path_error
+from zerofx.nvme.faults import path_error
 
 TABLE = (Path(__file__).parent.parent / "docs" / "errors.md").read_text().split("##")[0]
 CLASSES = {

@@ -16,7 +16,7 @@ from spill_cases import spilling
 
 import zerofx
 from zerofx.errors import DesyncError, NvmeError
-from zerofx.runtime.nvme import folder as nvme_folder
+from zerofx.nvme import folder as nvme_folder
 
 
 def test_a_folder_that_is_missing_is_told_by_compile() -> None:

@@ -14,8 +14,8 @@ from nvme_cases import change
 
 from zerofx import nvme
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES
+from zerofx.nvme.aligned import PAGE
+from zerofx.nvme.checksum import BLOCK_BYTES
 
 
 def refused(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from nvme_cases import Disk, random_bytes
 
 from zerofx import nvme
 from zerofx.errors import NvmeError, ZerofxError
-from zerofx.runtime.nvme.aligned import PAGE
+from zerofx.nvme.aligned import PAGE
 
 MIB, KIB = 1 << 20, 1 << 10
 

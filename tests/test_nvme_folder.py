@@ -17,7 +17,7 @@ import torch
 
 from zerofx import nvme
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme import folder
+from zerofx.nvme import folder
 
 
 def made(home: Path, label: str = "rank0-opt") -> Any:

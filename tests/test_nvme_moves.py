@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from nvme_cases import Disk, random_bytes, without_direct
 
 from zerofx import nvme
-from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.ranges import RangeIndex
+from zerofx.nvme.aligned import PAGE
+from zerofx.nvme.ranges import RangeIndex
 
 MIB = 1 << 20
 KIB = 1 << 10

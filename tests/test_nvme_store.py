@@ -17,8 +17,8 @@ from nvme_cases import SIZES, Disk, change, filled, random_bytes
 
 from zerofx import nvme
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES, checksums
+from zerofx.nvme.aligned import PAGE
+from zerofx.nvme.checksum import BLOCK_BYTES, checksums
 
 
 @pytest.mark.parametrize("checksums", [True, False])

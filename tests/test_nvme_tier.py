@@ -17,9 +17,9 @@ from pool import Pool
 import zerofx
 from zerofx.analysis.traffic import traffic
 from zerofx.errors import NvmeError, OptimizerError, PlanError, ShardError
+from zerofx.nvme.faults import sized
+from zerofx.nvme.folder import prepare
 from zerofx.runtime.homes import far_bytes
-from zerofx.runtime.nvme.faults import sized
-from zerofx.runtime.nvme.folder import prepare
 
 EARLY = {"update": "in-backward"}
 WAYS: list[tuple[dict[str, Any], tuple[str, str]]] = [

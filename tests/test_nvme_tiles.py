@@ -23,9 +23,9 @@ from zerofx.ir.meta import info
 from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import tiles_of
+from zerofx.nvme.checksum import BLOCK_BYTES, covering
 from zerofx.runtime.homes import staged_bytes
 from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES, covering
 from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
 
 TILED = {"blocks.*.mlp": 4, "position": 2}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.request import Request
+from zerofx.nvme.request import Request
 
 
 class Arrival:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.runtime.nvme.request import Moment
+from zerofx.nvme.request import Moment
 
 now_ns = time.perf_counter_ns
 UPDATE = "update"  # the lane of updates; the others are the host tier's

@@ -22,13 +22,13 @@ from zerofx.comm.world import World
 from zerofx.errors import NvmeError, OptimizerError
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
+from zerofx.nvme.checksum import covering
+from zerofx.nvme.faults import sized
+from zerofx.nvme.folder import free_bytes, prepare
 from zerofx.policy import reduction
 from zerofx.runtime.flight import full_name
 from zerofx.runtime.host_memory import host_memory
 from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.nvme.checksum import covering
-from zerofx.runtime.nvme.faults import sized
-from zerofx.runtime.nvme.folder import free_bytes, prepare
 from zerofx.runtime.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 
 ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.nvme.request import Request
 from zerofx.policy.borrowing import FreeBuffers
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.copy_lanes import Lane, lanes_for
 from zerofx.runtime.host_memory import Place
-from zerofx.runtime.nvme.request import Request
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host

@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zerofx.nvme.checksum import covering
+from zerofx.nvme.folder import prepare
+from zerofx.nvme.mapped import Mapped
+from zerofx.nvme.request import Request
+from zerofx.nvme.store import NvmeStore
 from zerofx.runtime.arrival import Arrival
 from zerofx.runtime.beside import Beside
 from zerofx.runtime.host_memory import host_memory
 from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
-from zerofx.runtime.nvme.checksum import covering
-from zerofx.runtime.nvme.folder import prepare
-from zerofx.runtime.nvme.mapped import Mapped
-from zerofx.runtime.nvme.request import Request
-from zerofx.runtime.nvme.store import NvmeStore
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 

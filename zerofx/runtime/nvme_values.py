@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
+from zerofx.nvme.aligned import up
+from zerofx.nvme.folder import prepare
+from zerofx.nvme.request import Request
+from zerofx.nvme.store import NvmeStore
 from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, dense_bytes
-from zerofx.runtime.nvme.aligned import up
-from zerofx.runtime.nvme.folder import prepare
-from zerofx.runtime.nvme.request import Request
-from zerofx.runtime.nvme.store import NvmeStore
 
 log = logging.getLogger("zerofx")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zerofx.runtime.nvme.aligned import PAGE, Bytes, down
+from zerofx.nvme.aligned import PAGE, Bytes, down
 
 BLOCK_BYTES = 256 << 10  # what has a checksum of its own
 _WORDS, _PAGES = PAGE // 8, BLOCK_BYTES // PAGE  # a page, a block

@@ -16,14 +16,14 @@ all files share the process's.
 """
 
 from zerofx.errors import NvmeError as NvmeError
-from zerofx.runtime.nvme.aligned import aligned_empty as aligned_empty
-from zerofx.runtime.nvme.engine import IOEngine as IOEngine
-from zerofx.runtime.nvme.file import File as File
-from zerofx.runtime.nvme.folder import free_bytes as free_bytes
-from zerofx.runtime.nvme.folder import prepare as prepare
-from zerofx.runtime.nvme.folder import remove_left_behind as remove_left_behind
-from zerofx.runtime.nvme.request import Request as Request
-from zerofx.runtime.nvme.store import NvmeStore as NvmeStore
+from zerofx.nvme.aligned import aligned_empty as aligned_empty
+from zerofx.nvme.engine import IOEngine as IOEngine
+from zerofx.nvme.file import File as File
+from zerofx.nvme.folder import free_bytes as free_bytes
+from zerofx.nvme.folder import prepare as prepare
+from zerofx.nvme.folder import remove_left_behind as remove_left_behind
+from zerofx.nvme.request import Request as Request
+from zerofx.nvme.store import NvmeStore as NvmeStore
 
 __all__ = [
     "File",

@@ -14,9 +14,9 @@ import mmap
 import torch
 
 from zerofx.compat.tensors import version_of
-from zerofx.runtime.nvme.aligned import up
-from zerofx.runtime.nvme.faults import path_error
-from zerofx.runtime.nvme.store import NvmeStore
+from zerofx.nvme.aligned import up
+from zerofx.nvme.faults import path_error
+from zerofx.nvme.store import NvmeStore
 
 
 class Mapped:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from zerofx.runtime.nvme.aligned import Bytes, down, up
-from zerofx.runtime.nvme.faults import Fault, Stretch
+from zerofx.nvme.aligned import Bytes, down, up
+from zerofx.nvme.faults import Fault, Stretch
 
 if TYPE_CHECKING:
-    from zerofx.runtime.nvme.handle import Handle
+    from zerofx.nvme.handle import Handle
 
 
 class Check(Protocol):

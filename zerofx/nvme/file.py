@@ -7,10 +7,10 @@ import os
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.engine import IOEngine, default_engine
-from zerofx.runtime.nvme.faults import path_error
-from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.request import Request
+from zerofx.nvme.engine import IOEngine, default_engine
+from zerofx.nvme.faults import path_error
+from zerofx.nvme.handle import Handle
+from zerofx.nvme.request import Request
 
 _MODES = {
     "r": os.O_RDONLY,

@@ -13,13 +13,13 @@ import weakref
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import bytes_of, up
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES
-from zerofx.runtime.nvme.faults import Stretch, path_error
-from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.request import Check, Request
-from zerofx.runtime.nvme.transfer import Counts, Mover
-from zerofx.runtime.nvme.work import Work
+from zerofx.nvme.aligned import bytes_of, up
+from zerofx.nvme.checksum import BLOCK_BYTES
+from zerofx.nvme.faults import Stretch, path_error
+from zerofx.nvme.handle import Handle
+from zerofx.nvme.request import Check, Request
+from zerofx.nvme.transfer import Counts, Mover
+from zerofx.nvme.work import Work
 
 PIECE_BYTES = 4 << 20
 NUM_THREADS = 4

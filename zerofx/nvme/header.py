@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Any
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE, up
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES
-from zerofx.runtime.nvme.faults import path_error, sized
+from zerofx.nvme.aligned import PAGE, up
+from zerofx.nvme.checksum import BLOCK_BYTES
+from zerofx.nvme.faults import path_error, sized
 
 MAGIC, FORMAT = b"ZFXNVME\n", 1
 _PREFIX = struct.Struct("<8sIIQ")  # magic, format version, crc32 of the layout, its bytes

@@ -8,12 +8,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.faults import path_error
-from zerofx.runtime.nvme.ranges import RangeIndex
+from zerofx.nvme.aligned import PAGE
+from zerofx.nvme.faults import path_error
+from zerofx.nvme.ranges import RangeIndex
 
 if TYPE_CHECKING:
-    from zerofx.runtime.nvme.request import Request
+    from zerofx.nvme.request import Request
 
 # What direct transfers may ask of memory, the least first. A refused transfer says that its file
 # needs more: found out by trying, because no standard call tells.

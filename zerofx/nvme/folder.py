@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE
-from zerofx.runtime.nvme.faults import path_error, sized
-from zerofx.runtime.nvme.header import State, is_ours, read_layout
+from zerofx.nvme.aligned import PAGE
+from zerofx.nvme.faults import path_error, sized
+from zerofx.nvme.header import State, is_ours, read_layout
 
 log = logging.getLogger("zerofx")
 SUFFIX = ".nvme"

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zerofx.runtime.nvme.request import Request
+    from zerofx.nvme.request import Request
 
 Entry = tuple[int, int, int, "Request"]  # begin, end, a number that no other has, who
 

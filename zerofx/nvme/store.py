@@ -13,15 +13,15 @@ import numpy as np
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import bytes_of
-from zerofx.runtime.nvme.blocks import Blocks, read_sums
-from zerofx.runtime.nvme.checksum import covering
-from zerofx.runtime.nvme.engine import IOEngine, default_engine
-from zerofx.runtime.nvme.faults import path_error, sized
-from zerofx.runtime.nvme.folder import lock, need_space, prepare, unique_name, whoami
-from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
-from zerofx.runtime.nvme.request import Request
+from zerofx.nvme.aligned import bytes_of
+from zerofx.nvme.blocks import Blocks, read_sums
+from zerofx.nvme.checksum import covering
+from zerofx.nvme.engine import IOEngine, default_engine
+from zerofx.nvme.faults import path_error, sized
+from zerofx.nvme.folder import lock, need_space, prepare, unique_name, whoami
+from zerofx.nvme.handle import Handle
+from zerofx.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
+from zerofx.nvme.request import Request
 
 
 class NvmeStore:

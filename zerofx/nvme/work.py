@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from zerofx.runtime.nvme.faults import Fault, fault_of
-from zerofx.runtime.nvme.request import Piece, Request
-from zerofx.runtime.nvme.transfer import Mover
+from zerofx.nvme.faults import Fault, fault_of
+from zerofx.nvme.request import Piece, Request
+from zerofx.nvme.transfer import Mover
 
 MAX_MERGED = 256  # pieces in one call; the system takes 1024
 

@@ -8,11 +8,11 @@ import zlib
 import numpy as np
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.nvme.aligned import PAGE, Bytes
-from zerofx.runtime.nvme.checksum import BLOCK_BYTES, checksums
-from zerofx.runtime.nvme.faults import Damaged
-from zerofx.runtime.nvme.handle import Handle
-from zerofx.runtime.nvme.header import Extent, Layout, State
+from zerofx.nvme.aligned import PAGE, Bytes
+from zerofx.nvme.checksum import BLOCK_BYTES, checksums
+from zerofx.nvme.faults import Damaged
+from zerofx.nvme.handle import Handle
+from zerofx.nvme.header import Extent, Layout, State
 
 
 class Blocks:

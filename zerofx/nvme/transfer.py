@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.runtime.nvme.aligned import PAGE, Bytes, aligned_bytes, down, up
-from zerofx.runtime.nvme.faults import EndOfFile
-from zerofx.runtime.nvme.handle import REFUSED, Handle
-from zerofx.runtime.nvme.request import Piece
+from zerofx.nvme.aligned import PAGE, Bytes, aligned_bytes, down, up
+from zerofx.nvme.faults import EndOfFile
+from zerofx.nvme.handle import REFUSED, Handle
+from zerofx.nvme.request import Piece
 
 
 @dataclass
