@@ -30,7 +30,7 @@ JOB = "benchmarks.budget_job:Job"
 def budgets_of(model: str, count: int) -> list[int]:
     """Return budgets in equal steps from what keeping everything takes to the least."""
     import zerofx
-    from zerofx.analysis.memory import peak_bytes
+    from zerofx.analysis.memory.memory import peak_bytes
     from zerofx.errors import BudgetError
     from zerofx.passes.decide import budget_for
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measured import train
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir.program import Loop, Program
 from zerofx.passes.decide import budget_for

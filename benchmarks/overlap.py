@@ -37,7 +37,7 @@ from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx import nvme
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.policy.staging import at_once_in_step
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE

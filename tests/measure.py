@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from benchmarks.measured import train
 from zerofx import ops
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.time.traffic import traffic
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import zerofx
-from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
+from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Program

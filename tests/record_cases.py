@@ -11,8 +11,8 @@ from stack import Stack
 from torch import Tensor
 
 import zerofx
-from zerofx.analysis.measured import Measured
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.measured import Measured
+from zerofx.analysis.time.steps import Lane
 
 ATEN = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 STEPS = 4

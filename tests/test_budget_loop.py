@@ -15,7 +15,7 @@ from test_memory import ATEN, TOLERANCE
 from torch import Tensor
 
 import zerofx
-from zerofx.analysis.memory import memory, peak_bytes
+from zerofx.analysis.memory.memory import memory, peak_bytes
 from zerofx.compiled.budget import ADDING
 from zerofx.errors import BudgetError
 from zerofx.ir.program import Captured, Loop

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis import tradeoffs
-from zerofx.analysis.activations import halve
-from zerofx.analysis.memory import memory
-from zerofx.analysis.options import Option, Trade, hull, options
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.segments import find_segments
-from zerofx.analysis.solve import solve
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.recompute import tradeoffs
+from zerofx.analysis.recompute.activations import halve
+from zerofx.analysis.recompute.options import Option, Trade, hull, options
+from zerofx.analysis.recompute.segments import find_segments
+from zerofx.analysis.recompute.solve import solve
+from zerofx.analysis.time.prices import Roofline
 from zerofx.capture import capture
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError

@@ -15,7 +15,7 @@ from training import train_cell
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Captured, Planned
 from zerofx.passes.decide import budget_for

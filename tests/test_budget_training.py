@@ -17,7 +17,7 @@ from test_memory import ATEN, TOLERANCE
 from training import train_cell
 
 import zerofx
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.compiled import programs
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Planned

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerofx.analysis.convolution import PASSES, WINDOWS
+from zerofx.analysis.time.convolution import PASSES, WINDOWS
 from zerofx.calibrate import compute, launch, transfers
 from zerofx.calibrate import probe as probe_module
 from zerofx.calibrate.convolutions import convolutions

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from private_torch import PACKAGE, defined_in, resolved, uses_in, uses_of_package
 from torch import fx, nn
 
-from zerofx.analysis.wrapper import trace
 from zerofx.compat import (
     autograd,
     callers,
@@ -40,6 +39,7 @@ from zerofx.compat import (
 )
 from zerofx.compat.aliases import results_in_inputs
 from zerofx.compat.flops import counted_flops
+from zerofx.compat.wrapper import trace
 
 aten = torch.ops.aten
 Check = Callable[[], None]

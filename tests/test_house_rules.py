@@ -81,7 +81,7 @@ LISTS = {
 ONE_IMPORTER = {
     "zerofx.codegen.names": "names of emitted values, beside the statements that use them",
     "zerofx.ops.buffers": "a family of ops",
-    "zerofx.analysis.solve": "an algorithm by itself, with its source",
+    "zerofx.analysis.recompute.solve": "an algorithm by itself, with its source",
     "zerofx.capture.recurrent": "keeps recurrent layers whole; the others import it in functions",
     "zerofx.codegen.load_fit": "part of reading emitted files, to be merged",
     "zerofx.compiled.convert": "part of the compiled module, to be merged",

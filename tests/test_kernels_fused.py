@@ -20,7 +20,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from zerofx.analysis.workspace import workspace_bytes
+from zerofx.analysis.memory.workspace import workspace_bytes
 from zerofx.codegen import kernels as kernel_sources
 from zerofx.codegen.kernels import kernel_call, render_kernels
 from zerofx.demo.measure import PeakMemory

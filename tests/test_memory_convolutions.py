@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.inside import CompiledCall
-from zerofx.analysis.storage import CompiledRegion
-from zerofx.analysis.workspace import convolution_bytes, workspace_bytes
-from zerofx.analysis.wrapper import Inside, trace
+from zerofx.analysis.memory.inside import CompiledCall
+from zerofx.analysis.memory.storage import CompiledRegion
+from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
+from zerofx.compat.wrapper import Inside, trace
 from zerofx.demo.measure import PeakMemory
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr

@@ -10,13 +10,13 @@ from stack import stack
 from torch import Tensor, fx, nn
 
 import zerofx
-from zerofx.analysis.inside import CompiledCall
-from zerofx.analysis.liveness import lifetimes
-from zerofx.analysis.memory import Memory, memory, peak_bytes
-from zerofx.analysis.storage import Category, CompiledRegion, Storage
-from zerofx.analysis.traffic import traffic
-from zerofx.analysis.wrapper import Output, trace
+from zerofx.analysis.memory.inside import CompiledCall
+from zerofx.analysis.memory.liveness import lifetimes
+from zerofx.analysis.memory.memory import Memory, memory, peak_bytes
+from zerofx.analysis.memory.storage import Category, CompiledRegion, Storage
+from zerofx.analysis.time.traffic import traffic
 from zerofx.capture import capture
+from zerofx.compat.wrapper import Output, trace
 from zerofx.ir.meta import Info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 

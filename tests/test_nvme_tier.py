@@ -15,7 +15,7 @@ from models import CASES
 from pool import Pool
 
 import zerofx
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import NvmeError, OptimizerError, PlanError, ShardError
 from zerofx.nvme.faults import sized
 from zerofx.nvme.folder import prepare

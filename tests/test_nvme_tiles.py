@@ -16,8 +16,8 @@ from test_nvme_training import ALL, EVERYWHERE, LOOPS, Cell, differing
 import zerofx
 from benchmarks.tiling import MLP
 from zerofx import ops
-from zerofx.analysis.memory import memory
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import NvmeError
 from zerofx.ir.meta import info
 from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice

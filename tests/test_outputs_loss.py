@@ -10,7 +10,7 @@ from models import CASES
 from torch import Tensor
 
 import zerofx
-from zerofx.analysis.memory import memory
+from zerofx.analysis.memory.memory import memory
 
 
 def run_step(outputs: str) -> tuple[Tensor, bool, list[Tensor]]:

@@ -31,10 +31,10 @@ from torch import Tensor, fx
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage
-from zerofx.analysis.task_walk import Walk
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage
+from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Planned

@@ -8,7 +8,7 @@ from oracle_cases import Choice, expected, make_state
 from passes_compact import before, final, order, run
 
 from zerofx import ops
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.errors import PlanError
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Planned

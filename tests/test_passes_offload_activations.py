@@ -14,7 +14,7 @@ from passes_compact import before, final, run
 from torch import Tensor, fx, nn
 
 from zerofx import ops
-from zerofx.analysis.leaving import leaving
+from zerofx.analysis.recompute.leaving import leaving
 from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import PlanError

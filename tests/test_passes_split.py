@@ -12,7 +12,7 @@ from passes_compact import before, run
 from torch import nn
 
 import zerofx
-from zerofx.analysis.activations import is_param_alias
+from zerofx.analysis.recompute.activations import is_param_alias
 from zerofx.ir.meta import Phase, Role, info, nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.passes.merge_tied import MergeTied

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.graphs import root_producer
 from zerofx.ir.meta import Role, value
 from zerofx.passes.sync_buffers import SyncBuffers

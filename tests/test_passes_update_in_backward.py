@@ -11,8 +11,8 @@ from passes_compact import before, order, pass_named, run
 from verify_cases import find, program, set_argument
 
 from zerofx import ops
-from zerofx.analysis.memory import memory
-from zerofx.analysis.storage import Category
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import Category
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import Role, info

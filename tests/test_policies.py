@@ -14,8 +14,8 @@ from pool import Pool
 from training import loss_of
 
 import zerofx
-from zerofx.analysis.storage import Category
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.storage import Category
+from zerofx.analysis.time.traffic import traffic
 from zerofx.comm.world import World
 from zerofx.compiled.module import CompiledModule
 from zerofx.layout import buckets as layout

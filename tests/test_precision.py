@@ -17,7 +17,7 @@ from training import loss_of, train_cell
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import CaptureError, PlanError
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 

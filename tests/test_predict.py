@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.cli.app import app
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, ProgramError
@@ -65,8 +65,8 @@ def test_peak_memory_is_that_of_the_memory_report() -> None:
 
 
 def test_layers_cost_nothing_more_to_price() -> None:
-    from zerofx.analysis.prices import Roofline
-    from zerofx.analysis.tasks import tasks
+    from zerofx.analysis.time.prices import Roofline
+    from zerofx.analysis.time.tasks import tasks
 
     known = []
     for layers in (4, 12):

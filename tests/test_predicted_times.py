@@ -14,7 +14,7 @@ import zerofx
 from benchmarks import predicted
 from benchmarks.memory_cells import captured
 from benchmarks.predicted import Cell
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.calibrate import launch
 from zerofx.hardware import write_hardware
 from zerofx.views.prediction import PredictionView

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.analysis.convolution import FORWARD as RESULT
-from zerofx.analysis.convolution import INPUT, WEIGHT
-from zerofx.analysis.kernels import (
+from zerofx.analysis.time.convolution import FORWARD as RESULT
+from zerofx.analysis.time.convolution import INPUT, WEIGHT
+from zerofx.analysis.time.kernels import (
     BATCH_NORM,
     CONVOLUTION,
     LAYOUT,
@@ -24,8 +24,8 @@ from zerofx.analysis.kernels import (
     kernels,
     region_key,
 )
-from zerofx.analysis.prices import HIGH, LOW, Roofline, collective_us
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.prices import HIGH, LOW, Roofline, collective_us
+from zerofx.analysis.time.steps import Lane
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.graphs import regions

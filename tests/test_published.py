@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import ops
-from zerofx.analysis.kernels import node_flops
-from zerofx.analysis.memory import memory
-from zerofx.analysis.storage import Category
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import Category
+from zerofx.analysis.time.kernels import node_flops
+from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, nbytes, value
 from zerofx.ir.program import FORWARD, Planned

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from published_cases import HOST, Family, family, gpt, infinity, step
 
-from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.forecast import Forecast
+from zerofx.analysis.time.steps import Lane
 
 FP16 = {"precision": "fp16", "activations": "recompute"}
 NODES = (4, 8, 16, 32)

@@ -12,7 +12,7 @@ from stack import stack
 from test_look import check_format, events_of
 
 import zerofx
-from zerofx.analysis.measured import Measured
+from zerofx.analysis.time.measured import Measured
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.views.recording import RecordingView
 

@@ -13,8 +13,8 @@ from record_cases import ATEN, train
 from stack import Stack
 
 import zerofx
-from zerofx.analysis.measured import Measured
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.measured import Measured
+from zerofx.analysis.time.steps import Lane
 from zerofx.runtime.stopwatch import CudaClock
 
 

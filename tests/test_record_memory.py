@@ -16,7 +16,7 @@ from record_cases import ATEN
 from torch.profiler import ProfilerActivity, profile
 
 import zerofx
-from zerofx.analysis.measured import Measured, MeasuredMemory
+from zerofx.analysis.time.measured import Measured, MeasuredMemory
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.measure import PeakMemory
 from zerofx.errors import RecordingError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zerofx
-from zerofx.analysis.forecast import forecast
+from zerofx.analysis.time.forecast import forecast
 from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware

@@ -14,11 +14,11 @@ from passes_compact import final
 from task_cases import FlatPrices
 
 from zerofx import ops
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.task import Task
-from zerofx.analysis.tasks import tasks
-from zerofx.analysis.timeline import timeline
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.task import Task
+from zerofx.analysis.time.tasks import tasks
+from zerofx.analysis.time.timeline import timeline
+from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned

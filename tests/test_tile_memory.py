@@ -11,8 +11,8 @@ from pool import Pool
 import zerofx
 from benchmarks.tiling import MLP
 from zerofx import ops
-from zerofx.analysis.memory import memory
-from zerofx.analysis.storage import Category
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import Category
 from zerofx.demo.measure import PeakMemory
 from zerofx.ir.program import Planned
 from zerofx.plan.plan import Plan

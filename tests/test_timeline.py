@@ -8,8 +8,8 @@ import random
 import pytest
 from task_cases import task
 
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.timeline import timeline
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.timeline import timeline
 
 C, G, R, N, H = Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.NVME, Lane.H2D
 

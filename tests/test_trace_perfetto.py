@@ -15,7 +15,7 @@ from stack import stack
 from test_look import PLAN, recorded
 
 import zerofx
-from zerofx.analysis.measured import Measured
+from zerofx.analysis.time.measured import Measured
 from zerofx.views.recording import RecordingView
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from test_look import recorded
 
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.views.bars import Bar, Track
 from zerofx.views.beside import pair_lines, pairs
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofx import reports
-from zerofx.analysis.forecast import forecast
-from zerofx.analysis.memory import ATEN
+from zerofx.analysis.memory.memory import ATEN
+from zerofx.analysis.time.forecast import forecast
 from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from zerofx.analysis.forecast import Forecast, compute_format, forecast
-from zerofx.analysis.memory import ATEN, BASES, runs_compiled
-from zerofx.analysis.steps import schedule as steps
-from zerofx.analysis.storage import Compiled
+from zerofx.analysis.memory.memory import ATEN, BASES, runs_compiled
+from zerofx.analysis.memory.storage import Compiled
+from zerofx.analysis.time.forecast import Forecast, compute_format, forecast
+from zerofx.analysis.time.steps import schedule as steps
 from zerofx.compiled.allocations import compiled_regions
 from zerofx.errors import PlanError, UnpricedError
 from zerofx.hardware import Hardware, load_hardware

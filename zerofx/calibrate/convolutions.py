@@ -8,7 +8,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from zerofx.analysis.convolution import FORWARD, INPUT, PASSES, WINDOWS
+from zerofx.analysis.time.convolution import FORWARD, INPUT, PASSES, WINDOWS
 from zerofx.calibrate.compute import FORMATS, IMAGES
 from zerofx.calibrate.probe import Probe, Work, in_turn
 

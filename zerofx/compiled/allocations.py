@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import fx
 
-from zerofx.analysis.memory import runs_compiled
-from zerofx.analysis.storage import CompiledRegion
-from zerofx.analysis.wrapper import RegionTrace, trace
+from zerofx.analysis.memory.memory import runs_compiled
+from zerofx.analysis.memory.storage import CompiledRegion
 from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.compat.inductor import inductor_problem
+from zerofx.compat.wrapper import RegionTrace, trace
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned

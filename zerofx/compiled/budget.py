@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 
-from zerofx.analysis.memory import memory
-from zerofx.analysis.storage import forward_slots
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import forward_slots
 from zerofx.compiled.allocations import compiled_regions
 from zerofx.ir.program import Loop, Planned, Pool
 from zerofx.passes.decide import budget_bytes

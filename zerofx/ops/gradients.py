@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, is_scaled, landing_dtype
-from zerofx.analysis.task_steps import update_beside
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage, is_scaled, landing_dtype
+from zerofx.analysis.time.task_steps import update_beside
+from zerofx.analysis.time.task_walk import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage
+from zerofx.analysis.time.task_walk import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import describe, identifier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zerofx.analysis.memory import memory
+from zerofx.analysis.memory.memory import memory
 from zerofx.errors import BudgetError
 from zerofx.ir.program import Planned
 from zerofx.plan.sizes import format_bytes

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value

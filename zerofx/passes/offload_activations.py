@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx import ops
-from zerofx.analysis.activations import Policy
-from zerofx.analysis.leaving import Leaving, chain, leaving
+from zerofx.analysis.recompute.activations import Policy
+from zerofx.analysis.recompute.leaving import Leaving, chain, leaving
 from zerofx.errors import PlanError
 from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value

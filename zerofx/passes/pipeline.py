@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from zerofx.analysis.memory import memory
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.traffic import traffic
 from zerofx.collector import paused_collector
 from zerofx.errors import PlanError, ProgramError
 from zerofx.ir.dump import dump_body, header

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerofx.analysis.measured import MeasuredSpan
-from zerofx.analysis.steps import Lane, Step
+from zerofx.analysis.time.measured import MeasuredSpan
+from zerofx.analysis.time.steps import Lane, Step
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.runtime.beside import UPDATE, Note
 from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerofx.analysis.measured import MeasuredMemory
+from zerofx.analysis.time.measured import MeasuredMemory
 from zerofx.compat.autograd import is_profiling
 from zerofx.compat.tensors import raw_grad
 from zerofx.errors import RecordingError

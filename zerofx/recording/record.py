@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofx.analysis.measured import Measured, MeasuredMemory
-from zerofx.analysis.steps import Step, schedule
+from zerofx.analysis.time.measured import Measured, MeasuredMemory
+from zerofx.analysis.time.steps import Step, schedule
 from zerofx.compat.autograd import is_profiling
 from zerofx.compiled.bound import Bound
 from zerofx.compiled.module import CompiledModule

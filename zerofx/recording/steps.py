@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
-from zerofx.analysis.steps import Lane, Step
+from zerofx.analysis.time.measured import Measured, MeasuredMemory, MeasuredSpan, identity_of
+from zerofx.analysis.time.steps import Lane, Step
 from zerofx.comm.world import World
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Planned

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from zerofx.analysis.forecast import forecast
-from zerofx.analysis.memory import Memory
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.storage import Category
+from zerofx.analysis.memory.memory import Memory
+from zerofx.analysis.memory.storage import Category
+from zerofx.analysis.time.forecast import forecast
+from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.steps import Lane
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
 from zerofx.layout.buckets import Mesh

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from zerofx.analysis.forecast import batch
+from zerofx.analysis.time.forecast import batch
 from zerofx.errors import TargetError
 from zerofx.ir.program import Program
 from zerofx.searching.family import Family

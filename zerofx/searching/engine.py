@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofx.analysis.forecast import RESERVED_BYTES
+from zerofx.analysis.time.forecast import RESERVED_BYTES
 from zerofx.errors import CaptureError, PlanError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.plan.sizes import format_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.analysis.memory import ADAMW_STATE_BYTES
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
 from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zerofx.analysis.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
+from zerofx.analysis.time.steps import Lane
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
 from zerofx.passes.order import Setting

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.measured import Measured, MeasuredMemory, MeasuredSpan
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.forecast import Forecast
+from zerofx.analysis.time.measured import Measured, MeasuredMemory, MeasuredSpan
+from zerofx.analysis.time.steps import Lane
 from zerofx.plan.sizes import format_bytes
 from zerofx.views.timeline import format_us
 

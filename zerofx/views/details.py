@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.analysis.steps import Step, StepList
+from zerofx.analysis.time.steps import Step, StepList
 from zerofx.ir.dump_nodes import callee
 from zerofx.ir.graphs import is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value

@@ -6,10 +6,10 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.storage import Category
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.storage import Category
+from zerofx.analysis.time.forecast import Forecast
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Planned
 from zerofx.plan.sizes import format_bytes

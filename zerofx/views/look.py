@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofx.analysis.forecast import Forecast
-from zerofx.analysis.measured import Measured
-from zerofx.analysis.memory import ATEN
-from zerofx.analysis.steps import Lane, StepList
+from zerofx.analysis.memory.memory import ATEN
+from zerofx.analysis.time.forecast import Forecast
+from zerofx.analysis.time.measured import Measured
+from zerofx.analysis.time.steps import Lane, StepList
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.memory import ADAMW_STATE_BYTES, ATEN, Held, Memory, memory
-from zerofx.analysis.storage import Category, Compiled
-from zerofx.analysis.traffic import Traffic, traffic
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, ATEN, Held, Memory, memory
+from zerofx.analysis.memory.storage import Category, Compiled
+from zerofx.analysis.time.traffic import Traffic, traffic
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers

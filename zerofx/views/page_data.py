@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from zerofx.analysis.forecast import RESERVED_BYTES, Forecast
-from zerofx.analysis.steps import Lane, StepList
+from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast
+from zerofx.analysis.time.steps import Lane, StepList
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
 from zerofx.ir.spec import meanings

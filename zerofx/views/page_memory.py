@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerofx.analysis.memory import Memory
-from zerofx.analysis.steps import StepList
-from zerofx.analysis.storage import Category, Storage
+from zerofx.analysis.memory.memory import Memory
+from zerofx.analysis.memory.storage import Category, Storage
+from zerofx.analysis.time.steps import StepList
 from zerofx.views.bars import Track
 
 STORAGES = 3000  # the largest, which are named where the pointer is

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from zerofx.analysis.forecast import Forecast, Range
-from zerofx.analysis.memory import ATEN
+from zerofx.analysis.memory.memory import ATEN
+from zerofx.analysis.time.forecast import Forecast, Range
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
 from zerofx.views.memory import MemoryView

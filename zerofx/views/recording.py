@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofx.analysis.measured import Measured, check_same, same_step
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.measured import Measured, check_same, same_step
+from zerofx.analysis.time.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.program import Planned
 from zerofx.ir.text import as_text

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofx.analysis.memory import ATEN, COMPILED, runs_compiled
-from zerofx.analysis.steps import Lane, Step, StepList, schedule
-from zerofx.analysis.storage import Compiled
+from zerofx.analysis.memory.memory import ATEN, COMPILED, runs_compiled
+from zerofx.analysis.memory.storage import Compiled
+from zerofx.analysis.time.steps import Lane, Step, StepList, schedule
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.spec import meanings

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.timeline import Span, Timeline
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.timeline import Span, Timeline
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.views.bars import Bar
 from zerofx.views.details import Detail
 

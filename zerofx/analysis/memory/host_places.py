@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.analysis.storage import Category, Lifetimes, Storage
+from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of

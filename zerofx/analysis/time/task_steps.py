@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.task import TaskList
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.task import TaskList
 from zerofx.ir.meta import Info, info
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.convolution import ConvolutionPass, copied_bytes, passes
+from zerofx.analysis.time.convolution import ConvolutionPass, copied_bytes, passes
 from zerofx.compat.flops import counted_flops
 from zerofx.compat.graphs import pytree
 from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer

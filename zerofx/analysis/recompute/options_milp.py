@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zerofx.analysis.options import Option, Trade
+from zerofx.analysis.recompute.options import Option, Trade
 
 NODES = 2000  # of the search tree; not seconds, by which ranks could come to differ
 _SMALL = 1e-6  # microseconds a recomputed node costs at least, so that none is without reason

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.wrapper import RegionTrace
+from zerofx.compat.wrapper import RegionTrace
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Info
 from zerofx.ir.program import FORWARD, Planned

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.activations import JointParts, is_param_alias
+from zerofx.analysis.recompute.activations import JointParts, is_param_alias
 from zerofx.compat.graphs import pytree
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Role, info, value

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.analysis.activations import is_param_alias, must_keep
-from zerofx.analysis.segments import Segment
-from zerofx.analysis.storage import span_bytes
+from zerofx.analysis.memory.storage import span_bytes
+from zerofx.analysis.recompute.activations import is_param_alias, must_keep
+from zerofx.analysis.recompute.segments import Segment
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, value
 
@@ -153,7 +153,7 @@ def options(trade: Trade, levels: int = LEVELS) -> list[Option]:
     if not whole.saved_bytes:
         return [whole]
     found = [whole, trade.evaluate(())]
-    from zerofx.analysis import options_milp  # it reads Option and Trade
+    from zerofx.analysis.recompute import options_milp  # it reads Option and Trade
 
     if options_milp.has_scipy():
         return _best([*found, *options_milp.limited(trade, levels)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from itertools import zip_longest
 
-from zerofx.analysis.host_places import update_staging
-from zerofx.analysis.micro import Before, Micro
-from zerofx.analysis.scratch import lent_buffers
-from zerofx.analysis.storage import (
+from zerofx.analysis.memory.host_places import update_staging
+from zerofx.analysis.memory.micro import Before, Micro
+from zerofx.analysis.memory.scratch import lent_buffers
+from zerofx.analysis.memory.storage import (
     CATEGORY_OF,
     Category,
     Lifetimes,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import networkx as nx
 
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.tasks import Task
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.tasks import Task
 
 Which = Literal["low_us", "us", "high_us"]
 COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE})

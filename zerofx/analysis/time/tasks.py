@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from zerofx.analysis.micro import micros
-from zerofx.analysis.task import Price as Price
-from zerofx.analysis.task import Prices as Prices
-from zerofx.analysis.task import Task as Task
-from zerofx.analysis.task import TaskList
-from zerofx.analysis.task_steps import step_tasks
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.micro import micros
+from zerofx.analysis.time.task import Price as Price
+from zerofx.analysis.time.task import Prices as Prices
+from zerofx.analysis.time.task import Task as Task
+from zerofx.analysis.time.task import TaskList
+from zerofx.analysis.time.task_steps import step_tasks
+from zerofx.analysis.time.task_walk import Walk
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.repeats import is_numbered
 from zerofx.ir.text import without_numbers

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zerofx.analysis.activations import Solved, as_kept, halve
-from zerofx.analysis.memory import Memory
-from zerofx.analysis.options import Link, Option, Trade, hull, options
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.segments import Segment, find_segments
-from zerofx.analysis.solve import solve
+from zerofx.analysis.memory.memory import Memory
+from zerofx.analysis.recompute.activations import Solved, as_kept, halve
+from zerofx.analysis.recompute.options import Link, Option, Trade, hull, options
+from zerofx.analysis.recompute.segments import Segment, find_segments
+from zerofx.analysis.recompute.solve import solve
+from zerofx.analysis.time.prices import Roofline
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerofx.analysis.storage import Category, CompiledRegion, Storage
-from zerofx.analysis.workspace import convolution_bytes
-from zerofx.analysis.wrapper import Moment
+from zerofx.analysis.memory.storage import Category, CompiledRegion, Storage
+from zerofx.analysis.memory.workspace import convolution_bytes
+from zerofx.compat.wrapper import Moment
 from zerofx.ir.meta import info
 
 _TARGETS = {

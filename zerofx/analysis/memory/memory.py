@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from zerofx.analysis.host_places import place_bytes
-from zerofx.analysis.liveness import lifetimes
-from zerofx.analysis.micro import Micro, micros
-from zerofx.analysis.standing import is_slot, slot_name, standing
-from zerofx.analysis.storage import Category, Compiled, Lifetimes, Storage
+from zerofx.analysis.memory.host_places import place_bytes
+from zerofx.analysis.memory.liveness import lifetimes
+from zerofx.analysis.memory.micro import Micro, micros
+from zerofx.analysis.memory.standing import is_slot, slot_name, standing
+from zerofx.analysis.memory.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Planned
 
 # What regions are counted as: run op by op, or as Inductor compiles them.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.analysis.storage import (
+from zerofx.analysis.memory.storage import (
     CATEGORY_OF,
     Category,
     Storage,

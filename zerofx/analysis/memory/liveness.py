@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from torch import fx
 
-from zerofx.analysis.inside import CompiledCall
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import (
+from zerofx.analysis.memory.inside import CompiledCall
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import (
     Category,
     Compiled,
     CompiledRegion,
     Lifetimes,
     Storage,
 )
-from zerofx.analysis.workspace import workspace_bytes
+from zerofx.analysis.memory.workspace import workspace_bytes
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, Planned
 

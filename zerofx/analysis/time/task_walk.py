@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from zerofx.analysis.storage import sent_as
-from zerofx.analysis.task import Price, TaskList
+from zerofx.analysis.memory.storage import sent_as
+from zerofx.analysis.time.task import Price, TaskList
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned

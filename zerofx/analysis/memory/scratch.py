@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from zerofx.analysis.micro import Before, Micro
-from zerofx.analysis.storage import Category, Lifetimes, Storage
+from zerofx.analysis.memory.micro import Before, Micro
+from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zerofx.analysis.memory import Memory, memory
-from zerofx.analysis.storage import Compiled
+from zerofx.analysis.memory.memory import Memory, memory
+from zerofx.analysis.memory.storage import Compiled
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Planned

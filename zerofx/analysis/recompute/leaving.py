@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.analysis.storage import span_bytes
+from zerofx.analysis.memory.storage import span_bytes
 from zerofx.ir.graphs import alias_source, is_alias
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned

@@ -7,14 +7,14 @@ from functools import cached_property
 
 import torch
 
-from zerofx.analysis.kernels import node_flops
-from zerofx.analysis.memory import ADAMW_STATE_BYTES, Memory, memory
-from zerofx.analysis.prices import FORMATS, Roofline
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.storage import Compiled
-from zerofx.analysis.tasks import tasks
-from zerofx.analysis.timeline import Timeline, timeline
-from zerofx.analysis.traffic import Traffic, traffic
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, Memory, memory
+from zerofx.analysis.memory.storage import Compiled
+from zerofx.analysis.time.kernels import node_flops
+from zerofx.analysis.time.prices import FORMATS, Roofline
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.tasks import tasks
+from zerofx.analysis.time.timeline import Timeline, timeline
+from zerofx.analysis.time.traffic import Traffic, traffic
 from zerofx.hardware import Hardware
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import Role, info, value

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Planned

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import fx
 
-from zerofx.analysis.steps import Lane
+from zerofx.analysis.time.steps import Lane
 from zerofx.ir.meta import Info
 from zerofx.layout.tiers import Tier
 
