@@ -49,7 +49,7 @@ class Job:
         self._optimizer.step()
         answer: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": loss.item()}
         if hasattr(self._model, "programs"):
-            from zerofx.runtime.region_cache import CompileCount
+            from zerofx.runtime.regions.cache import CompileCount
 
             answer |= {"compiled": CompileCount.compiled, "cached": CompileCount.cached}
         return answer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.codegen.kernels import kernel_call, render_kernels, tensor_args
 from zerofx.kernels import ops
-from zerofx.runtime.regions import import_file
+from zerofx.runtime.regions.load import import_file
 
 Call = tuple[Any, tuple[Any, ...]]
 

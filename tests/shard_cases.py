@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zerofx.comm.world import World
 from zerofx.layout.buckets import Layout
 from zerofx.layout.build import UnitParam, unit_layout
-from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
+from zerofx.runtime.store.shards import ShardStore
 
 T = TypeVar("T")
 

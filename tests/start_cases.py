@@ -23,7 +23,8 @@ from zerofx.comm import groups, hosts
 from zerofx.comm.world import World
 from zerofx.compiled import programs
 from zerofx.errors import ZerofxError
-from zerofx.runtime import homes, shard_init
+from zerofx.runtime.store import init as shard_init
+from zerofx.runtime.tiers import homes
 
 GPT = CASES["gpt"]
 SILENT = ("absent", "killed")

@@ -404,7 +404,7 @@ def unscaling() -> None:
 @contract("._foreach_*")
 def foreach_names() -> None:
     """Functions over lists are called after those of one tensor, and reach subclasses."""
-    from zerofx.runtime.param_elementwise import FOREACH
+    from zerofx.runtime.tensors.elementwise import FOREACH
 
     for in_place in (False, True):
         found = [n for n in optim.foreach_names(FOREACH, in_place=in_place) if hasattr(torch, n)]

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 import zerofx
 from zerofx.demo.measure import PeakMemory
 from zerofx.errors import OptimizerError, ShardError
-from zerofx.runtime.param_checkpoint import boxes_of
-from zerofx.runtime.param_tensor import ShardedTensor
+from zerofx.runtime.tensors.checkpoint import boxes_of
+from zerofx.runtime.tensors.tensor import ShardedTensor
 
 TORCHS = ["adamw", "sgd"]
 FLATS = ["flat adamw", "flat sgd"]

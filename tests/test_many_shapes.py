@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.compiled import programs
-from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.nvme_values import NvmeValues
+from zerofx.runtime.tiers.host_tier import HostTier
+from zerofx.runtime.tiers.nvme_values import NvmeValues
 
 
 class Scorer(nn.Module):

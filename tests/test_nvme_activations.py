@@ -25,7 +25,7 @@ import zerofx
 from zerofx import ops
 from zerofx.codegen.emit import render
 from zerofx.errors import BudgetError, NvmeError
-from zerofx.runtime import nvme_values
+from zerofx.runtime.tiers import nvme_values
 
 FAR = {"optimizer": "nvme", "parameters": "nvme"}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerofx
-from zerofx.runtime.host_updates import HostUpdates
+from zerofx.runtime.tiers.host_updates import HostUpdates
 
 FINE = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 

@@ -9,8 +9,8 @@ import pytest
 from pool import Pool
 from test_offload_races import forget, races_in
 
-from zerofx.runtime.away_shards import AwayShards
-from zerofx.runtime.host_tier import HostTier
+from zerofx.runtime.tiers.away_shards import AwayShards
+from zerofx.runtime.tiers.host_tier import HostTier
 
 BF16 = {"stage": 3, "precision": "bf16"}
 IN_BACKWARD = {"stage": 1, "precision": "bf16", "update": "in-backward"}

@@ -19,7 +19,7 @@ from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import NvmeError, OptimizerError, PlanError, ShardError
 from zerofx.nvme.faults import sized
 from zerofx.nvme.folder import prepare
-from zerofx.runtime.homes import far_bytes
+from zerofx.runtime.tiers.homes import far_bytes
 
 EARLY = {"update": "in-backward"}
 WAYS: list[tuple[dict[str, Any], tuple[str, str]]] = [
@@ -234,7 +234,7 @@ def without_a_folder(folder: str) -> str:
         return real(mine, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerofx.runtime.homes.prepare", elsewhere)
+        patch.setattr("zerofx.runtime.tiers.homes.prepare", elsewhere)
         with pytest.raises(NvmeError) as caught:
             made_in(folder)
     return str(caught.value)

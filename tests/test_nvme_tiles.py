@@ -24,9 +24,9 @@ from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import tiles_of
 from zerofx.nvme.checksum import BLOCK_BYTES, covering
-from zerofx.runtime.homes import staged_bytes
-from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
+from zerofx.runtime.tiers.homes import staged_bytes
+from zerofx.runtime.tiers.host_tier import HostTier
+from zerofx.runtime.tiers.nvme_home import PARAMETERS, NvmeHome
 
 TILED = {"blocks.*.mlp": 4, "position": 2}
 CELLS: list[Cell] = [

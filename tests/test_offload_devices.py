@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zerofx.optim.clip import _sum, divisor
 from zerofx.optim.flat import near
-from zerofx.runtime.param_piece import ParameterPiece
-from zerofx.runtime.shard_state import iter_full_state
+from zerofx.runtime.store.state import iter_full_state
+from zerofx.runtime.tensors.piece import ParameterPiece
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.runtime import copy_lanes
-from zerofx.runtime.copy_lanes import InlineLane, StreamLane
-from zerofx.runtime.host_tier import HostTier, Moved, dense_bytes
+from zerofx.runtime.tiers import copy_lanes
+from zerofx.runtime.tiers.copy_lanes import InlineLane, StreamLane
+from zerofx.runtime.tiers.host_tier import HostTier, Moved, dense_bytes
 
 CPU = torch.device("cpu")
 

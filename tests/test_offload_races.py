@@ -9,9 +9,9 @@ import pytest
 from copy_races import Races
 from offload_loops import IN_BACKWARD, LOOPS, Run
 
-from zerofx.runtime import nvme_values
-from zerofx.runtime.away_shards import AwayShards
-from zerofx.runtime.host_tier import HostTier
+from zerofx.runtime.tiers import nvme_values
+from zerofx.runtime.tiers.away_shards import AwayShards
+from zerofx.runtime.tiers.host_tier import HostTier
 
 BOTH = {"optimizer": "cpu", "parameters": "cpu"}
 OPTIMIZER = {"optimizer": "cpu"}

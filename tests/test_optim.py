@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.comm.world import World
 from zerofx.optim.in_backward import is_stepped
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 STEPS = 20
 CLIP = 0.3

@@ -20,7 +20,7 @@ from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.demo.text import Batches, load_text
 from zerofx.errors import OptimizerError
 from zerofx.optim.codes import BLOCK, Codes, code_book
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 CPU = torch.device("cpu")
 

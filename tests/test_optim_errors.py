@@ -12,7 +12,7 @@ from torch import nn
 import zerofx
 from zerofx.comm.world import World
 from zerofx.errors import OptimizerError, ShardError, ZerofxError
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 
 def named(*groups: dict[str, Any]) -> list[list[str]]:

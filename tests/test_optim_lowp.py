@@ -22,8 +22,8 @@ from zerofx.demo.measure import PeakMemory
 from zerofx.layout.build import UnitParam, unit_layout
 from zerofx.optim.flat import StepCasts
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.standalone import LoopbackAxis
+from zerofx.runtime.store.shards import ShardStore
 
 Run = Callable[..., Any]
 STEPS = 6

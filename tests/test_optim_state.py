@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.comm.world import World
 from zerofx.errors import ShardError
-from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
+from zerofx.runtime.store.shards import ShardStore
 
 # those that torch has, with the forms that torch runs them in
 TORCH = [n for n, (_, kind, _) in OPTIMIZERS.items() if kind.__module__.startswith("torch.optim")]

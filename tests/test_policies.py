@@ -24,8 +24,8 @@ from zerofx.policy.borrowing import FreeBuffers, Scratch
 from zerofx.policy.exchange import Receives
 from zerofx.policy.reduction import End
 from zerofx.policy.shard_copies import SentAs
-from zerofx.runtime.host_tier import D2H, H2D
 from zerofx.runtime.standalone import LoopbackAxis
+from zerofx.runtime.tiers.host_tier import D2H, H2D
 
 FINE: dict[str, Any] = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 CPU = torch.device("cpu")

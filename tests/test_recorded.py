@@ -18,8 +18,8 @@ from torch import nn
 import zerofx
 from zerofx.errors import CaptureError, GradientError, PlanError
 from zerofx.plan.plan import Plan
-from zerofx.runtime.cuda_graph import CudaRecorder, check_recordable
-from zerofx.runtime.recorded import Recorded
+from zerofx.runtime.cuda_graph.recorded import Recorded
+from zerofx.runtime.cuda_graph.recorder import CudaRecorder, check_recordable
 
 
 # -- refused by name --------------------------------------------------------------------------

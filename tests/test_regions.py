@@ -18,9 +18,9 @@ from torch._inductor.exc import CppCompileError, InductorError
 import zerofx
 from zerofx.compat import inductor
 from zerofx.errors import ProgramError
-from zerofx.runtime import region_cache
-from zerofx.runtime.region_cache import CompileCount
-from zerofx.runtime.region_keys import artifact_key, cache_dir
+from zerofx.runtime.regions import cache as region_cache
+from zerofx.runtime.regions.cache import CompileCount
+from zerofx.runtime.regions.keys import artifact_key, cache_dir
 
 
 class FlatTokens(nn.Module):
@@ -115,7 +115,7 @@ TRAIN = """
 import sys
 import torch, zerofx
 from torch import nn
-from zerofx.runtime.region_cache import CompileCount
+from zerofx.runtime.regions.cache import CompileCount
 
 class Mean(nn.Module):
     def __init__(self):

@@ -22,8 +22,8 @@ from torch import nn
 
 import zerofx
 from zerofx.compat.direct import direct_of
-from zerofx.runtime import region_cache
-from zerofx.runtime.region_cache import CompileCount
+from zerofx.runtime.regions import cache as region_cache
+from zerofx.runtime.regions.cache import CompileCount
 
 HOLD = """
 import fcntl, os, signal, socket, sys
@@ -170,7 +170,7 @@ TRAIN = """
 import logging, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from torch._inductor import cpp_builder
-from zerofx.runtime import region_cache
+from zerofx.runtime.regions import cache as region_cache
 import test_regions_locks as cases
 
 def stopping(owner, name, caller):

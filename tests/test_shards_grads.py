@@ -10,7 +10,7 @@ from shard_cases import deliver, gradients, on_ranks, whole
 from torch import Tensor, nn
 
 from zerofx.comm.world import World
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 
 def expect_grads(model: nn.Module, expected: dict[str, Tensor | None]) -> None:

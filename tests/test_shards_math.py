@@ -10,9 +10,9 @@ from shard_cases import on_ranks, small_model, whole
 from torch import Tensor, nn
 
 from zerofx.comm.world import World
-from zerofx.runtime.param_elementwise import FOREACH, POINTWISE
-from zerofx.runtime.param_tensor import ShardedTensor
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.tensors.elementwise import FOREACH, POINTWISE
+from zerofx.runtime.tensors.tensor import ShardedTensor
 
 TRANSCENDENTAL = """
 acos acosh arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh cos cosh

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerofx.comm.world import World
 from zerofx.errors import ShardError
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ from shard_cases import deliver, gradients, on_ranks, small_model, whole
 from torch import Tensor, nn
 
 from zerofx.comm.world import World
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 
 def test_reductions_are_of_the_whole() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.comm.world import World
 from zerofx.errors import ShardError, ZerofxError
-from zerofx.runtime.shard_optimizer import check_optimizer, swap_optimizer
-from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
+from zerofx.runtime.store.optimizer import check_optimizer, swap_optimizer
+from zerofx.runtime.store.shards import ShardStore
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},

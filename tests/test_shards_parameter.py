@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from zerofx.comm.world import World
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.errors import ShardError
-from zerofx.runtime.param_parameter import ReplicatedParameter, ShardedParameter
-from zerofx.runtime.param_piece import is_cut, piece_of
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.tensors.parameter import ReplicatedParameter, ShardedParameter
+from zerofx.runtime.tensors.piece import is_cut, piece_of
 
 
 def test_it_is_a_parameter_and_a_dtensor_of_the_global_shape() -> None:

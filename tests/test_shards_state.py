@@ -18,14 +18,14 @@ from training import loss_of
 import zerofx
 from zerofx.comm.world import World
 from zerofx.errors import DesyncError, ShardError
-from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
-from zerofx.runtime.shard_state import (
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.state import (
     flat_state,
     full_state,
     full_tensor,
     iter_full_state,
 )
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
 
 
 @pytest.mark.parametrize(("size", "shard_size"), [(1, 1), (2, 2), (3, 3), (4, 2)])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zerofx.comm.world import World
 from zerofx.errors import ShardError
-from zerofx.runtime.shards import ShardStore
 from zerofx.runtime.simulated import run_ranks
+from zerofx.runtime.store.shards import ShardStore
 
 # -- building ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from training import train_cell
 
 import zerofx
 from zerofx.compat.strides import _RULES, TrueStrides, has_strides, keep_strides
-from zerofx.runtime.regions import following
+from zerofx.runtime.regions.load import following
 
 aten = torch.ops.aten
 SHAPE = (2, 4, 3, 6)

@@ -23,7 +23,7 @@ from zerofx.ir.graphs import users_after_views
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned
 from zerofx.policy import staging
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 
 FINE: dict[str, Any] = {"bucket_bytes": 0, "persist_below": 0}
 CHOICES = {

@@ -12,7 +12,7 @@ from kernel_cases import gated_calls, loss_calls, norm_calls, rotary_calls
 from zerofx import kernels
 from zerofx.codegen.kernels import kernel_call, render_kernels, tensor_args
 from zerofx.kernels import adamw, lamb, launch, pack, quantise
-from zerofx.runtime.regions import import_file
+from zerofx.runtime.regions.load import import_file
 
 
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.dtype) -> set[str]:

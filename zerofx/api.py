@@ -35,11 +35,11 @@ from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, wit
 from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan.fields import nearest
 from zerofx.plan.plan import Plan, as_plan
-from zerofx.runtime.cuda_graph import check_recordable
+from zerofx.runtime.cuda_graph.recorder import check_recordable
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.homes import check_folder
-from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.optimizer import check_before, swap_optimizer
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.tiers.homes import check_folder
 from zerofx.snapshot.files import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 

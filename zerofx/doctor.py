@@ -23,7 +23,7 @@ from zerofx.capture import capture
 from zerofx.compat.inductor import compile_region, inductor_problem
 from zerofx.errors import DoctorError, ZerofxError
 from zerofx.plan.sizes import format_bytes
-from zerofx.runtime.region_keys import cache_dir
+from zerofx.runtime.regions.keys import cache_dir
 
 OLDEST, NEWEST = (2, 11), (2, 13)  # of torch: what pyproject.toml allows
 STORE_ROUNDS = 200

@@ -24,7 +24,7 @@ from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, ParamInfo
 from zerofx.ir.verify_fault import file_lines
 from zerofx.layout.buckets import Layout
-from zerofx.runtime.regions import import_file, read_by
+from zerofx.runtime.regions.load import import_file, read_by
 from zerofx.runtime.standalone import layout_from_facts
 
 

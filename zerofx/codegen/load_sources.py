@@ -12,7 +12,7 @@ from torch import Tensor
 from zerofx.codegen.load_record import Recorder
 from zerofx.errors import ProgramError
 from zerofx.kernels.launch import plain_forms
-from zerofx.runtime.regions import import_file
+from zerofx.runtime.regions.load import import_file
 
 
 class Files:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from zerofx.compiled.lazy_state import LazyState
 from zerofx.errors import ShardError
-from zerofx.runtime.shard_state import FullReader, flat_state, full_state, sharded_state
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.state import FullReader, flat_state, full_state, sharded_state
 
 if TYPE_CHECKING:
     from zerofx.compiled.module import CompiledModule

@@ -9,8 +9,8 @@ from typing import Any
 
 from zerofx.compat.modules import note_state_metadata, state_metadata
 from zerofx.errors import ShardError
-from zerofx.runtime.shard_state import FullReader
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.state import FullReader
 
 _NONE = object()
 

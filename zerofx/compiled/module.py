@@ -26,7 +26,7 @@ from zerofx.passes.order import Setting
 from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.shards import ShardStore
+from zerofx.runtime.store.shards import ShardStore
 
 
 class CompiledModule(nn.Module):

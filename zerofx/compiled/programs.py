@@ -43,14 +43,14 @@ from zerofx.ir.verify import verify
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
-from zerofx.runtime.cuda_graph import CudaRecorder, Recorder
+from zerofx.runtime.cuda_graph.recorded import Recorded, Room
+from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.recorded import Recorded, Room
-from zerofx.runtime.region_cache import prepare_regions
-from zerofx.runtime.region_keys import cache_dir
-from zerofx.runtime.regions import import_file
-from zerofx.runtime.shard_tree import check_summable
+from zerofx.runtime.regions.cache import prepare_regions
+from zerofx.runtime.regions.keys import cache_dir
+from zerofx.runtime.regions.load import import_file
 from zerofx.runtime.step import Executable
+from zerofx.runtime.store.tree import check_summable
 
 log = logging.getLogger("zerofx")
 CORRECTIONS = 3  # of a budget, once the regions are compiled

@@ -39,7 +39,7 @@ from zerofx.ir.verify_values import Numbering, digest, leaf_digest
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
 from zerofx.policy import exchange
-from zerofx.runtime.host_tier import H2D, dense_bytes
+from zerofx.runtime.tiers.host_tier import H2D, dense_bytes
 
 _Format = torch.dtype | None
 

@@ -48,8 +48,8 @@ from zerofx.ops.values import fake_on_host
 from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.policy import reduction, shard_copies
 from zerofx.policy.shard_copies import SentAs
-from zerofx.runtime.homes import staged_bytes
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, dense_bytes
+from zerofx.runtime.tiers.homes import staged_bytes
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, dense_bytes
 
 
 def _arrives_as(wait: fx.Node) -> str:

@@ -26,7 +26,7 @@ from zerofx.ir.spec import Carries, Holds, Kind, Lane, OpSpec, Payload, define, 
 from zerofx.ir.verify_fault import name_of
 from zerofx.layout.tiers import Tier
 from zerofx.ops.waits import hold_at_source, same
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
 
 
 def fake_on_host(x: Tensor) -> Tensor:

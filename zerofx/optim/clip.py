@@ -9,8 +9,8 @@ from torch import Tensor
 
 from zerofx.compat.tensors import foreach_norm
 from zerofx.optim.runs import FlatRun, name_of
-from zerofx.runtime.param_piece import ParameterPiece, piece_of
-from zerofx.runtime.param_refuse import refuse_partial_norm
+from zerofx.runtime.tensors.piece import ParameterPiece, piece_of
+from zerofx.runtime.tensors.refuse import refuse_partial_norm
 
 # One row's norm is accumulated in float32, the rows' in float64: the result is exact to 1e-8, where
 # one float32 sum over 8 M elements was off by 2e-4.

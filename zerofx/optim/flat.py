@@ -25,7 +25,7 @@ from zerofx.optim.runs import (
     check_dtype,
     ledgers_of,
 )
-from zerofx.runtime.param_piece import CastCopy, Ledger
+from zerofx.runtime.tensors.piece import CastCopy, Ledger
 
 _Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model
 

@@ -22,9 +22,9 @@ from zerofx.layout.tiers import Tier
 from zerofx.optim.runs import FlatRun, Work
 from zerofx.policy import staging
 from zerofx.policy.staging import Move
-from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
-from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tensors.piece import Ledger
+from zerofx.runtime.tiers.arrival import Arrival
+from zerofx.runtime.tiers.nvme_home import PARAMETERS, NvmeHome
 
 Groups = list[Work]  # a group's runs each
 

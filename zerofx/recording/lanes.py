@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from zerofx.analysis.time.measured import MeasuredSpan
 from zerofx.analysis.time.steps import Lane, Step
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
-from zerofx.runtime.beside import UPDATE, Note
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.runtime.stopwatch import Clock
+from zerofx.runtime.tiers.beside import UPDATE, Note
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 
 if TYPE_CHECKING:
     from zerofx.recording.steps import RecordedStep

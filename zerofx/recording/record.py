@@ -10,7 +10,7 @@ While the block runs, each schedule's functions are replaced by copies of themse
 timed (`runtime/stopwatch.py`); behind it the model is as it was. On CUDA times are those of events
 on the compute's stream, else the host's. What a collective takes is seen from its launch to the end
 of its wait; copies, ways to and from the disk and updates on their thread tell their own begin and
-end (`runtime/beside.py`).
+end (`runtime/tiers/beside.py`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from zerofx.recording.lanes import hand_out
 from zerofx.recording.memory import Metering, meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for
 from zerofx.recording.steps import UPDATE, RecordedStep, measured
-from zerofx.runtime.beside import Beside
-from zerofx.runtime.host_tier import HostTier
-from zerofx.runtime.host_updates import HostUpdates
 from zerofx.runtime.stopwatch import Around, Run, Stopwatch, clock_for
+from zerofx.runtime.tiers.beside import Beside
+from zerofx.runtime.tiers.host_tier import HostTier
+from zerofx.runtime.tiers.host_updates import HostUpdates
 from zerofx.views.recording import RecordingView
 
 log = logging.getLogger("zerofx")

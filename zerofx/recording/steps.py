@@ -14,8 +14,8 @@ from zerofx.comm.world import World
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Planned
 from zerofx.recording.lanes import LANES, Place, Row, own_rows, span_of
-from zerofx.runtime.beside import Note
 from zerofx.runtime.stopwatch import REGION, Clock, Run
+from zerofx.runtime.tiers.beside import Note
 
 UPDATE = "step update"  # the name of the optimizer's own step, behind backward
 _VERBS = {"region": {REGION}, "wait": {"wait"}, "release": {"release"}, "pack": {"pack"},

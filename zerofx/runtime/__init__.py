@@ -2,7 +2,7 @@
 
 from zerofx.kernels import recurrent as recurrent  # registers the ops that regions call
 from zerofx.runtime.constants import constant
-from zerofx.runtime.regions import load_constants, load_kernels, load_regions
+from zerofx.runtime.regions.load import load_constants, load_kernels, load_regions
 from zerofx.runtime.standalone import run_standalone
 
 __all__ = ["constant", "load_constants", "load_kernels", "load_regions", "run_standalone"]

@@ -18,7 +18,7 @@ from zerofx.layout.buckets import AXES, Bucket, Layout, Mesh, ParamSlice
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.param_piece import Ledger
+from zerofx.runtime.tensors.piece import Ledger
 
 
 class LoopbackAxis(Axis):

@@ -22,7 +22,7 @@ from zerofx.comm.together import together
 from zerofx.comm.world import World
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import iter_full_state
+from zerofx.runtime.store.state import iter_full_state
 from zerofx.snapshot.files import check_call, discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of
 from zerofx.snapshot.tensor_files import DTYPES

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import ArgumentError, SnapshotError
-from zerofx.runtime.shard_optimizer import check_optimizer
+from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.snapshot import state
 
 

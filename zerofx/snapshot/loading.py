@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError, ZerofxError
-from zerofx.runtime.shard_state import sharded_state
+from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.generators import random_states, set_random_states

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from zerofx.comm.together import together
 from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import sharded_state
+from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
 from zerofx.snapshot.generators import random_states

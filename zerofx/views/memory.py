@@ -15,7 +15,7 @@ from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.views.schedule import title
 from zerofx.views.why import WhyView, explained, summary
 

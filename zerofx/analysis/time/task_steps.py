@@ -17,7 +17,7 @@ from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
 from zerofx.policy import staging
 from zerofx.policy.staging import Move
-from zerofx.runtime.homes import ADAMW_STATES
+from zerofx.runtime.tiers.homes import ADAMW_STATES
 
 STEP = "step"
 

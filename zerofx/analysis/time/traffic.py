@@ -13,8 +13,8 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.homes import ADAMW_STATES
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.runtime.tiers.homes import ADAMW_STATES
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 
 LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 

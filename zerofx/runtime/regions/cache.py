@@ -39,7 +39,7 @@ from zerofx.compat.inductor import (
     wrapper_of,
 )
 from zerofx.errors import ProgramError
-from zerofx.runtime.region_keys import artifact_key, cache_dir, compiled_by, mark_of_use
+from zerofx.runtime.regions.keys import artifact_key, cache_dir, compiled_by, mark_of_use
 
 log = logging.getLogger("zerofx")
 

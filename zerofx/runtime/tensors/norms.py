@@ -16,9 +16,9 @@ import torch
 from zerofx.compat.optim import is_clipping
 from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unscale_and_check
 from zerofx.errors import ShardError
-from zerofx.runtime.param_elementwise import ledger_of, with_refusing_backward
-from zerofx.runtime.param_refuse import op_name, refuse_partial_norm
-from zerofx.runtime.param_tensor import ShardedTensor, handles, local_of, local_value, refuse
+from zerofx.runtime.tensors.elementwise import ledger_of, with_refusing_backward
+from zerofx.runtime.tensors.refuse import op_name, refuse_partial_norm
+from zerofx.runtime.tensors.tensor import ShardedTensor, handles, local_of, local_value, refuse
 
 _SHARDED = {ShardedTensor}
 _OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # what asks for one; for errors

@@ -11,10 +11,10 @@ from torch import Tensor
 from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import Bucket
-from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
+from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
 
 if TYPE_CHECKING:
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
 
 
 def full_tensor(store: ShardStore, name: str) -> Tensor:

@@ -13,8 +13,8 @@ from zerofx.compat.tensors import keep_version, require_grad, storage_uses
 from zerofx.errors import GradientError
 from zerofx.layout.tiers import Tier
 from zerofx.policy import resting
-from zerofx.runtime.homes import regrow, shrink
-from zerofx.runtime.param_piece import Ledger, ParameterPiece
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece
+from zerofx.runtime.tiers.homes import regrow, shrink
 
 
 class GradShard:

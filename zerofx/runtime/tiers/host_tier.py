@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zerofx.nvme.request import Request
 from zerofx.policy.borrowing import FreeBuffers
-from zerofx.runtime.beside import Beside
-from zerofx.runtime.copy_lanes import Lane, lanes_for
-from zerofx.runtime.host_memory import Place
+from zerofx.runtime.tiers.beside import Beside
+from zerofx.runtime.tiers.copy_lanes import Lane, lanes_for
+from zerofx.runtime.tiers.host_memory import Place
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from zerofx.errors import GradientError, ShardError
 
 if TYPE_CHECKING:
-    from zerofx.runtime.param_piece import Ledger
+    from zerofx.runtime.tensors.piece import Ledger
 
 _PLAN = "Plan(update='in-backward')"
 

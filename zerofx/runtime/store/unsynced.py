@@ -15,12 +15,12 @@ from torch import Tensor
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.policy import reduction
-from zerofx.runtime.param_refuse import op_name
-from zerofx.runtime.param_tensor import first_of
+from zerofx.runtime.tensors.refuse import op_name
+from zerofx.runtime.tensors.tensor import first_of
 
 if TYPE_CHECKING:
     from zerofx.layout.buckets import Bucket
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
 
 _ZERO = ("zero_", foreach_zero_.__name__)
 _READABLE = ("device", "dtype", "layout", "requires_grad", "is_complex")

@@ -20,14 +20,14 @@ import torch
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
 from zerofx.errors import ShardError
 from zerofx.layout.tiles import Range, say
-from zerofx.runtime.param_refuse import op_name
+from zerofx.runtime.tensors.refuse import op_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from zerofx.runtime.param_piece import ParameterPiece
-    from zerofx.runtime.param_tensor import ShardedTensor
+    from zerofx.runtime.tensors.piece import ParameterPiece
+    from zerofx.runtime.tensors.tensor import ShardedTensor
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from zerofx.compat.tensors import (
     raw_version,
     version_of,
 )
-from zerofx.runtime.param_elementwise import with_refusing_backward
-from zerofx.runtime.param_tensor import HANDLERS, ShardedTensor, handles, refuse, wrap
+from zerofx.runtime.tensors.elementwise import with_refusing_backward
+from zerofx.runtime.tensors.tensor import HANDLERS, ShardedTensor, handles, refuse, wrap
 
 METHODS = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point

@@ -21,7 +21,7 @@ from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import inductor_problem
 from zerofx.compat.strides import has_strides, laid_out
 from zerofx.errors import NonFiniteError, ProgramError
-from zerofx.runtime.region_cache import Region, compile_all
+from zerofx.runtime.regions.cache import Region, compile_all
 
 log = logging.getLogger("zerofx")
 

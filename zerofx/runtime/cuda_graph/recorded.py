@@ -17,12 +17,12 @@ from torch import Tensor
 
 from zerofx.collector import paused_collector
 from zerofx.errors import CaptureError, ZerofxError
-from zerofx.runtime.cuda_graph import Recorder
+from zerofx.runtime.cuda_graph.recorder import Recorder
+from zerofx.runtime.cuda_graph.recordings import Backward, Forward, Recordings, Saved
+from zerofx.runtime.cuda_graph.static_tensors import blank_like, fill
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.param_tensor import local_of
-from zerofx.runtime.recordings import Backward, Forward, Recordings, Saved
-from zerofx.runtime.static_tensors import blank_like, fill
 from zerofx.runtime.step import Contract
+from zerofx.runtime.tensors.tensor import local_of
 
 log = logging.getLogger("zerofx")
 T = TypeVar("T")

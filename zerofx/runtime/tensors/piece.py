@@ -27,10 +27,10 @@ from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.errors import NvmeError, ShardError
 from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 from zerofx.layout.tiles import Range, cut, say, spread
-from zerofx.runtime.homes import Homes
-from zerofx.runtime.host_updates import HostUpdates
-from zerofx.runtime.param_checkpoint import Box, boxes_of
-from zerofx.runtime.updates import Updates
+from zerofx.runtime.store.updates import Updates
+from zerofx.runtime.tensors.checkpoint import Box, boxes_of
+from zerofx.runtime.tiers.homes import Homes
+from zerofx.runtime.tiers.host_updates import HostUpdates
 
 if TYPE_CHECKING:
     from zerofx.comm.world import World

@@ -15,10 +15,10 @@ from zerofx.nvme.folder import prepare
 from zerofx.nvme.mapped import Mapped
 from zerofx.nvme.request import Request
 from zerofx.nvme.store import NvmeStore
-from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.beside import Beside
-from zerofx.runtime.host_memory import host_memory
-from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.runtime.tiers.arrival import Arrival
+from zerofx.runtime.tiers.beside import Beside
+from zerofx.runtime.tiers.host_memory import host_memory
+from zerofx.runtime.tiers.host_tier import NVME_READ, NVME_WRITE, HostTier
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 

@@ -10,7 +10,7 @@ import torch
 from zerofx.errors import ShardError
 
 if TYPE_CHECKING:
-    from zerofx.runtime.param_piece import ParameterPiece
+    from zerofx.runtime.tensors.piece import ParameterPiece
 
 ACCEPTED_OPTIMIZERS = (
     "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, ASGD and Rprop"

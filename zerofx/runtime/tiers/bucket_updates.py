@@ -13,11 +13,11 @@ from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
 from zerofx.policy import staging
-from zerofx.runtime.host_updates import HostUpdates
+from zerofx.runtime.tiers.host_updates import HostUpdates
 
 if TYPE_CHECKING:
-    from zerofx.runtime.away_shards import AwayShards
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
+    from zerofx.runtime.tiers.away_shards import AwayShards
 
 
 class BucketUpdates:

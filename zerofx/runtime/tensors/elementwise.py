@@ -27,8 +27,8 @@ from zerofx.compat.optim import (
 )
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor
 from zerofx.errors import ShardError
-from zerofx.runtime.param_refuse import op_name
-from zerofx.runtime.param_tensor import (
+from zerofx.runtime.tensors.refuse import op_name
+from zerofx.runtime.tensors.tensor import (
     HANDLERS,
     ShardedTensor,
     find_sharded,

@@ -13,14 +13,14 @@ from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import LOW_OR_SINGLE, Layout
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.homes import claim_space
-from zerofx.runtime.param_parameter import make_parameter, make_piece
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.shard_grads import StoreGrads
-from zerofx.runtime.shard_init import fill_shards
-from zerofx.runtime.shard_optimizer import leave_behind, watch_steps
-from zerofx.runtime.shard_tree import Bindings, ParameterTree, attributes_of
-from zerofx.runtime.updates import Updates
+from zerofx.runtime.store.grads import StoreGrads
+from zerofx.runtime.store.init import fill_shards
+from zerofx.runtime.store.optimizer import leave_behind, watch_steps
+from zerofx.runtime.store.tree import Bindings, ParameterTree, attributes_of
+from zerofx.runtime.store.updates import Updates
+from zerofx.runtime.tensors.parameter import make_parameter, make_piece
+from zerofx.runtime.tensors.piece import Ledger
+from zerofx.runtime.tiers.homes import claim_space
 
 
 class ShardStore:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from zerofx.compat.modules import RESETS, own_buffers, own_parameters
 from zerofx.errors import ShardError
 from zerofx.runtime.buffers import share_buffers
-from zerofx.runtime.shard_tree import ParameterTree, attributes_of
+from zerofx.runtime.store.tree import ParameterTree, attributes_of
 
 if TYPE_CHECKING:
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
 
 
 def fill_shards(

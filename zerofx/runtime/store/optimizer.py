@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
 from zerofx.errors import ShardError
 from zerofx.layout.buckets import Layout
 from zerofx.layout.tiers import Tier
-from zerofx.runtime import updates
-from zerofx.runtime.param_piece import Ledger, is_cut, piece_of
-from zerofx.runtime.param_refuse import ACCEPTED_OPTIMIZERS
-from zerofx.runtime.param_tensor import whole_of
+from zerofx.runtime.store import updates
+from zerofx.runtime.tensors.piece import Ledger, is_cut, piece_of
+from zerofx.runtime.tensors.refuse import ACCEPTED_OPTIMIZERS
+from zerofx.runtime.tensors.tensor import whole_of
 
 # 0-d states of torch's optimizers that belong to the step, not to elements of the parameter.
 STEP_STATES = ("step", "mu_product", "eta", "mu")

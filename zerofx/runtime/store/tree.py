@@ -19,7 +19,7 @@ from zerofx.compat.callers import DTensor
 from zerofx.compat.modules import own_buffers, own_children, own_parameters, put_parameter
 from zerofx.compat.tensors import memory_range, raw_data
 from zerofx.errors import ShardError
-from zerofx.runtime.param_piece import Ledger, ParameterPiece, piece_of
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, piece_of
 
 Holder = tuple[nn.Module, str]
 

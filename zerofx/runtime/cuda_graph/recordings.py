@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from zerofx.runtime.static_tensors import Results, fill
+from zerofx.runtime.cuda_graph.static_tensors import Results, fill
 
 T = TypeVar("T")
 BACKWARDS = 8  # recordings of the backwards of one recorded forward

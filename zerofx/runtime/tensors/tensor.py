@@ -25,9 +25,9 @@ from zerofx.compat.tensors import (
     set_local_tensor,
 )
 from zerofx.errors import ShardError
-from zerofx.runtime.param_checkpoint import box_at, chunks, write_items
-from zerofx.runtime.param_piece import ParameterPiece
-from zerofx.runtime.param_refuse import op_name, refusal
+from zerofx.runtime.tensors.checkpoint import box_at, chunks, write_items
+from zerofx.runtime.tensors.piece import ParameterPiece
+from zerofx.runtime.tensors.refuse import op_name, refusal
 
 K = TypeVar("K")
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -18,10 +18,12 @@ from zerofx.compat.tensors import (
     storage_identity,
 )
 from zerofx.errors import ShardError
-from zerofx.runtime import param_elementwise, param_metadata, param_norms
-from zerofx.runtime.param_piece import Ledger, ParameterPiece, WholePiece
-from zerofx.runtime.param_refuse import refuse_hook
-from zerofx.runtime.param_tensor import CutPiece, ShardedTensor, wrap
+from zerofx.runtime.tensors import elementwise as param_elementwise
+from zerofx.runtime.tensors import metadata as param_metadata
+from zerofx.runtime.tensors import norms as param_norms
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, WholePiece
+from zerofx.runtime.tensors.refuse import refuse_hook
+from zerofx.runtime.tensors.tensor import CutPiece, ShardedTensor, wrap
 
 # Imported for what they register: without them every operation is refused.
 TABLES = (param_elementwise, param_metadata, param_norms)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from zerofx.runtime.beside import Beside
+from zerofx.runtime.tiers.beside import Beside
 
 log = logging.getLogger("zerofx")
 

@@ -19,7 +19,7 @@ from zerofx.nvme.aligned import up
 from zerofx.nvme.folder import prepare
 from zerofx.nvme.request import Request
 from zerofx.nvme.store import NvmeStore
-from zerofx.runtime.host_tier import NVME_READ, NVME_WRITE, HostTier, dense_bytes
+from zerofx.runtime.tiers.host_tier import NVME_READ, NVME_WRITE, HostTier, dense_bytes
 
 log = logging.getLogger("zerofx")
 
