@@ -21,8 +21,8 @@ import zerofx
 from zerofx import api
 from zerofx.comm import groups, hosts
 from zerofx.comm.world import World
-from zerofx.compiled import programs
 from zerofx.errors import ZerofxError
+from zerofx.model import programs
 from zerofx.runtime.store import init as shard_init
 from zerofx.runtime.tiers import homes
 

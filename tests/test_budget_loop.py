@@ -16,9 +16,9 @@ from torch import Tensor
 
 import zerofx
 from zerofx.analysis.memory.memory import memory, peak_bytes
-from zerofx.compiled.budget import ADDING
 from zerofx.errors import BudgetError
 from zerofx.ir.program import Captured, Loop
+from zerofx.model.budget import ADDING
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr

@@ -18,9 +18,9 @@ from training import train_cell
 
 import zerofx
 from zerofx.analysis.memory.memory import peak_bytes
-from zerofx.compiled import programs
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Planned
+from zerofx.model import programs
 from zerofx.passes import decide
 from zerofx.passes.decide import budget_for
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from training import loss_of
 
 import zerofx
-from zerofx.compiled.programs import ProgramTable
 from zerofx.layout import buckets as layout
+from zerofx.model.programs import ProgramTable
 
 ATEN = {"kernels": "aten", "bucket_bytes": 4096}
 BF16 = {"precision": "bf16"}

@@ -234,7 +234,7 @@ def test_training_loads_no_tool() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     loaded = ran.stdout.split()
-    assert "zerofx.compiled.module" in loaded
+    assert "zerofx.model.module" in loaded
     assert [name for name in loaded if room_of(name) in TOOLS] == []
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from training import loss_of
 
 import zerofx
-from zerofx.compiled.scaling import rule_of
 from zerofx.errors import PlanError
 from zerofx.kernels.launch import plain_forms, use_triton
+from zerofx.model.scaling import rule_of
 from zerofx.plan.parts import LossScale
 from zerofx.runtime.loss_scale import LossScaler
 

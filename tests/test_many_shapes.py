@@ -15,7 +15,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.compiled import programs
+from zerofx.model import programs
 from zerofx.runtime.tiers.host_tier import HostTier
 from zerofx.runtime.tiers.nvme_values import NvmeValues
 

@@ -17,8 +17,8 @@ import zerofx
 from zerofx.analysis.memory.storage import Category
 from zerofx.analysis.time.traffic import traffic
 from zerofx.comm.world import World
-from zerofx.compiled.module import CompiledModule
 from zerofx.layout import buckets as layout
+from zerofx.model.module import CompiledModule
 from zerofx.policy import exchange, reduction, resting, shard_copies, staging
 from zerofx.policy.borrowing import FreeBuffers, Scratch
 from zerofx.policy.exchange import Receives

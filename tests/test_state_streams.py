@@ -16,8 +16,8 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.compiled.lazy_state import LazyState
 from zerofx.errors import DesyncError, ShardError
+from zerofx.model.lazy_state import LazyState
 
 MIB = 1 << 20
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
     from zerofx.api import rewrite as rewrite
-    from zerofx.compiled.full_state import full_state_dict as full_state_dict
-    from zerofx.compiled.full_state import iter_state_dict as iter_state_dict
-    from zerofx.compiled.module import CompiledModule as CompiledModule
     from zerofx.hardware import Hardware as Hardware
     from zerofx.hardware import Machine as Machine
+    from zerofx.model.full_state import full_state_dict as full_state_dict
+    from zerofx.model.full_state import iter_state_dict as iter_state_dict
+    from zerofx.model.module import CompiledModule as CompiledModule
     from zerofx.plan.plan import Offload as Offload
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
@@ -43,9 +43,9 @@ _HOME = {
     "rewrite": "zerofx.api",
     "Hardware": "zerofx.hardware",
     "Machine": "zerofx.hardware",
-    "CompiledModule": "zerofx.compiled.module",
-    "full_state_dict": "zerofx.compiled.full_state",
-    "iter_state_dict": "zerofx.compiled.full_state",
+    "CompiledModule": "zerofx.model.module",
+    "full_state_dict": "zerofx.model.full_state",
+    "iter_state_dict": "zerofx.model.full_state",
     "Plan": "zerofx.plan.plan",
     "Precision": "zerofx.plan.plan",
     "Offload": "zerofx.plan.plan",

@@ -21,14 +21,14 @@ from zerofx.comm.grid import check_mesh
 from zerofx.comm.groups import StartUp, place
 from zerofx.comm.steps import describe
 from zerofx.comm.world import World
-from zerofx.compiled.digest import describe_layout, describe_parameters, layout_digest
-from zerofx.compiled.module import CompiledModule
-from zerofx.compiled.programs import load_directory
-from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import ArgumentError, OptimizerError
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
+from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
+from zerofx.model.module import CompiledModule
+from zerofx.model.programs import load_directory
+from zerofx.model.scaling import make_scaler
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master

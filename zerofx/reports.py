@@ -16,11 +16,11 @@ from zerofx.analysis.memory.memory import ATEN, BASES, runs_compiled
 from zerofx.analysis.memory.storage import Compiled
 from zerofx.analysis.time.forecast import Forecast, compute_format, forecast
 from zerofx.analysis.time.steps import schedule as steps
-from zerofx.compiled.allocations import compiled_regions
 from zerofx.errors import PlanError, UnpricedError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.meta import value
 from zerofx.ir.program import Planned, Program
+from zerofx.model.allocations import compiled_regions
 from zerofx.plan.fields import one_of
 from zerofx.views import look, memory, schedule
 from zerofx.views.recording import RecordingView, load_recording

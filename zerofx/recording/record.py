@@ -31,11 +31,11 @@ from torch.optim.optimizer import (
 from zerofx.analysis.time.measured import Measured, MeasuredMemory
 from zerofx.analysis.time.steps import Step, schedule
 from zerofx.compat.autograd import is_profiling
-from zerofx.compiled.bound import Bound
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import timed_calls
+from zerofx.model.bound import Bound
+from zerofx.model.module import CompiledModule
 from zerofx.recording.lanes import hand_out
 from zerofx.recording.memory import Metering, meter_for
 from zerofx.recording.operators import dearest_operators, profiler_for

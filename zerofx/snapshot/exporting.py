@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zerofx.comm.together import together
 from zerofx.comm.world import World
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
+from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import iter_full_state
 from zerofx.snapshot.files import check_call, discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.snapshot import state
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError, ZerofxError
+from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import LoadSteps

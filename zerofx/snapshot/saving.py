@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.together import together
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError
+from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files

@@ -15,13 +15,13 @@ from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
 from zerofx.compat.modules import load_own_state, share_containers
-from zerofx.compiled.convert import check_shards_stay, convert_buffers
-from zerofx.compiled.full_state import sharded_state_of, state_of
-from zerofx.compiled.hooks import HookWatch
-from zerofx.compiled.programs import Programs, ProgramTable, load_directory
-from zerofx.compiled.scaling import make_scaler
 from zerofx.errors import GradientError, ShardError
 from zerofx.ir.program import Planned
+from zerofx.model.convert import check_shards_stay, convert_buffers
+from zerofx.model.full_state import sharded_state_of, state_of
+from zerofx.model.hooks import HookWatch
+from zerofx.model.programs import Programs, ProgramTable, load_directory
+from zerofx.model.scaling import make_scaler
 from zerofx.passes.order import Setting
 from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine

@@ -21,9 +21,13 @@ from zerofx.codegen.load import load
 from zerofx.codegen.load_fit import check_fits
 from zerofx.compat.modules import own_buffers
 from zerofx.compat.tensors import version_of
-from zerofx.compiled.blame import Blame
-from zerofx.compiled.bound import Bound
-from zerofx.compiled.budget import (
+from zerofx.errors import ArgumentError, BudgetError
+from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
+from zerofx.ir.spec import Kind, OpSpec, bucket_of, spec_of
+from zerofx.ir.verify import verify
+from zerofx.model.blame import Blame
+from zerofx.model.bound import Bound
+from zerofx.model.budget import (
     can_accumulate,
     excess_bytes,
     fits,
@@ -34,12 +38,8 @@ from zerofx.compiled.budget import (
     warn_of_regions,
     warn_of_slots,
 )
-from zerofx.compiled.contract import contract, written_out
-from zerofx.compiled.digest import describe_graph
-from zerofx.errors import ArgumentError, BudgetError
-from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
-from zerofx.ir.spec import Kind, OpSpec, bucket_of, spec_of
-from zerofx.ir.verify import verify
+from zerofx.model.contract import contract, written_out
+from zerofx.model.digest import describe_graph
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.compiled.digest import collective_digest, graph_hashes
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
+from zerofx.model.digest import collective_digest, graph_hashes
 from zerofx.runtime.step import Contract, Reach
 
 

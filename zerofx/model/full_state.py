@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zerofx.compiled.lazy_state import LazyState
 from zerofx.errors import ShardError
+from zerofx.model.lazy_state import LazyState
 from zerofx.runtime.store.shards import ShardStore
 from zerofx.runtime.store.state import FullReader, flat_state, full_state, sharded_state
 
 if TYPE_CHECKING:
-    from zerofx.compiled.module import CompiledModule
+    from zerofx.model.module import CompiledModule
 
 
 def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ from itertools import zip_longest
 
 from zerofx.analysis.memory.memory import memory
 from zerofx.analysis.memory.storage import forward_slots
-from zerofx.compiled.allocations import compiled_regions
 from zerofx.ir.program import Loop, Planned, Pool
+from zerofx.model.allocations import compiled_regions
 from zerofx.passes.decide import budget_bytes
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
