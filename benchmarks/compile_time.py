@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 LAYERS, QUICK_LAYERS = "4,12,24,48", "4,12"
 BATCH, SEED = 4, 0

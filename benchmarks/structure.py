@@ -32,7 +32,7 @@ import torch
 import zerofx
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 PACKAGE = Path(zerofx.__file__).parent
 CONFIG = GPTConfig(layers=2, width=32, heads=2, seq=16)

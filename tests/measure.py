@@ -14,9 +14,9 @@ import zerofx
 from benchmarks.measured import train
 from zerofx import ops
 from zerofx.analysis.time.traffic import traffic
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 BATCH, SEQ = 4, 64
 Call = Callable[[int], Tensor]  # runs a step's forward on the batch of that number

@@ -22,7 +22,7 @@ from model_classes import (
 )
 from torch import Tensor, nn
 
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -11,9 +11,9 @@ import torch
 
 import zerofx
 from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Program
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 DGX2 = "dgx2-v100-32gb"
 DEPTHS = (4, 6)

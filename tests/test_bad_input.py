@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zerofx
-from zerofx.cli import main
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, TargetError, ZerofxError
-from zerofx.targets import Target, resolve
+from zerofx.tools.cli import main
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.targets import Target, resolve
 
 MODEL = """
 import json

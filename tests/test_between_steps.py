@@ -75,8 +75,8 @@ def run_equal_updates(stage: int, kind: str) -> float:
 # -- memory between steps -------------------------------------------------------------------------
 def run_rest() -> tuple[list[int], list[int], bool]:
     """Return gradient bytes while set, then in the next forward, and whether one is kept."""
-    from zerofx.demo.gpt import GPT as Model
-    from zerofx.demo.gpt import GPTConfig
+    from zerofx.tools.demo.gpt import GPT as Model
+    from zerofx.tools.demo.gpt import GPTConfig
 
     model = zerofx.compile(
         Model(GPTConfig(layers=2, width=256, heads=2, seq=8)), {"stage": 3, "kernels": "aten"}

@@ -23,13 +23,13 @@ from zerofx.analysis.recompute.segments import find_segments
 from zerofx.analysis.recompute.solve import solve
 from zerofx.analysis.time.prices import Roofline
 from zerofx.capture import capture
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import BudgetError, PlanError
 from zerofx.hardware import load_hardware
 from zerofx.ir.graphs import regions as regions_of
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Planned, Program
 from zerofx.passes.decide import budget_bytes, budget_for
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 CPU = Roofline(load_hardware("cpu-box"), compiled=False)
 

@@ -15,20 +15,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerofx.analysis.time.convolution import PASSES, WINDOWS
-from zerofx.calibrate import compute, launch, transfers
-from zerofx.calibrate import probe as probe_module
-from zerofx.calibrate.convolutions import convolutions
-from zerofx.calibrate.crowd import crowds
-from zerofx.calibrate.describe import describe
-from zerofx.calibrate.disk import FILE_BYTES, Disk
-from zerofx.calibrate.probe import LEAST_S, TURNS, Probe, in_turn
-from zerofx.calibrate.transfers import Algorithms, Beside, sum_bytes
-from zerofx.calibrate.view import CalibrationView
-from zerofx.cli import main
 from zerofx.comm.world import World
 from zerofx.errors import DoctorError, PlanError
 from zerofx.hardware import load_hardware, write_hardware
 from zerofx.hardware.curve import KINDS, read_curves
+from zerofx.tools.calibrate import compute, launch, transfers
+from zerofx.tools.calibrate import probe as probe_module
+from zerofx.tools.calibrate.convolutions import convolutions
+from zerofx.tools.calibrate.crowd import crowds
+from zerofx.tools.calibrate.describe import describe
+from zerofx.tools.calibrate.disk import FILE_BYTES, Disk
+from zerofx.tools.calibrate.probe import LEAST_S, TURNS, Probe, in_turn
+from zerofx.tools.calibrate.transfers import Algorithms, Beside, sum_bytes
+from zerofx.tools.calibrate.view import CalibrationView
+from zerofx.tools.cli import main
 
 MADE_FIELDS = ("launch", "stream")
 

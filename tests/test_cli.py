@@ -12,8 +12,8 @@ import pytest
 from stack import stack
 
 import zerofx
-from zerofx import cli
 from zerofx.capture import capture
+from zerofx.tools import cli
 
 STACK = str(Path(__file__).parent / "stack.py") + ":stack"
 PLAN = ["--set", "bucket_bytes=0", "--set", "persist_below=0", "--set", "kernels=aten"]
@@ -148,7 +148,7 @@ def test_transformers_configs(
 def test_doctor_finds_this_installation_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from zerofx import doctor
+    from zerofx.tools import doctor
 
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(doctor.CHECKS, "compiler")  # tested slowly, and by every Inductor test
@@ -159,7 +159,7 @@ def test_doctor_finds_this_installation_well(
 def test_doctor_says_what_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerofx import doctor
+    from zerofx.tools import doctor
 
     monkeypatch.setattr(doctor, "CHECKS", {"training": doctor._training})
     monkeypatch.setattr(doctor.torch, "equal", lambda a, b: False)
@@ -174,7 +174,7 @@ def test_demo_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_load_torch() -> None:
-    probe = "import sys, zerofx.cli; sys.exit('torch' in sys.modules)"
+    probe = "import sys, zerofx.tools.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
@@ -192,13 +192,20 @@ def test_175_billion_parameters_on_paper() -> None:
     """96 layers on 512 ranks: under 2 minutes and 2 GB, nothing materialised."""
     probe = (
         "import resource, sys\n"
-        "from zerofx.cli import main\n"
+        "from zerofx.tools.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as e: assert not e.code\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "sys.stderr.write(f'{used.ru_utime + used.ru_stime} {used.ru_maxrss / 2**20}')\n"
     )
-    model = ["zerofx.demo.targets:gpt_175b", "--world", "512", "--machine", "cuda-nccl", "--json"]
+    model = [
+        "zerofx.tools.demo.targets:gpt_175b",
+        "--world",
+        "512",
+        "--machine",
+        "cuda-nccl",
+        "--json",
+    ]
     for command in ("memory", "schedule"):
         done = subprocess.run(
             [sys.executable, "-c", probe, command, *model], capture_output=True, text=True,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerofx.demo.gpt import GPT, GPTConfig, generate
-from zerofx.demo.measure import STEP, Peak, PeakMemory, peaks
-from zerofx.demo.options import Options, parse
-from zerofx.demo.text import Batches, load_text, source_files
 from zerofx.errors import ZerofxError
+from zerofx.tools.demo.gpt import GPT, GPTConfig, generate
+from zerofx.tools.demo.measure import STEP, Peak, PeakMemory, peaks
+from zerofx.tools.demo.options import Options, parse
+from zerofx.tools.demo.text import Batches, load_text, source_files
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, seq=8)
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import zerofx
-from zerofx.demo.measure import PeakMemory
 from zerofx.errors import OptimizerError, ShardError
 from zerofx.runtime.tensors.checkpoint import boxes_of
 from zerofx.runtime.tensors.tensor import ShardedTensor
+from zerofx.tools.demo.measure import PeakMemory
 
 TORCHS = ["adamw", "sgd"]
 FLATS = ["flat adamw", "flat sgd"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import zerofx
 from zerofx import ops
 from zerofx.compat.graphs import FakeTensorMode
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir import fakes
 from zerofx.ir.fakes import fake_value
 from zerofx.ir.meta import value
 from zerofx.ir.program import Planned
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 aten = torch.ops.aten
 AWAY = {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme", "path": "/nvme"}

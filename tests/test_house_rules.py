@@ -71,8 +71,8 @@ LONE_SUBCLASS = {
 
 # Folders whose short modules are a list by nature: one module per thing of a kind.
 LISTS = {
-    "zerofx.calibrate": "one per thing that is measured",
-    "zerofx.cli": "one per group of commands",
+    "zerofx.tools.calibrate": "one per thing that is measured",
+    "zerofx.tools.cli": "one per group of commands",
     "zerofx.compat": "one per subject of private torch",
     "zerofx.passes": "one per pass",
     "zerofx.passes.patterns": "one per pattern",
@@ -89,17 +89,17 @@ ONE_IMPORTER = {
     "zerofx.ir.verify_reference": "part of the proof, to be merged",
     "zerofx.nvme": "the public face of the NVMe store",
     "zerofx.optim.lion": "one module per optimizer",
-    "zerofx.recording.operators": "the only user of torch.profiler",
+    "zerofx.tools.record.operators": "the only user of torch.profiler",
     "zerofx.runtime.constants": "imported by emitted modules",
     "zerofx.comm.nccl": "one module per backend",
     "zerofx.nvme.blocks": "part of the store, to be merged",
     "zerofx.nvme.mapped": "part of the store, to be merged",
     "zerofx.nvme.ranges": "an algorithm by itself",
-    "zerofx.searching.captured": "part of the search, to be merged",
-    "zerofx.searching.refusals": "part of the search, to be merged",
-    "zerofx.trial.compare": "part of the trial, to be merged",
-    "zerofx.trial.plain": "the reference of the trial",
-    "zerofx.views.page": "one module per view",
+    "zerofx.tools.search.captured": "part of the search, to be merged",
+    "zerofx.tools.search.refusals": "part of the search, to be merged",
+    "zerofx.tools.trial.compare": "part of the trial, to be merged",
+    "zerofx.tools.trial.plain": "the reference of the trial",
+    "zerofx.tools.views.page": "one module per view",
 }
 
 # Modules in the folders that hold more than FOLDER_LIMIT.

@@ -23,9 +23,9 @@ from torch import Tensor
 from zerofx.analysis.memory.workspace import workspace_bytes
 from zerofx.codegen import kernels as kernel_sources
 from zerofx.codegen.kernels import kernel_call, render_kernels
-from zerofx.demo.measure import PeakMemory
 from zerofx.kernels import cross_entropy, ops
 from zerofx.kernels.cross_entropy import Options
+from zerofx.tools.demo.measure import PeakMemory
 
 Run = Callable[..., Any]
 SMALL = [

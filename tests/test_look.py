@@ -16,8 +16,8 @@ import torch
 from stack import Stack, stack
 
 import zerofx
-from zerofx.cli import main
 from zerofx.ir.program import Planned
+from zerofx.tools.cli import main
 
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 TARGET = str(Path(__file__).parent / "stack.py") + ":stack"

@@ -13,7 +13,7 @@ from zerofx.analysis.memory.inside import CompiledCall
 from zerofx.analysis.memory.storage import CompiledRegion
 from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
 from zerofx.compat.wrapper import Inside, trace
-from zerofx.demo.measure import PeakMemory
+from zerofx.tools.demo.measure import PeakMemory
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx import cli
 from zerofx.errors import PlanError
 from zerofx.hardware import default_hardware
-from zerofx.targets import resolve
+from zerofx.tools import cli
+from zerofx.tools.targets import resolve
 
 MODELS = """
 import torch

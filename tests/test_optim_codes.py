@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.comm.world import World
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.demo.text import Batches, load_text
 from zerofx.errors import OptimizerError
 from zerofx.optim.codes import BLOCK, Codes, code_book
 from zerofx.runtime.store.shards import ShardStore
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.text import Batches, load_text
 
 CPU = torch.device("cpu")
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.comm.world import World
-from zerofx.demo.measure import PeakMemory
 from zerofx.layout.build import UnitParam, unit_layout
 from zerofx.optim.flat import StepCasts
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.standalone import LoopbackAxis
 from zerofx.runtime.store.shards import ShardStore
+from zerofx.tools.demo.measure import PeakMemory
 
 Run = Callable[..., Any]
 STEPS = 6

@@ -11,7 +11,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.demo.measure import PeakMemory
+from zerofx.tools.demo.measure import PeakMemory
 
 WIDTH = 1024  # a unit of 4 MiB
 

@@ -245,7 +245,7 @@ def test_it_is_dumped_scheduled_and_priced() -> None:
 
 
 def test_it_is_proved_within_its_error() -> None:
-    from zerofx.views.proof import ProofView
+    from zerofx.tools.views.proof import ProofView
 
     program = rewritten()
     verify(program)

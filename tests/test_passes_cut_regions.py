@@ -12,13 +12,13 @@ from passes_compact import before, order, pass_named, run
 
 import zerofx
 from zerofx.codegen.regions import RegionLibrary
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import info
 from zerofx.ir.program import Planned
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.split import Split
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 
 def cut(case: str, activations: str = "keep") -> Planned:

@@ -28,7 +28,7 @@ from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run as run_pipeline
 from zerofx.plan.plan import Plan
-from zerofx.views.schedule import view
+from zerofx.tools.views.schedule import view
 
 NAME = "offload-activations"
 PLAIN = Choice(3)

@@ -23,7 +23,7 @@ from zerofx.layout.tiers import Tier
 from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.placement import with_tiers
 from zerofx.plan.parts import Offload
-from zerofx.views.schedule import view
+from zerofx.tools.views.schedule import view
 
 NAME = "offload-shards"
 FINE: dict[str, Any] = {"bucket_bytes": 0, "persist_below": 0}

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from oracle_cases import captured
 from typer.testing import CliRunner
 
-from zerofx.cli import app
 from zerofx.errors import PlanError
 from zerofx.hardware import hardware_for
 from zerofx.ir.program import Planned
 from zerofx.passes.order import Setting, build, parse
 from zerofx.passes.pipeline import run
 from zerofx.plan.plan import Plan
+from zerofx.tools.cli import app
 
 BOTH = {"optimizer": "cpu", "activations": "cpu"}
 PLANS: list[dict[str, Any]] = [

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.cli.programs import with_fields
 from zerofx.errors import PlanError
 from zerofx.plan.fields import Patterns, covers, write_yaml
 from zerofx.plan.parts import Offload, Precision
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.plan.sizes import exact_bytes, format_bytes, parse_bytes
+from zerofx.tools.cli.programs import with_fields
 
 # What YAML 1.1 or 1.2 takes for something else than text, or nearly so.
 WORDS = [

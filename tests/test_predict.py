@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 import zerofx
 from zerofx import ops
 from zerofx.analysis.time.steps import Lane
-from zerofx.cli.app import app
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Planned
 from zerofx.passes.base import Report
 from zerofx.passes.release import Release
-from zerofx.views.prediction import PredictionView
+from zerofx.tools.cli.app import app
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.views.prediction import PredictionView
 
-TARGET = "zerofx.demo.targets:byte_gpt"
+TARGET = "zerofx.tools.demo.targets:byte_gpt"
 
 
 def gpt(layers: int = 2, width: int = 64) -> Planned:
@@ -207,7 +207,7 @@ def test_a_trillion_parameters_on_512_gpus() -> None:
     """In two thirds of the 90 s that are allowed, beside other work, and half of 3 GB."""
     code = (
         "import resource, zerofx\n"
-        "zerofx.predict('zerofx.demo.targets:gpt_1t', 'examples/plans/infinity.yaml',"
+        "zerofx.predict('zerofx.tools.demo.targets:gpt_1t', 'examples/plans/infinity.yaml',"
         " hardware='dgx2-v100-32gb', world_size=512)\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"

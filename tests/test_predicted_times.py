@@ -15,9 +15,9 @@ from benchmarks import predicted
 from benchmarks.memory_cells import captured
 from benchmarks.predicted import Cell
 from zerofx.analysis.time.steps import Lane
-from zerofx.calibrate import launch
 from zerofx.hardware import write_hardware
-from zerofx.views.prediction import PredictionView
+from zerofx.tools.calibrate import launch
+from zerofx.tools.views.prediction import PredictionView
 
 LAYERS, SAMPLES = 2, 8
 PLANS = [(0, 1), (3, 1), (0, 2), (1, 2), (3, 2)]  # (stage, world)

@@ -18,7 +18,7 @@ import torch
 import typer.main
 
 import zerofx
-import zerofx.cli
+import zerofx.tools.cli
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 GOLDEN = Path(__file__).parent / "goldens" / "public_api.json"
@@ -69,7 +69,7 @@ def public_api() -> dict[str, Any]:
     for name, value in vars(errors).items():
         if inspect.isclass(value) and value.__module__ == errors.__name__:
             found[f"zerofx.errors.{name}"] = "value"
-    command: Any = typer.main.get_command(zerofx.cli.app)
+    command: Any = typer.main.get_command(zerofx.tools.cli.app)
     for name, each in sorted(command.commands.items()):
         found[f"zerofx {name}"] = "value"
         for parameter in each.params:

@@ -13,8 +13,8 @@ from test_look import check_format, events_of
 
 import zerofx
 from zerofx.analysis.time.measured import Measured
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.views.recording import RecordingView
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.views.recording import RecordingView
 
 
 @pytest.mark.parametrize("fields", [{"stage": 3}, {"stage": 1, "update": "in-backward"}], ids=str)

@@ -12,7 +12,7 @@ from stack import Stack
 
 import zerofx
 from zerofx.errors import RecordingError
-from zerofx.views.recording import load_recording
+from zerofx.tools.views.recording import load_recording
 
 
 def test_text_and_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from stack import Stack
 import zerofx
 from zerofx.analysis.time.measured import Measured
 from zerofx.analysis.time.steps import Lane
-from zerofx.runtime.stopwatch import CudaClock
+from zerofx.tools.record.stopwatch import CudaClock
 
 
 def test_cuda_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import zerofx
 from zerofx.analysis.time.measured import Measured, MeasuredMemory
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.demo.measure import PeakMemory
 from zerofx.errors import RecordingError
-from zerofx.recording.blocks import NEVER, Block, Levels, most_of, replay
-from zerofx.recording.memory import CudaMeter, living
-from zerofx.views.recording import load_recording
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.measure import PeakMemory
+from zerofx.tools.record.blocks import NEVER, Block, Levels, most_of, replay
+from zerofx.tools.record.memory import CudaMeter, living
+from zerofx.tools.views.recording import load_recording
 
 CPU = torch.device("cpu")
 CONFIG = GPTConfig(layers=2, width=64, heads=2, seq=32)

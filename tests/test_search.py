@@ -12,19 +12,19 @@ from torch import nn
 
 import zerofx
 from zerofx.analysis.time.forecast import forecast
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Loop
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.plan.plan import Plan
-from zerofx.searching.bounds import Bounds
-from zerofx.searching.engine import Search, available_bytes
-from zerofx.searching.family import Family
-from zerofx.searching.outcome import outcome
-from zerofx.searching.space import Choice, Space
-from zerofx.targets import Target
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.search.bounds import Bounds
+from zerofx.tools.search.engine import Search, available_bytes
+from zerofx.tools.search.family import Family
+from zerofx.tools.search.outcome import outcome
+from zerofx.tools.search.space import Choice, Space
+from zerofx.tools.targets import Target
 
 MIB = 2**20
 WORLD = 8
@@ -157,7 +157,7 @@ def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
 @pytest.mark.slow
 def test_a_7b_llama_on_8_gpus() -> None:
     """At least 500 plans are considered, few of them priced; the time is in the design notes."""
-    view = zerofx.search("zerofx.demo.targets:llama_7b", hardware="dgx-h100", world_size=8)
+    view = zerofx.search("zerofx.tools.demo.targets:llama_7b", hardware="dgx-h100", world_size=8)
     assert view.found.counts.considered >= 500 > 10 * view.found.counts.priced
     assert view.best.peak_bytes < 80 * 2**30
     assert view.plan.stage == 3  # stage 0 does not fit, and less memory is as fast

@@ -11,14 +11,14 @@ from test_search import PLAIN, gpt, small_h100, space_of
 from torch import nn
 
 import zerofx
-from zerofx.cli import main
 from zerofx.errors import PlanError, TargetError
 from zerofx.plan.plan import Plan
-from zerofx.searching.bounds import Bounds
-from zerofx.searching.engine import Search
-from zerofx.searching.family import Family
-from zerofx.searching.shortcut import read_devices
-from zerofx.targets import Target
+from zerofx.tools.cli import main
+from zerofx.tools.search.bounds import Bounds
+from zerofx.tools.search.engine import Search
+from zerofx.tools.search.family import Family
+from zerofx.tools.search.shortcut import read_devices
+from zerofx.tools.targets import Target
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from models import CASES
 
 import zerofx
 from zerofx.codegen.emit import render
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 HOOKS = [
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",

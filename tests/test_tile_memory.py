@@ -13,9 +13,9 @@ from benchmarks.tiling import MLP
 from zerofx import ops
 from zerofx.analysis.memory.memory import memory
 from zerofx.analysis.memory.storage import Category
-from zerofx.demo.measure import PeakMemory
 from zerofx.ir.program import Planned
 from zerofx.plan.plan import Plan
+from zerofx.tools.demo.measure import PeakMemory
 
 
 def rewritten(

@@ -16,7 +16,7 @@ from test_look import PLAN, recorded
 
 import zerofx
 from zerofx.analysis.time.measured import Measured
-from zerofx.views.recording import RecordingView
+from zerofx.tools.views.recording import RecordingView
 
 
 def engine() -> Path | None:

@@ -11,13 +11,13 @@ import torch
 from pool import Pool
 from test_cli import STACK, run, run_json
 
-from zerofx import cli
 from zerofx.errors import PlanError, TargetError
-from zerofx.targets import Target
-from zerofx.trial import launch, ranks
-from zerofx.trial.batches import vary
-from zerofx.trial.compare import Comparison
-from zerofx.trial.settings import Difference, Settings, Trial
+from zerofx.tools import cli
+from zerofx.tools.targets import Target
+from zerofx.tools.trial import launch, ranks
+from zerofx.tools.trial.batches import vary
+from zerofx.tools.trial.compare import Comparison
+from zerofx.tools.trial.settings import Difference, Settings, Trial
 
 SMALL = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 PLAN = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]

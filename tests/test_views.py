@@ -16,8 +16,8 @@ from zerofx.hardware import hardware_for
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, meanings, specs
 from zerofx.passes.order import Setting, build
-from zerofx.views.diff import DiffView
-from zerofx.views.passes import PassesView
+from zerofx.tools.views.diff import DiffView
+from zerofx.tools.views.passes import PassesView
 
 
 @cache

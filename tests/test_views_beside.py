@@ -8,8 +8,8 @@ import pytest
 from test_look import recorded
 
 from zerofx.analysis.time.steps import Lane
-from zerofx.views.bars import Bar, Track
-from zerofx.views.beside import pair_lines, pairs
+from zerofx.tools.views.bars import Bar, Track
+from zerofx.tools.views.beside import pair_lines, pairs
 
 
 def track(name: str, times: dict[str, float], kind: str = "region") -> Track:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import zerofx
-from zerofx.demo.gpt import GPT, GPTConfig
 from zerofx.hardware import load_hardware
 from zerofx.ir.program import Planned
-from zerofx.searching.way_out import WayOut
-from zerofx.views.prediction import PredictionView
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.search.way_out import WayOut
+from zerofx.tools.views.prediction import PredictionView
 
 MIB = 2**20
 

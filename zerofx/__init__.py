@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from zerofx.plan.plan import Offload as Offload
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
-    from zerofx.predicting import predict as predict
-    from zerofx.recording.record import record as record
-    from zerofx.searching import search as search
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import load_weights as load_weights
     from zerofx.snapshot import save as save
+    from zerofx.tools.predict import predict as predict
+    from zerofx.tools.record.record import record as record
+    from zerofx.tools.search import search as search
 
 __version__ = "0.1.0"
 
@@ -49,9 +49,9 @@ _HOME = {
     "Plan": "zerofx.plan.plan",
     "Precision": "zerofx.plan.plan",
     "Offload": "zerofx.plan.plan",
-    "predict": "zerofx.predicting",
-    "record": "zerofx.recording.record",
-    "search": "zerofx.searching",
+    "predict": "zerofx.tools.predict",
+    "record": "zerofx.tools.record.record",
+    "search": "zerofx.tools.search",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",
