@@ -20,87 +20,86 @@ PACKAGE = ROOT / "zerofx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each room may import of zerofx: these rooms, and what they in turn stand on. A room is a
-# folder or a top-level file; "zerofx" is the face, zerofx/__init__.py.
-LEAVES = {"errors", "sizes", "fields", "compat"}  # errors, and below it nothing
+# folder or a top-level file; in analysis and tools, each folder or file within. "zerofx" is the
+# face, zerofx/__init__.py. The core imports no tool.
+NESTED = ("analysis", "tools")
+LEAVES = {"errors", "plan", "compat"}  # errors, and below it nothing
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "compat": {"errors"},
     "collector": set(),
-    "sizes": {"errors"},
-    "fields": {"errors", "sizes"},
-    "plan_parts": {"errors", "sizes", "fields"},
-    "plan_rules": {"errors", "sizes", "fields", "plan_parts", "plan"},  # plan: for its type only
-    "plan": {"errors", "sizes", "fields", "plan_parts", "plan_rules"},
-    "hardware": {"errors", "sizes", "fields"},
-    "runtime": {"errors", "sizes", "compat", "collector"},
-    "nvme": {"runtime"},
-    "ir": {"runtime", "hardware", "plan"} | LEAVES,
-    "analysis": {"ir", "hardware"},
-    "views": {"analysis"},
+    "plan": {"errors"},
+    "hardware": {"errors", "plan"},
+    "layout": LEAVES,
+    "policy": {"layout"},
+    "kernels": {"compat"},
+    "comm": {"policy"} | LEAVES,
+    "nvme": LEAVES,
+    "runtime": {"comm", "nvme", "kernels", "policy", "layout", "collector"} | LEAVES,
+    "ir": {"runtime", "hardware"} | LEAVES,
+    "analysis.memory": {"ir"},
+    "analysis.time": {"analysis.memory", "hardware"},
+    "analysis.recompute": {"analysis.memory", "analysis.time"},
     "codegen": {"ir"},
-    "ops": {"analysis", "codegen", "ir"},
-    "passes": {"ops", "analysis", "ir", "plan", "hardware"},
+    "ops": {"analysis.memory", "analysis.time", "codegen", "ir"},
+    "passes": {"ops", "analysis.recompute", "hardware"},
     "capture": {"ir"},
-    "compiled": {"capture", "passes", "codegen", "runtime", "plan"},
-    "snapshot": {"compiled", "runtime"},
-    "optim": {"runtime", "fields"},
-    "reports": {"views", "compiled", "ir"},
-    "recording": {"compiled", "views", "analysis", "runtime"},
-    "targets": {"errors"},
-    "predicting": {"api", "reports", "views", "hardware", "targets", "searching"},
-    "searching": {"api", "views", "hardware", "targets"},
-    "api": {"compiled", "snapshot", "capture", "passes", "codegen", "plan", "hardware", "optim"},
-    "zerofx": {"api", "optim", "nvme", "recording", "predicting", "searching"},
-    "demo": {"zerofx"},
-    "trial": {"api", "zerofx", "targets", "optim", "plan", "ir"},
-    "doctor": {"api", "zerofx"},
-    "calibrate": {"api", "zerofx", "hardware", "optim", "nvme", "ir", "runtime"},
-    "cli": {
-        "api",
-        "reports",
-        "views",
-        "demo",
-        "doctor",
-        "calibrate",
-        "targets",
-        "trial",
-        "zerofx",
-        "predicting",
-        "searching",
+    "model": {"capture", "passes", "codegen", "runtime", "plan"},
+    "snapshot": {"model", "runtime"},
+    "optim": {"runtime", "plan"},
+    "api": {"model", "snapshot", "capture", "passes", "codegen", "plan", "hardware", "optim"},
+    "zerofx": {"api", "optim", "nvme", "tools.record", "tools.predict", "tools.search"},
+    "tools.targets": {"errors"},
+    "tools.views": {"analysis.time"},
+    "tools.reports": {"tools.views", "model", "ir"},
+    "tools.record": {"model", "tools.views", "analysis.time", "runtime"},
+    "tools.search": {"api", "hardware", "tools.targets", "tools.views"},
+    "tools.predict": {"tools.search", "tools.reports", "tools.targets", "api", "hardware"},
+    "tools.demo": {"zerofx"},
+    "tools.trial": {"zerofx", "tools.targets"},
+    "tools.doctor": {"zerofx"},
+    "tools.calibrate": {"zerofx", "analysis.time", "hardware", "optim", "nvme"},
+    "tools.cli": {
+        "tools.calibrate",
+        "tools.demo",
+        "tools.doctor",
+        "tools.predict",
+        "tools.reports",
+        "tools.search",
+        "tools.targets",
+        "tools.trial",
+        "tools.views",
     },
-    "__main__": {"cli"},
+    "__main__": {"tools.cli"},
 }
+BARE = {"errors", "compat", "layout", "policy", "kernels", "comm", "nvme", "runtime"}
 
 # What a module imports against BELOW, inside functions and for types only, and why it may.
 WHEN_CALLED: dict[str, tuple[set[str], str]] = {
     "zerofx.ir.program": (
-        {"reports", "views", "codegen"},
+        {"tools.reports", "tools.views", "codegen"},
         "program.schedule() and its like are methods, and their views are loaded when called",
     ),
 }
 
-# What a training loop does not load.
-TOOLS = (
-    "views", "reports", "cli", "demo", "searching", "recording", "calibrate", "trial", "predicting",
-    "doctor", "targets",
-)  # fmt: skip
-
-# Foreign packages: what pyproject.toml depends on, and where. `ANYWHERE` includes the runtime.
+# Foreign packages: what pyproject.toml depends on, and where. `ANYWHERE` includes the rooms that an
+# emitted module needs, which import nothing else (`BARE`).
 ANYWHERE = {"torch", "numpy"}
 DEPENDENCIES = {"networkx", "jinja2", "typer", "rich", "tqdm", "yaml", "safetensors"}
 OPTIONAL = {"scipy", "transformers", "triton"}  # imported inside functions only
 ONLY_IN = {
-    "networkx": {"analysis", "passes", "ir"},
-    "jinja2": {"codegen", "views"},
-    "typer": {"cli"},
-    "rich": {"cli", "views", "demo", "api"},
-    "triton": {"runtime", "codegen"},
+    "networkx": {"analysis.memory", "analysis.recompute", "analysis.time", "passes", "ir"},
+    "jinja2": {"codegen", "tools.views"},
+    "typer": {"tools.cli"},
+    "rich": {"tools.cli", "tools.views", "tools.demo", "api"},
+    "triton": {"kernels", "codegen"},
 }
 
 
 def room_of(module: str) -> str:
     """Return the room of a dotted module name: `zerofx.passes.base` is in `passes`."""
-    return module.split(".")[1] if "." in module else "zerofx"
+    first, *rest = module.split(".")[1:] or ["zerofx"]
+    return f"{first}.{rest[0]}" if first in NESTED and rest else first
 
 
 def module_of(path: Path) -> str:
@@ -144,7 +143,8 @@ def rooms_imported(path: Path) -> Iterator[tuple[ast.stmt, str]]:
         if name == "zerofx" or name.startswith("zerofx."):
             # `from zerofx import errors` names a room, `from zerofx import compile` the face.
             room = room_of(name)
-            is_room = (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()
+            path_of_room = PACKAGE / room.replace(".", "/")
+            is_room = path_of_room.is_dir() or path_of_room.with_suffix(".py").exists()
             yield node, room if is_room else "zerofx"
 
 
@@ -156,6 +156,8 @@ def test_imports_go_one_way(path: Path) -> None:
     when_called, _ = WHEN_CALLED.get(module_of(path), (set(), ""))
     for node, target in rooms_imported(path):
         if target in when_called and id(node) not in top_level:
+            continue
+        if target in NESTED:  # the package itself, which has nothing in it
             continue
         assert target == room or target in allowed(room), (
             f"{path.relative_to(ROOT)}:{node.lineno} imports zerofx.{target}; "
@@ -173,7 +175,7 @@ def test_foreign_packages_are_declared_and_in_their_rooms(path: Path) -> None:
         if package in sys.stdlib_module_names or package == "zerofx" or package in ANYWHERE:
             continue
         assert package in DEPENDENCIES | OPTIONAL, f"{where}: {package} is not a dependency"
-        assert room not in ("runtime", "compat", "errors") or package == "triton", (
+        assert room not in BARE or package == "triton", (
             f"{where}: {room} imports torch, numpy and the standard library only"
         )
         rooms = ONLY_IN.get(package)
@@ -235,12 +237,15 @@ def test_training_loads_no_tool() -> None:
     assert ran.returncode == 0, ran.stderr
     loaded = ran.stdout.split()
     assert "zerofx.model.module" in loaded
-    assert [name for name in loaded if room_of(name) in TOOLS] == []
+    assert [name for name in loaded if name.startswith("zerofx.tools.")] == []
 
 
 def test_the_rules_are_seen() -> None:
     """Rooms are read from names, and what a room may import is followed downwards."""
     assert room_of("zerofx") == "zerofx"
     assert room_of("zerofx.passes.base") == "passes"
-    assert "api" not in allowed("passes") and "ir" in allowed("views")
-    assert allowed("runtime") == {"errors", "sizes", "compat", "collector"}
+    assert room_of("zerofx.tools.views.look") == "tools.views"
+    assert "api" not in allowed("passes") and "ir" in allowed("tools.views")
+    core = {room for room in BELOW if not room.startswith("tools.")} - {"zerofx", "__main__"}
+    assert [room for room in core if any(r.startswith("tools.") for r in allowed(room))] == []
+    assert allowed("runtime") == BARE | {"plan", "collector"} - {"runtime"}

@@ -66,7 +66,7 @@ def test_ranks_see_their_own_batches_and_draw_their_own_masks() -> None:
 
 
 def test_it_shares_no_code_with_what_it_judges() -> None:
-    folder = Path(__file__).parent
+    folder = Path(oracle.__file__).parent
     for name in (p.stem for p in folder.glob("oracle*.py") if p.stem != "oracle_cases"):
         text = (folder / f"{name}.py").read_text(encoding="utf-8")
         found = set(re.findall(r"(?m)^\s*(?:from|import) (zerofx[\w.]*)", text))

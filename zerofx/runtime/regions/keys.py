@@ -57,7 +57,7 @@ def artifact_key(source: str, device: str) -> str:
 @functools.cache
 def compiled_by() -> str:
     """Return a digest of how regions are compiled: what one version cannot, the next may."""
-    folder = Path(__file__).parents[1] / "compat"
+    folder = Path(__file__).parents[2] / "compat"
     said = [(folder / f"{name}.py").read_text() for name in ("inductor", "strides")]
     return hashlib.sha256("".join(said).encode()).hexdigest()[:16]
 
@@ -78,7 +78,7 @@ def _surroundings(device: str) -> list[str]:
 
     Kernels of a CPU are compiled for its very model, as extension modules of this Python.
     """
-    ours = (Path(__file__).parent / "recurrent.py").read_text()  # ops that regions may call
+    ours = (Path(__file__).parents[2] / "kernels" / "recurrent.py").read_text()  # ops that regions may call
     found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
     if device != "cpu":
         return [*found, torch.cuda.get_device_name()]
