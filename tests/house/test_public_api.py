@@ -1,7 +1,7 @@
 """The public names and signatures are a contract: what 52b680f had is still there and called alike.
 
-goldens/public_api.json was written by `ZEROFX_UPDATE_GOLDENS=1 pytest tests/house/test_public_api.py` at
-commit 52b680f. A later commit may add names, methods and parameters that have a default.
+goldens/public_api.json was written by `ZEROFX_UPDATE_GOLDENS=1 pytest` of this file at commit
+52b680f. A later commit may add names, methods and parameters that have a default.
 """
 
 from __future__ import annotations

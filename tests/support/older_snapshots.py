@@ -1,6 +1,7 @@
 """The model, the loop and the plans behind tests/snapshots/: what an older zerofx wrote.
 
-    torchrun --standalone --nproc-per-node 2 tests/support/older_snapshots.py tests/snapshots/52b680f
+    torchrun --standalone --nproc-per-node 2 tests/support/older_snapshots.py \\
+        tests/snapshots/52b680f
 
 was run at that commit. Each kind has a folder that `zerofx.save` wrote after `SAVED_STEPS` steps,
 and a file with the full state at that moment (`saved`) and after `LATER_STEPS` more (`later`). The

@@ -219,7 +219,7 @@ def run_ranks(
     def body(world: SimulatedWorld) -> None:
         try:
             results[world.rank] = fn(world)
-        except BaseException as error:  # noqa: BLE001  (raised again below, in the caller's thread)
+        except BaseException as error:
             errors.append(error)
             world.leave(f"it raised {type(error).__name__}: {error}")
         else:

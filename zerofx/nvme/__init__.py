@@ -13,6 +13,10 @@
 for each value, its space taken beforehand, and a checksum for every 256 KiB. `aligned_empty` makes
 tensors that move without a copy in memory. `IOEngine` has the threads; without one of your own,
 all files share the process's.
+
+    submit -> Request -> pieces -> threads -> preadv / pwritev
+
+`engine.py` takes requests, `work.py` hands their pieces to threads, `transfer.py` moves them.
 """
 
 from zerofx.errors import NvmeError as NvmeError

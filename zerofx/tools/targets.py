@@ -107,12 +107,16 @@ def _function(spec: str, place: str, name: str) -> Callable[..., Any]:
     return function
 
 
+# Names that people have in their notes and scripts, and where the modules are now.
+_MOVED = {"zerofx.demo.targets": "zerofx.tools.demo.targets"}
+
+
 def _module(spec: str, place: str) -> ModuleType:
     if os.getcwd() not in sys.path:  # as `python -m` does; the installed script does not
         sys.path.insert(0, os.getcwd())
     try:
         with own_errors(spec, f"importing {place}"):
-            return importlib.import_module(place)
+            return importlib.import_module(_MOVED.get(place, place))
     except ModuleNotFoundError as e:
         raise TargetError(f"model {spec!r}: no module {e.name!r}; give {FORMS}") from e
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 from models import CASES

@@ -78,7 +78,8 @@ def _surroundings(device: str) -> list[str]:
 
     Kernels of a CPU are compiled for its very model, as extension modules of this Python.
     """
-    ours = (Path(__file__).parents[2] / "kernels" / "recurrent.py").read_text()  # ops that regions may call
+    package = Path(__file__).parents[2]
+    ours = (package / "kernels" / "recurrent.py").read_text()  # ops that regions may call
     found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
     if device != "cpu":
         return [*found, torch.cuda.get_device_name()]

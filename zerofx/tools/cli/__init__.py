@@ -16,12 +16,12 @@ from zerofx.tools.cli.progress import done
 
 # Each file declares its commands on the app; help lists them in this order.
 # isort: off
-from zerofx.tools.cli import shown
-from zerofx.tools.cli import look
-from zerofx.tools.cli import predicted
-from zerofx.tools.cli import searched
-from zerofx.tools.cli import proof
-from zerofx.tools.cli import here  # noqa: F401
+from zerofx.tools.cli import shown as shown
+from zerofx.tools.cli import look as look
+from zerofx.tools.cli import predicted as predicted
+from zerofx.tools.cli import searched as searched
+from zerofx.tools.cli import proof as proof
+from zerofx.tools.cli import here as here
 
 # isort: on
 from zerofx.errors import ZerofxError

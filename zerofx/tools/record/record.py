@@ -7,10 +7,10 @@
     recording.save("run.json.gz")
 
 While the block runs, each schedule's functions are replaced by copies of themselves whose calls are
-timed (`tools/record/stopwatch.py`); behind it the model is as it was. On CUDA times are those of events
-on the compute's stream, else the host's. What a collective takes is seen from its launch to the end
-of its wait; copies, ways to and from the disk and updates on their thread tell their own begin and
-end (`runtime/tiers/beside.py`).
+timed (`stopwatch.py`); behind it the model is as it was. On CUDA times are those of events on the
+compute's stream, else the host's. What a collective takes is seen from its launch to the end of its
+wait; copies, ways to and from the disk and updates on their thread tell their own begin and end
+(`runtime/tiers/beside.py`).
 """
 
 from __future__ import annotations
