@@ -159,7 +159,8 @@ def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
 def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
     """Return the concrete classes of the package with exactly one concrete subclass in it.
 
-    A class that is named like its base in torch (`Adam`) is no subclass of itself.
+    A class that is named like its base in torch (`Adam`) is no subclass of itself. Exceptions are
+    left out: users catch them by either name.
     """
     children: dict[str, list[str]] = defaultdict(list)
     abstract: set[str] = {"Protocol"}
@@ -181,6 +182,7 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
         for base, subs in children.items()
         if base in names
         and base not in abstract
+        and not base.endswith("Error")
         and len([s for s in subs if s not in abstract and s != base]) == 1
     )
 

@@ -25,7 +25,6 @@ SHORT = 80  # lines, below which a module with a single importer needs a reason
 # Class names that are used more than once. Each is to be renamed where its concept is a narrower
 # one than the name says, or merged where the concept is the same.
 SAME_NAME = {
-    "Arrival": "a read from NVMe under way; what simulated ranks wait for, in tests only",
     "Axis": "a mesh axis as links are measured; the collectives over one",
     "Beside": "calibration's load; work beside a schedule's calls",
     "Block": "two models of the demo and of calibration; a recording's block",
@@ -62,11 +61,7 @@ SAME_NAME = {
 }
 
 # Concrete classes with exactly one concrete subclass: composition would say it better.
-LONE_SUBCLASS = {
-    "Family": "a captured program stands in for a family of models",
-    "Places": "of the planner: slots and arguments",
-    "SnapshotError": "an exception, which users catch by either name",
-}
+LONE_SUBCLASS: dict[str, str] = {}
 
 # Folders whose short modules are a list by nature: one module per thing of a kind.
 LISTS = {
@@ -86,7 +81,6 @@ ONE_IMPORTER = {
     "zerofx.model.convert": "part of the compiled module, to be merged",
     "zerofx.model.hooks": "part of the compiled module, to be merged",
     "zerofx.ir.verify_reference": "part of the proof, to be merged",
-    "zerofx.nvme": "the public face of the NVMe store",
     "zerofx.optim.lion": "one module per optimizer",
     "zerofx.tools.record.operators": "the only user of torch.profiler",
     "zerofx.runtime.constants": "imported by emitted modules",
@@ -94,7 +88,6 @@ ONE_IMPORTER = {
     "zerofx.nvme.blocks": "part of the store, to be merged",
     "zerofx.nvme.mapped": "part of the store, to be merged",
     "zerofx.nvme.ranges": "an algorithm by itself",
-    "zerofx.tools.search.captured": "part of the search, to be merged",
     "zerofx.tools.search.refusals": "part of the search, to be merged",
     "zerofx.tools.trial.compare": "part of the trial, to be merged",
     "zerofx.tools.trial.plain": "the reference of the trial",

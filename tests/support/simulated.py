@@ -24,7 +24,7 @@ from zerofx.comm.collectives import (
     all_reduce_bytes,
     ordered_sum,
 )
-from zerofx.comm.watchdog import Watchdog
+from zerofx.comm.watchdog import HostWatchdog
 from zerofx.comm.world import World
 from zerofx.errors import DesyncError
 from zerofx.layout.buckets import AXES, Mesh
@@ -55,7 +55,7 @@ class Hub:
             return row if len(row) == size else None
 
 
-class SimulatedWatch(Watchdog):
+class SimulatedWatch(HostWatchdog):
     """Waits by looking: there is nothing to interrupt."""
 
     def wait(self, handles: Sequence[Any], number: int, label: str) -> None:

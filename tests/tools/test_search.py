@@ -21,7 +21,7 @@ from zerofx.plan.plan import Plan
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search, available_bytes
-from zerofx.tools.search.family import Family
+from zerofx.tools.search.family import Family, ModelFamily
 from zerofx.tools.search.outcome import outcome
 from zerofx.tools.search.space import Choice, Space
 from zerofx.tools.targets import Target
@@ -68,13 +68,13 @@ def family_of(families: dict[tuple[str, int], Family], layers: int, chosen: Choi
     key = chosen.plan.precision.compute, layers
     if key not in families:
         plan = Plan(precision=chosen.plan.precision, kernels="aten")
-        families[key] = Family(gpt(layers), plan)
+        families[key] = ModelFamily(plan, target=gpt(layers))
     return families[key]
 
 
 @pytest.fixture(scope="module")
 def family() -> Family:
-    return Family(gpt(13), Plan(precision="bf16", kernels="aten"))
+    return ModelFamily(Plan(precision="bf16", kernels="aten"), target=gpt(13))
 
 
 @pytest.mark.parametrize("chosen", PLANS, ids=lambda c: c.words())
@@ -118,7 +118,7 @@ def space_of(family: Family, hardware: Hardware, **changed: Any) -> Space:
 
 def test_pruning_loses_nothing() -> None:
     """Pricing every choice finds no plan that is faster than the search's by more than its gap."""
-    family = Family(gpt(2), Plan(kernels="aten"))
+    family = ModelFamily(Plan(kernels="aten"), target=gpt(2))
     every = {
         c: outcome(c, family, small_h100(), 2) for c in space_of(family, small_h100()).choices()
     }
@@ -164,22 +164,24 @@ def test_a_7b_llama_on_8_gpus() -> None:
 
 
 def test_only_one_stack_of_identical_layers_is_shortened() -> None:
-    whole = Family(gpt(8), Plan())
+    whole = ModelFamily(Plan(), target=gpt(8))
     assert whole.lengths == (0,) and whole.extrapolated((5.0,)) == 5.0
-    assert Family(gpt(20), Plan()).lengths == (6, 8)
-    assert Family(gpt(21), Plan()).lengths == (7, 9)
-    assert Family(gpt(20), Plan(memory_budget="1GiB")).lengths == (20,)  # met by all together
+    assert ModelFamily(Plan(), target=gpt(20)).lengths == (6, 8)
+    assert ModelFamily(Plan(), target=gpt(21)).lengths == (7, 9)
+    assert ModelFamily(Plan(memory_budget="1GiB"), target=gpt(20)).lengths == (
+        20,
+    )  # met by all together
     odd = gpt(20)
     odd.module.blocks[3] = nn.Identity()  # type: ignore[index, operator]
-    assert Family(odd, Plan()).stack == ""
-    short = Family(gpt(20), Plan())
+    assert ModelFamily(Plan(), target=odd).stack == ""
+    short = ModelFamily(Plan(), target=gpt(20))
     assert short.layer_numel * 20 < short.numel < short.layer_numel * 21
     assert short.tiled == ("blocks.*.mlp.fc1", "blocks.*.mlp.fc2") or short.tiled
 
 
 def test_nothing_fits_says_what_is_missing_and_the_nearest_plan() -> None:
     target, settled = gpt(2), PLAIN | {"stage": 0, "activations": "keep", "precision": "fp32"}
-    family = Family(target, Plan(kernels="aten"))
+    family = ModelFamily(Plan(kernels="aten"), target=target)
     kept = outcome(Choice(Plan(stage=0, kernels="aten"), 2, 1, False), family, small_h100(), 4)
     hardware = small_h100(kept.peak_bytes // 2)
     with pytest.raises(PlanError) as error:

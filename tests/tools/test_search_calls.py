@@ -16,7 +16,7 @@ from zerofx.plan.plan import Plan
 from zerofx.tools.cli import main
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
-from zerofx.tools.search.family import Family
+from zerofx.tools.search.family import ModelFamily
 from zerofx.tools.search.shortcut import read_devices
 from zerofx.tools.targets import Target
 
@@ -95,7 +95,7 @@ def fixed() -> Target:
 
 
 def test_micro_batches_that_a_model_does_not_take_are_left_out() -> None:
-    family = Family(fixed(), Plan(kernels="aten"))
+    family = ModelFamily(Plan(kernels="aten"), target=fixed())
     space = space_of(family, small_h100(), global_samples=8)
     search = Search(family, space, Bounds(family, small_h100(), 2, space.plainest))
     halved = next(c for c in space.choices() if c.samples == 2)

@@ -25,7 +25,7 @@ from zerofx.comm.gloo import Algorithm, GlooAxis
 from zerofx.comm.hosts import meet
 from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
 from zerofx.comm.nccl import NcclAxis
-from zerofx.comm.watchdog import StreamWatchdog, Watchdog, last_resort_s
+from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES
@@ -376,7 +376,7 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
     meeting, agreement, name = start.meet(everyone)
     _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
     groups = _take((backend, str(ranks)), meeting) or Groups(name)
-    watchdog = (StreamWatchdog if backend == "nccl" else Watchdog)(agreement)
+    watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
     lane = Lane(watchdog)
 
     def axis(what: str, members: list[int]) -> Axis:

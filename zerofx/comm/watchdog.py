@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,7 +36,7 @@ def last_resort_s(timeout_s: float) -> float:
     return 2 * timeout_s + 60
 
 
-class Watchdog:
+class Watchdog(ABC):
     """Counts launches on the board and stands by while this rank waits."""
 
     def __init__(self, agreement: Agreement) -> None:
@@ -84,14 +85,14 @@ class Watchdog:
         finally:
             self._waiting = None
 
+    @abstractmethod
     def wait_for(self, handle: Any) -> None:
-        """Wait for one transfer: longer than gloo would, which the limit of connecting ends."""
-        handle.wait(self._last_resort)
+        """Wait for one transfer."""
 
     @property
+    @abstractmethod
     def waiting(self) -> Waiting | None:
         """The number and label of the collective that holds this rank up."""
-        return self._waiting
 
     def look(self, waited_s: float) -> str | None:
         """Return what is wrong with the wait that has lasted `waited_s`, None if nothing is."""
@@ -165,6 +166,18 @@ class Watchdog:
                 return agreement.fail(f"{lost}; {here}")
             time.sleep(0.02)
         return self._diagnosis or agreement.fail(f"{here}, and the transfer failed: {error}")
+
+
+class HostWatchdog(Watchdog):
+    """The watchdog of collectives for which the host waits."""
+
+    def wait_for(self, handle: Any) -> None:
+        """Wait for one transfer: longer than gloo would, which the limit of connecting ends."""
+        handle.wait(self._last_resort)
+
+    @property
+    def waiting(self) -> Waiting | None:
+        return self._waiting
 
 
 class StreamWatchdog(Watchdog):

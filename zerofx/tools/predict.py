@@ -21,7 +21,7 @@ from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.tools import reports
-from zerofx.tools.search.says import Says, silent
+from zerofx.tools.search.family import Says, silent
 from zerofx.tools.search.way_out import WayOut, way_out
 from zerofx.tools.targets import Target, own_errors, resolve
 from zerofx.tools.views.memory import shown

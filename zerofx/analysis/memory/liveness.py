@@ -39,33 +39,33 @@ def lifetimes(
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     walk.settle()
-    return Lifetimes(tuple(walk.storages), tuple(walk.nodes))
+    return Lifetimes(tuple(walk.places.storages), tuple(walk.nodes))
 
 
-class _Walk(Places):
+class _Walk:
     """Runs through the graphs once, holding which storages each node's value lies in."""
 
     def __init__(
         self, program: Planned, compiled: Compiled, keeps_results: bool, packs_apart: bool
     ) -> None:
-        super().__init__(program, packs_apart)
+        self.program, self.places = program, Places(program, packs_apart)
         self.compiled, self.keeps_results = compiled, keeps_results
         self.nodes: list[tuple[str, fx.Node]] = []
         self.calls: list[CompiledCall] = []
 
     def run(self, graph: str) -> None:
-        self.graph = graph
-        self.held = {}
-        self.start = len(self.nodes)
+        self.places.graph = graph
+        self.places.held = {}
+        self.places.start = len(self.nodes)
         nodes = list(self.program.graph(graph).nodes)
         self.nodes += [(graph, n) for n in nodes]
         done: set[fx.Node] = set()
-        for time, node in enumerate(nodes, self.start):
+        for time, node in enumerate(nodes, self.places.start):
             if node in done:
                 continue
             region = self.compiled.get(node)
             for read in region.inputs if region else node.all_input_nodes:
-                for storage in self.held[read]:
+                for storage in self.places.held[read]:
                     if storage.death < time:
                         storage.death = time
             if region:
@@ -74,44 +74,44 @@ class _Walk(Places):
             elif node.op == "output":
                 self._leave(time)
             else:
-                self.held[node] = self.hold(node, time)
+                self.places.held[node] = self.places.hold(node, time)
                 if inside := workspace_bytes(node):
                     self._briefly(inside, f"inside {node.name}", node, time)
-        for storage in self.forever:
+        for storage in self.places.forever:
             storage.death = len(self.nodes) - 1
 
     def settle(self) -> None:
         """Place the inside of compiled regions, now that it is known which inputs they free."""
         for call in self.calls:
-            self.storages.append(call.settle())
+            self.places.storages.append(call.settle())
 
     def _run_compiled(self, region: CompiledRegion, time: int) -> None:
         """Take a region as one step, and note what it makes."""
-        call = CompiledCall(region, time, [self.held[n] for n in region.inputs])
+        call = CompiledCall(region, time, [self.places.held[n] for n in region.inputs])
         for node, output in zip(region.outputs, region.trace.outputs, strict=True):
             if output.made < 0:
-                self.held[node] = self.held[region.inputs[output.input]]
+                self.places.held[node] = self.places.held[region.inputs[output.input]]
                 continue
             storage = call.result(output.made, node.name)
-            storage.where, storage.category = info(node), self.category(node)
-            self.held[node] = (storage,)
-        self.storages += call.made.values()
+            storage.where, storage.category = info(node), self.places.category(node)
+            self.places.held[node] = (storage,)
+        self.places.storages += call.made.values()
         self.calls.append(call)
 
     def _briefly(self, nbytes: int, name: str, node: fx.Node, time: int) -> None:
         """Note what is held at one time only."""
         kind = Category.TEMPORARIES
-        self.storages.append(Storage(kind, nbytes, name, time, time, info(node)))
+        self.places.storages.append(Storage(kind, nbytes, name, time, time, info(node)))
 
     # -- what leaves the graph ------------------------------------------------------------------
     def _leave(self, time: int) -> None:
-        specs = self.program.outputs[self.graph]
-        for spec, node in zip(specs, self.program.results(self.graph), strict=True):
+        specs = self.program.outputs[self.places.graph]
+        for spec, node in zip(specs, self.program.results(self.places.graph), strict=True):
             if not isinstance(node, fx.Node):
                 continue
-            held = self.held[node]
+            held = self.places.held[node]
             if spec.role is Role.SAVED:
-                self.saved[spec.index] = held
+                self.places.saved[spec.index] = held
             for storage in held:
                 self._hand_out(storage, spec)
 
@@ -122,7 +122,7 @@ class _Walk(Places):
             storage.category = _LEAVES[spec.role]
         is_kept = self.keeps_results or spec.index == self.program.calling.loss
         if spec.role in (Role.GRAD, Role.INPUT_GRAD) or (spec.role is Role.OUTPUT and is_kept):
-            self.forever.append(storage)
+            self.places.forever.append(storage)
             if is_new and spec.name:
                 storage.name = spec.name
 

@@ -12,9 +12,8 @@ from zerofx.plan.fields import whole
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
-from zerofx.tools.search.family import Family
+from zerofx.tools.search.family import Family, ModelFamily, Says, silent
 from zerofx.tools.search.refusals import too_large
-from zerofx.tools.search.says import Says, silent
 from zerofx.tools.search.space import NVME, Space
 from zerofx.tools.search.view import SearchView
 from zerofx.tools.targets import Target, resolve
@@ -55,7 +54,7 @@ def search(
     described.check_world(world_size)
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
-    family = Family(named, base, says=says)
+    family = ModelFamily(base, says=says, target=named)
     samples, notes = _global_samples(family, world_size, global_samples, batch_tokens)
     space = Space(described, world_size, samples, base, settled, family.tiled, nvme)
     bounds = Bounds(family, described, world_size, space.plainest)

@@ -1,18 +1,21 @@
-"""A model in several sizes: fewer of its identical layers, other micro-batches, captured once."""
+"""What a search varies: a model in several sizes, each captured once, or one captured program."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
+from zerofx.analysis.time.forecast import batch
 from zerofx.capture import capture
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError
@@ -21,7 +24,6 @@ from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import compute_dtype
 from zerofx.plan.plan import Plan
-from zerofx.tools.search.says import Says, silent
 from zerofx.tools.targets import Target, own_errors
 
 # Slots, prefetches and transfers of neighbours reach some layers far, and places alternate between
@@ -30,21 +32,152 @@ SETTLED = 6
 STRIDE = 2
 BEFORE_BUCKETS = "spill-activations"  # the last pass that looks at no parameter's place
 
+# Called with what is done next, and whether that is of interest only until the next is said.
+Says = Callable[[str, bool], None]
+
+
+def silent(what: str, is_passing: bool) -> None:
+    """Say nothing."""
+
 
 @dataclass
-class Family:
-    """One target and its variants; `plan` says how they are captured.
+class Family(ABC):
+    """What a search varies of one model under one plan: numbers of layers and of samples.
 
-    samples: of the example call, found as the first dimension of its first tensor.
     loop: what is known of the training loop, as `forecast` takes it.
     """
 
-    target: Target
     plan: Plan
     loop: Mapping[str, Any] = field(default_factory=dict)
     says: Says = silent
-    _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
     _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the model is called."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Samples of the example call."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens of one sample; 0 if it has none."""
+
+    @property
+    @abstractmethod
+    def trained_numel(self) -> int:
+        """Elements of parameters that are trained."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Elements of all parameters."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of layers that are captured: all, or two from which all follow."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers the stack has whose length varies; 0 if there is none."""
+        return 0
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of one layer of that stack, 0 without one."""
+        return 0
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        """Name patterns of the large linears: those that are a quarter of a layer or more."""
+        return ()
+
+    @abstractmethod
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        """Return what all layers have of what was found at each of `lengths`."""
+
+    @abstractmethod
+    def _program(self, length: int, samples: int) -> Program:
+        """Return the captured program of the first layers, for a micro-batch of so many samples."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state an element."""
+        return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
+
+    def programs(self, samples: int) -> tuple[Program, ...]:
+        """Return the captured program of each length, for a micro-batch of so many samples."""
+        return tuple(self._program(length, samples) for length in self.lengths)
+
+    def finished(
+        self, samples: int, setting: Setting, shape: tuple[Any, ...]
+    ) -> tuple[Planned, ...]:
+        """Return the program of each length with all passes run, unproved.
+
+        shape: what decides the passes before buckets are laid out, which run once for each.
+        """
+        found = []
+        for length, program in zip(self.lengths, self.programs(samples), strict=True):
+            key = length, setting.world_size, shape
+            if key not in self._begun:
+                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+            found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
+        return tuple(found)
+
+
+@dataclass
+class FamilyOfOne(Family):
+    """The family of one program that was captured already: all its layers, its own micro-batch."""
+
+    program: Program = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return self.program.model_name
+
+    @cached_property
+    def samples(self) -> int:
+        return batch(self.program)[0]
+
+    @cached_property
+    def tokens(self) -> int:
+        return batch(self.program)[1] // self.samples
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(prod(p.shape) for p in self.program.params.values() if p.requires_grad)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(prod(p.shape) for p in self.program.params.values())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (0,)
+
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        return values[0]
+
+    def _program(self, length: int, samples: int) -> Program:
+        if samples != self.samples:
+            raise TargetError(f"{self.name} was captured for {self.samples} samples, not {samples}")
+        return self.program
+
+
+@dataclass
+class ModelFamily(Family):
+    """A model with fewer of its identical layers, and with other micro-batches.
+
+    samples: of the example call, found as the first dimension of its first tensor.
+    """
+
+    target: Target = field(kw_only=True)
+    _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -105,11 +238,6 @@ class Family:
     def _leaves(self) -> list[Any]:
         return pytree.tree_leaves((self.target.args, self.target.kwargs))
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state an element."""
-        return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
-
     @cached_property
     def trained_numel(self) -> int:
         return sum(p.numel() for p in self.target.module.parameters() if p.requires_grad)
@@ -133,25 +261,6 @@ class Family:
         layer = _at(self.target.module, self.stack)[0]
         large = [n for n, m in layer.named_modules() if _is_large(m, self.layer_numel)]
         return tuple(f"{self.stack}.*.{name}" for name in large)
-
-    def programs(self, samples: int) -> tuple[Program, ...]:
-        """Return the captured program of each length, for a micro-batch of so many samples."""
-        return tuple(self._program(length, samples) for length in self.lengths)
-
-    def finished(
-        self, samples: int, setting: Setting, shape: tuple[Any, ...]
-    ) -> tuple[Planned, ...]:
-        """Return the program of each length with all passes run, unproved.
-
-        shape: what decides the passes before buckets are laid out, which run once for each.
-        """
-        found = []
-        for length, program in zip(self.lengths, self.programs(samples), strict=True):
-            key = length, setting.world_size, shape
-            if key not in self._begun:
-                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
-            found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
-        return tuple(found)
 
     def _program(self, length: int, samples: int) -> Program:
         key = length, samples

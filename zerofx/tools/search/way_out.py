@@ -13,9 +13,8 @@ from zerofx.ir.program import Loop, Program
 from zerofx.plan.fields import write_yaml
 from zerofx.plan.plan import Plan
 from zerofx.tools.search.bounds import Bounds
-from zerofx.tools.search.captured import FamilyOfOne
 from zerofx.tools.search.engine import Search, available_bytes
-from zerofx.tools.search.family import Family
+from zerofx.tools.search.family import Family, FamilyOfOne, ModelFamily, Says
 from zerofx.tools.search.nearest import (
     Nearest,
     differing,
@@ -25,7 +24,6 @@ from zerofx.tools.search.nearest import (
     written,
 )
 from zerofx.tools.search.outcome import Outcome
-from zerofx.tools.search.says import Says
 from zerofx.tools.search.space import NVME, SEARCHED, Choice, Space
 from zerofx.tools.targets import Target
 
@@ -101,8 +99,8 @@ def _family(
     target: Target | None, captured: Program, plan: Plan, known: Mapping[str, Any], says: Says
 ) -> Family:
     if target is None:
-        return FamilyOfOne(captured, plan, known, says)
-    family = Family(target, plan, known, says)
+        return FamilyOfOne(plan, known, says, program=captured)
+    family = ModelFamily(plan, known, says, target=target)
     family.begin_with(captured)
     return family
 
