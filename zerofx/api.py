@@ -26,9 +26,8 @@ from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
 from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
-from zerofx.model.module import CompiledModule
+from zerofx.model.module import CompiledModule, make_scaler
 from zerofx.model.programs import load_directory
-from zerofx.model.scaling import make_scaler
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master

@@ -640,7 +640,7 @@ def lazy_tracing() -> None:
 )
 def trees() -> None:
     """Nested containers are leaves and a comparable spec; paths have `idx`, `key` or `name`."""
-    from zerofx.capture.trees import _Opened  # registered, with keys of its own
+    from zerofx.capture.call import _Opened  # registered, with keys of its own
 
     p, tree = graphs.pytree, {"a": [1, (2,)]}
     leaves, spec = p.tree_flatten(tree)

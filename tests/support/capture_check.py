@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.capture import trees
+from zerofx.capture import call as trees
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import Planned
 

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofx.nvme.store import NvmeStore
-from zerofx.runtime.tiers import homes, host_memory, host_updates
+from zerofx.runtime.tiers import homes, host_updates
+from zerofx.runtime.tiers import host_tier as host_memory
 from zerofx.runtime.tiers.nvme_values import Spill
 
 Known = frozenset[int]  # numbers of copies that have ended, as far as somebody knows

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerofx.analysis.time.convolution import PASSES, WINDOWS
+from zerofx.analysis.time.kernels import PASSES, WINDOWS
 from zerofx.comm.world import World
 from zerofx.errors import DoctorError, PlanError
 from zerofx.hardware import load_hardware, write_hardware

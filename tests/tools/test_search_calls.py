@@ -14,10 +14,10 @@ import zerofx
 from zerofx.errors import PlanError, TargetError
 from zerofx.plan.plan import Plan
 from zerofx.tools.cli import main
+from zerofx.tools.cli.searched import read_devices
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import ModelFamily
-from zerofx.tools.search.shortcut import read_devices
 from zerofx.tools.targets import Target
 
 

@@ -15,8 +15,7 @@ from zerofx.errors import PlanError, TargetError
 from zerofx.tools import cli
 from zerofx.tools.targets import Target
 from zerofx.tools.trial import launch, ranks
-from zerofx.tools.trial.batches import vary
-from zerofx.tools.trial.compare import Comparison
+from zerofx.tools.trial.ranks import Comparison, vary
 from zerofx.tools.trial.settings import Difference, Settings, Trial
 
 SMALL = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.optim.clip import _sum, divisor
-from zerofx.optim.flat import near
+from zerofx.optim.flat import _sum, divisor, near
 from zerofx.runtime.store.state import iter_full_state
 from zerofx.runtime.tensors.piece import ParameterPiece
 

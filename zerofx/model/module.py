@@ -10,23 +10,133 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zerofx.capture.explain import shorten
 from zerofx.capture.signature import signature_key
+from zerofx.comm.world import World
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
-from zerofx.compat.modules import load_own_state, share_containers
-from zerofx.errors import GradientError, ShardError
+from zerofx.compat.modules import (
+    global_module_hooks,
+    hooks_of,
+    load_own_state,
+    own_buffers,
+    share_containers,
+)
+from zerofx.errors import GradientError, PlanError, ShardError
 from zerofx.ir.program import Planned
-from zerofx.model.convert import check_shards_stay, convert_buffers
 from zerofx.model.full_state import sharded_state_of, state_of
-from zerofx.model.hooks import HookWatch
 from zerofx.model.programs import Programs, ProgramTable, load_directory
-from zerofx.model.scaling import make_scaler
 from zerofx.passes.order import Setting
+from zerofx.plan.parts import LossScale
+from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 from zerofx.runtime.store.shards import ShardStore
+
+# -- Notice module hooks that come or go after compile: they are part of what a program captured ---
+
+
+class HookWatch:
+    """Tells which hooks a module tree has, at the cost of one comparison a call where it has none.
+
+    Every new hook takes a handle from one counter, so the tree is searched only when that counter
+    moved; known hooks are looked at each time, since a removal leaves no trace. Handles are unique
+    in a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
+
+    Hooks of all modules (`register_module_forward_hook` and the like) count as each module's; like
+    any wrapper, the compiled model itself is one more module that they are called for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts = [hooks for m in model.modules() for hooks in hooks_of(m)]
+        self._dicts += global_module_hooks()
+        self._seen = -1
+        self._occupied: list[dict] = []
+
+    def handles(self) -> tuple[tuple[int, ...], ...]:
+        """Return the handles of all hooks, in the order of their calls; () for none."""
+        if RemovableHandle.next_id != self._seen:
+            self._occupied = [d for d in self._dicts if d]
+            self._seen = RemovableHandle.next_id
+        if not self._occupied:
+            return ()
+        return tuple([tuple(d) for d in self._occupied if d])
+
+
+# -- `to`, `half`, `cuda` and the like: what of them a compiled model can follow -------------------
+
+
+def check_shards_stay(engine: Engine, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a conversion that would give the shards another dtype or device.
+
+    Raises:
+        ShardError: `fn` moves or casts a tensor like the shards; the message names both.
+    """
+    for bucket in engine.layout.buckets:
+        before = torch.empty(0, dtype=bucket.dtype, device=engine.world.device)
+        after = fn(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise ShardError(
+                f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
+                f"to {after.dtype} on {after.device} would need another layout: convert the "
+                "model before zerofx.compile, or pass device="
+            )
+
+
+def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give buffers another dtype; a buffer held in several places stays one.
+
+    Raises:
+        ShardError: a buffer would move to another device; nothing was converted.
+    """
+    made: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for key, buffer in own_buffers(module).items():
+            if buffer is None:
+                continue
+            after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+            if after.device != buffer.device:
+                raise ShardError(
+                    f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
+                    f"move to {after.device}; pass device= to zerofx.compile"
+                )
+            if after.dtype != buffer.dtype:
+                made.setdefault(id(buffer), fn(buffer))
+    for module in model.modules():
+        for key, buffer in own_buffers(module).items():
+            own_buffers(module)[key] = made.get(id(buffer), buffer)
+
+
+# -- From a plan's loss scale to the scaler that runs ----------------------------------------------
+
+
+def make_scaler(plan: Plan, world: World) -> LossScaler | None:
+    """Return the scaler that a plan asks for, None where nothing is scaled here."""
+    asked = plan.precision.loss_scale
+    if not plan.precision.is_scaled:
+        return None
+    assert isinstance(asked, LossScale)
+    if world.other_axes:
+        raise PlanError(
+            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
+            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
+            "a slice of that mesh. Compute in bf16."
+        )
+    return LossScaler(rule_of(asked), world.device)
+
+
+def rule_of(asked: LossScale) -> ScaleRule:
+    """Return a plan's loss scale as the runtime, which knows no plans, takes it."""
+    return ScaleRule(
+        initial=asked.initial,
+        growth_interval=asked.growth_interval if asked.dynamic else 0,
+        growth=asked.growth,
+        backoff=asked.backoff,
+        minimum=asked.minimum,
+        hysteresis=asked.hysteresis,
+    )
 
 
 class CompiledModule(nn.Module):

@@ -10,18 +10,81 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
-from zerofx.nvme.aligned import bytes_of
-from zerofx.nvme.blocks import Blocks, read_sums
-from zerofx.nvme.checksum import covering
+from zerofx.nvme.aligned import PAGE, Bytes, bytes_of, up
+from zerofx.nvme.checksum import BLOCK_BYTES, checksums, covering
 from zerofx.nvme.engine import IOEngine, default_engine
-from zerofx.nvme.faults import path_error, sized
+from zerofx.nvme.faults import Damaged, path_error, sized
 from zerofx.nvme.folder import lock, need_space, prepare, unique_name, whoami
 from zerofx.nvme.handle import Handle
 from zerofx.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
 from zerofx.nvme.request import Request
+
+# -- The checksums of a store's blocks: taken while writing, compared while reading ----------------
+
+
+class Blocks:
+    """The checksums of one extent's blocks: 0 while a block does not hold what was written."""
+
+    def __init__(self, sums: np.ndarray, extent: Extent, layout: Layout) -> None:
+        self._sums, self._extent, self._takes = sums, extent, layout.has_checksums
+
+    def _of(self, offset: int, view: Bytes) -> slice:
+        first = self._extent.first_block + (offset - self._extent.offset) // BLOCK_BYTES
+        return slice(first, first - (-view.size // BLOCK_BYTES))
+
+    def before_write(self, offset: int, view: Bytes) -> None:
+        self._sums[self._of(offset, view)] = 0
+
+    def after_write(self, offset: int, view: Bytes) -> None:
+        self._sums[self._of(offset, view)] = checksums(view) if self._takes else 1
+
+    def after_read(self, offset: int, view: Bytes) -> None:
+        written = self._sums[self._of(offset, view)]
+        found = checksums(view) if self._takes else np.minimum(written, np.uint64(1))
+        if np.array_equal(found, written) and written.all():
+            return
+        bad = int(np.flatnonzero((found != written) | (written == 0))[0])
+        at, expected = offset + bad * BLOCK_BYTES, int(written[bad])
+        if not expected:
+            raise Damaged(
+                f"the block at offset {at} holds nothing that was written: it was never written, "
+                "or its last write failed; write it first"
+            )
+        nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
+        raise Damaged(
+            f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
+            f"but {expected:016x} was written: the device or the file is damaged, or a state was "
+            "written where torch does not count it (.data, numpy); load the last save, and check "
+            "the device"
+        )
+
+
+def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
+    """Return the checksums as the last flush wrote them."""
+    page = os.pread(handle.buffered, PAGE, layout.state_at)
+    state = State.decode(page)
+    if state is None:
+        raise NvmeError(
+            f"{handle.path}: the state at offset {layout.state_at} does not have its checksum: the "
+            "file is damaged; write it anew"
+        )
+    if not state.num_flushes:
+        raise NvmeError(
+            f"{handle.path}: never flushed by {layout.maker}, so that nothing in it can be "
+            "proved; write it anew, and flush"
+        )
+    sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
+    if zlib.crc32(sums) != state.crc_of_sums:
+        raise NvmeError(
+            f"{handle.path}: the checksums at offset {layout.sums_at} are not those of the last "
+            "flush: it was interrupted, or the file is damaged; write it anew"
+        )
+    return np.frombuffer(sums, dtype=np.uint64)
 
 
 class NvmeStore:
@@ -242,3 +305,57 @@ class NvmeStore:
 def _unlink(path: str, pid: int) -> None:
     if os.getpid() == pid and os.path.exists(path):
         os.unlink(path)
+
+
+# -- A store's extents as tensors in memory: what users look at while the schedule moves bytes past
+# The tensor is a shared mapping of the extent's place in the file, so reading it always gives what
+# the file holds, and holds no memory that the system cannot take back. The schedule reads and
+# writes the same bytes by requests, directly. The kernel keeps the two in order: a direct read
+# writes dirty pages out first, a direct write drops the pages that it makes outdated. What was
+# written through the mapping has no checksum until `settle`.
+
+
+class Mapped:
+    """One extent as a tensor of bytes, and whether it was written through that.
+
+    is_written: whether it has ever been given content; until then it is zeros.
+    """
+
+    def __init__(self, store: NvmeStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._map, offset, nbytes = store.place(name)
+        with torch.inference_mode(False):
+            self.memory = (  # a storage of its own: copying it copies no other extent
+                torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+                if nbytes
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # of the system, which may be larger
+        self._pages = begin, up(offset + nbytes) - begin
+        self.is_written = False
+        self._version = version_of(self.memory)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing was written through it since `settle`, as far as torch counts."""
+        return version_of(self.memory) == self._version
+
+    def settle(self) -> None:
+        """Take the checksums of what the tensor holds, and write it out.
+
+        Raises:
+            NvmeError: the device does not take it; names the file and the extent.
+        """
+        self._version = version_of(self.memory)
+        try:
+            self._map.flush(*self._pages)
+        except OSError as error:
+            doing = f"cannot write {self._name} to"
+            raise path_error(doing, self._store.path, error) from error
+        self._store.trust(self._name, self.memory)
+        self.is_written = True
+        self.rest()
+
+    def rest(self) -> None:
+        """Give back the memory in which pages of the file lie; their content stays."""
+        self._map.madvise(mmap.MADV_DONTNEED, *self._pages)

@@ -15,8 +15,7 @@ from torch import Tensor, fx
 
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Category, Storage, is_scaled, landing_dtype
-from zerofx.analysis.time.task_steps import update_beside
-from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.tasks import Walk, update_beside
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Category, Storage, is_scaled, landing_dtype, sent_as
-from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Category, Storage
-from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import describe, identifier

@@ -8,7 +8,7 @@ from torch import fx
 
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Storage
-from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls, Launch
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value

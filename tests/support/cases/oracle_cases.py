@@ -11,7 +11,8 @@ from models import CASES
 from oracle import Outcome, State, execute, make_tangents
 from torch import Tensor, nn
 
-from zerofx.capture import capture, trees
+from zerofx.capture import call as trees
+from zerofx.capture import capture
 from zerofx.hardware import hardware_for
 from zerofx.ir.program import Captured, Planned, Program
 from zerofx.passes.base import Pass

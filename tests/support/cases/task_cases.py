@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.analysis.time.steps import Lane
-from zerofx.analysis.time.task import Price, Task
+from zerofx.analysis.time.tasks import Price, Task
 from zerofx.layout.tiers import Tier
 
 

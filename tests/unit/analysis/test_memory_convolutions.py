@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.memory.inside import CompiledCall
+from zerofx.analysis.memory.liveness import CompiledCall
 from zerofx.analysis.memory.storage import CompiledRegion
 from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
 from zerofx.compat.wrapper import Inside, trace

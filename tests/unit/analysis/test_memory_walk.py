@@ -10,8 +10,7 @@ from stack import stack
 from torch import Tensor, fx, nn
 
 import zerofx
-from zerofx.analysis.memory.inside import CompiledCall
-from zerofx.analysis.memory.liveness import lifetimes
+from zerofx.analysis.memory.liveness import CompiledCall, lifetimes
 from zerofx.analysis.memory.memory import Memory, memory, peak_bytes
 from zerofx.analysis.memory.storage import Category, CompiledRegion, Storage
 from zerofx.analysis.time.traffic import traffic

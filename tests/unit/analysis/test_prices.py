@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.analysis.time.convolution import FORWARD as RESULT
-from zerofx.analysis.time.convolution import INPUT, WEIGHT
 from zerofx.analysis.time.kernels import (
     BATCH_NORM,
     CONVOLUTION,
+    INPUT,
     LAYOUT,
     POINTWISE,
     POOL,
     PRODUCT,
     REDUCTION,
+    WEIGHT,
     Kernel,
     kernels,
     region_key,
 )
+from zerofx.analysis.time.kernels import FORWARD as RESULT
 from zerofx.analysis.time.prices import HIGH, LOW, Roofline, collective_us
 from zerofx.analysis.time.steps import Lane
 from zerofx.errors import PlanError

@@ -15,8 +15,7 @@ from task_cases import FlatPrices
 
 from zerofx import ops
 from zerofx.analysis.time.steps import Lane
-from zerofx.analysis.time.task import Task
-from zerofx.analysis.time.tasks import tasks
+from zerofx.analysis.time.tasks import Task, tasks
 from zerofx.analysis.time.timeline import timeline
 from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.graphs import users_after_views

@@ -13,7 +13,7 @@ from capture_check import check
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.capture import trees
+from zerofx.capture import call as trees
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import Program

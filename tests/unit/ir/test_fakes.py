@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import zerofx
 from zerofx import ops
 from zerofx.compat.graphs import FakeTensorMode
-from zerofx.ir import fakes
-from zerofx.ir.fakes import fake_value
+from zerofx.ir import graphs as fakes
+from zerofx.ir.graphs import fake_value
 from zerofx.ir.meta import value
 from zerofx.ir.program import Planned
 from zerofx.tools.demo.gpt import GPT, GPTConfig

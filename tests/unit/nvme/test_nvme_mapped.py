@@ -14,7 +14,7 @@ from nvme_cases import random_bytes
 
 from zerofx import nvme
 from zerofx.errors import NvmeError
-from zerofx.nvme.mapped import Mapped
+from zerofx.nvme.store import Mapped
 
 SIZES = {"a": 100, "empty": 0, "b": 300_000}
 

@@ -16,7 +16,7 @@ from nvme_cases import Disk, random_bytes, without_direct
 
 from zerofx import nvme
 from zerofx.nvme.aligned import PAGE
-from zerofx.nvme.ranges import RangeIndex
+from zerofx.nvme.handle import RangeIndex
 
 MIB = 1 << 20
 KIB = 1 << 10

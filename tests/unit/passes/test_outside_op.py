@@ -33,7 +33,7 @@ import zerofx
 from zerofx import ops
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Category, Storage
-from zerofx.analysis.time.task_walk import Walk
+from zerofx.analysis.time.tasks import Walk
 from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info, nbytes, value

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.runtime.tiers import copy_lanes
-from zerofx.runtime.tiers.copy_lanes import InlineLane, StreamLane
-from zerofx.runtime.tiers.host_tier import HostTier, Moved, dense_bytes
+from zerofx.runtime.tiers import host_tier as copy_lanes
+from zerofx.runtime.tiers.host_tier import HostTier, InlineLane, Moved, StreamLane, dense_bytes
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofx.runtime.cuda_graph.static_tensors import Results, blank_like, fill
+from zerofx.runtime.cuda_graph.recorded import Results, blank_like, fill
 
 LAYOUTS = {
     "plain": torch.arange(12.0).view(3, 4),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.errors import DesyncError, ShardError
-from zerofx.model.lazy_state import LazyState
+from zerofx.model.full_state import LazyState
 
 MIB = 1 << 20
 

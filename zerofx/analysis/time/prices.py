@@ -20,10 +20,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zerofx.analysis.time.convolution import WINDOWS, ConvolutionPass
-from zerofx.analysis.time.kernels import ATTENTION, POOL, PRODUCT, Kernel, kernels, region_key
+from zerofx.analysis.time.kernels import (
+    ATTENTION,
+    POOL,
+    PRODUCT,
+    WINDOWS,
+    ConvolutionPass,
+    Kernel,
+    kernels,
+    region_key,
+)
 from zerofx.analysis.time.steps import Lane
-from zerofx.analysis.time.task import Price
+from zerofx.analysis.time.tasks import Price
 from zerofx.errors import UnpricedError
 from zerofx.hardware import Curve, Hardware
 from zerofx.layout.tiers import Tier

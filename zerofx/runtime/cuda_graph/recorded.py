@@ -10,22 +10,194 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from zerofx.collector import paused_collector
+from zerofx.compat.tensors import storage_identity
 from zerofx.errors import CaptureError, ZerofxError
 from zerofx.runtime.cuda_graph.recorder import Recorder
-from zerofx.runtime.cuda_graph.recordings import Backward, Forward, Recordings, Saved
-from zerofx.runtime.cuda_graph.static_tensors import blank_like, fill
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.step import Contract
 from zerofx.runtime.tensors.tensor import local_of
 
-log = logging.getLogger("zerofx")
+# -- Tensors that keep their place: filled before each replay, read and copied out after it --------
+
+
+def blank_like(value: Any) -> Any:
+    """Return a tensor of the same shape, strides and dtype in memory of its own; others as is."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch.inference_mode(False):  # it outlives the mode that first asked for it
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+
+def fill(places: Iterable[Any], values: Iterable[Any]) -> None:
+    """Copy tensors into those that `blank_like` made of such."""
+    for place, value in zip(places, values, strict=True):
+        if isinstance(place, Tensor):
+            _each_cell_once(place).copy_(_each_cell_once(value.detach()))
+
+
+def _each_cell_once(tensor: Tensor) -> Tensor:
+    """Return a view in which no two elements share memory, as those of an expanded tensor do."""
+    if tensor.numel() == 0:
+        return tensor
+    reach = 0
+    is_repeated = False
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            is_repeated |= stride <= reach
+            reach += stride * (size - 1)
+    return tensor.as_strided((reach + 1,), (1,)) if is_repeated else tensor
+
+
+class Results:
+    """What a recording returns, given out in memory that no later replay writes to.
+
+    A result in an input's memory becomes the same view of the caller's own input, one in `lasting`
+    memory (parameters, buffers) stays there. All others are copied; those that share memory still
+    do in the copy.
+    """
+
+    def __init__(self, results: Sequence[Any], inputs: Sequence[Any], lasting: Sequence[Tensor]):
+        self._results, self._inputs = list(results), list(inputs)
+        homes = {storage_identity(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+        kept = {storage_identity(t) for t in lasting}
+        self._of_inputs: list[tuple[int, int]] = []  # position of a result, of the input it views
+        self._lasting: list[int] = []
+        groups: dict[tuple[int, torch.dtype], list[int]] = {}
+        for position, result in enumerate(results):
+            if not isinstance(result, Tensor):
+                continue
+            storage = storage_identity(result)
+            home = homes.get(storage)
+            if home is not None and inputs[home].dtype is result.dtype:
+                self._of_inputs.append((position, home))
+            elif storage in kept:
+                self._lasting.append(position)
+            else:
+                groups.setdefault((storage, result.dtype), []).append(position)
+        self._groups = list(groups.values())
+
+    def give_out(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results for a caller who gave these inputs."""
+        given = list(self._results)
+        for position, home in self._of_inputs:
+            given[position] = self._view_of(inputs[home], self._inputs[home], given[position])
+        for position in self._lasting:
+            given[position] = given[position].detach()
+        for positions in self._groups:
+            together = [given[p] for p in positions]
+            for position, copy in zip(positions, _copies(together), strict=True):
+                given[position] = copy
+        return given
+
+    @staticmethod
+    def _view_of(theirs: Tensor, mine: Tensor, result: Tensor) -> Tensor:
+        if result is mine:
+            return theirs
+        offset = theirs.storage_offset() + result.storage_offset() - mine.storage_offset()
+        return theirs.as_strided(result.shape, result.stride(), offset)
+
+
+def _copies(together: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors that lie in one storage, keeping where they lie relative to each other."""
+    start = min(t.storage_offset() for t in together)
+    stop = max(t.storage_offset() + _extent(t) for t in together)
+    flat = together[0].as_strided((stop - start,), (1,), start).clone()
+    return [flat.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in together]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements of its storage a tensor reaches over."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+# -- One recorded forward or backward: what goes in, the replay, and what comes out ----------------
+
+
 T = TypeVar("T")
+BACKWARDS = 8  # recordings of the backwards of one recorded forward
+
+
+class Saved(list[Tensor]):
+    """What a replayed forward saved: it lies in the recording's own memory."""
+
+    def __init__(self, values: Sequence[Tensor], recording: Forward) -> None:
+        super().__init__(values)
+        self.recording = recording
+
+
+class Recordings(Generic[T]):
+    """Recordings by state, the newest `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._made: dict[Hashable, T] = {}
+
+    def get(self, state: Hashable) -> T | None:
+        return self._made.get(state)
+
+    def add(self, state: Hashable, recording: T) -> T:
+        while len(self._made) >= self._limit:
+            del self._made[next(iter(self._made))]
+        self._made[state] = recording
+        return recording
+
+
+class Forward:
+    """A recorded forward with its inputs, results and saved values, and the backwards of it.
+
+    Saved values keep their memory through backward, which frees them as it goes when it runs
+    without recording; inputs and results are held a second time.
+    """
+
+    def __init__(self, inputs: list[Any], lasting: Sequence[Tensor], recorded: Any) -> None:
+        (outs, self.updates, self.saved), self._replay = recorded
+        self._inputs = inputs
+        self._outs = Results(outs, inputs, lasting)
+        self.backwards: Recordings[Backward] = Recordings(BACKWARDS)
+
+    def play(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor], Saved]:
+        fill(self._inputs, leaves)
+        self._replay()
+        return self._outs.give_out(leaves), self.updates, Saved(self.saved, self)
+
+
+class Backward:
+    """A recorded backward: its tangents, its results, and the gradients that it stores.
+
+    targets: where it reduces to; held, so that the addresses stay what they are.
+    """
+
+    def __init__(
+        self,
+        tangents: dict[int, Tensor],
+        recorded: Any,
+        published: list[tuple[Any, ...]],
+        targets: list[Tensor],
+    ) -> None:
+        grads, self._replay = recorded
+        self._tangents, self._grads = tangents, Results(grads, [], [])
+        self.published, self._targets = published, targets
+
+    def play(self, tangents: dict[int, Tensor]) -> list[Any]:
+        fill(self._tangents.values(), (tangents[leaf] for leaf in self._tangents))
+        self._replay()
+        return self._grads.give_out([])
+
+
+log = logging.getLogger("zerofx")
 FORWARDS = 2  # recordings of one forward; each keeps activations of its own
 SEEN = 32
 

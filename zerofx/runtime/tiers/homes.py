@@ -27,8 +27,7 @@ from zerofx.nvme.faults import sized
 from zerofx.nvme.folder import free_bytes, prepare
 from zerofx.policy import reduction
 from zerofx.runtime.flight import full_name
-from zerofx.runtime.tiers.host_memory import host_memory
-from zerofx.runtime.tiers.host_tier import HostTier
+from zerofx.runtime.tiers.host_tier import HostTier, host_memory
 from zerofx.runtime.tiers.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 
 ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size

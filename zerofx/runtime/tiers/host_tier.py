@@ -7,12 +7,14 @@ first need and kept.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +22,127 @@ from torch import Tensor
 from zerofx.nvme.request import Request
 from zerofx.policy.borrowing import FreeBuffers
 from zerofx.runtime.tiers.beside import Beside
-from zerofx.runtime.tiers.copy_lanes import Lane, lanes_for
-from zerofx.runtime.tiers.host_memory import Place
+
+# -- Host memory outside torch's allocator: pinned, or pages of its own ----------------------------
+
+
+HUGE_BYTES = 8 << 20  # from which on rounding up to huge pages is small
+
+
+class Place:
+    """A stretch of host memory, and the last copy out of it or into it."""
+
+    __slots__ = ("event", "memory")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory, _ = host_memory(nbytes, device)
+        self.event: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+
+def host_memory(nbytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+    """Return bytes of host memory that copies from and to a device can use, all zero.
+
+    With them comes the map they lie in, None where they are pinned.
+
+    They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
+    device alone.
+    """
+    with torch.inference_mode(False):  # it outlives the mode that first asked for it
+        if device.type == "cuda":
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), None
+        held = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # an advice: fewer faults, and fewer pages for disks to pin
+                held.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], held
+
+
+# -- Lanes of copies between device and host: a stream each on CUDA, inline on a CPU ---------------
+
+
+Mark = Callable[[], None]
+
+
+class Lane(Protocol):
+    """Copies one after another, beside the compute."""
+
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> Any:
+        """Launch a copy behind the compute launched so far, and behind an event of a lane.
+
+        mark: called before the copy and behind it, where the lane gets to both.
+        Returns what `join` takes, None where the copy has ended already.
+        """
+
+    def join(self, event: Any) -> None:
+        """Let the compute launched from now on wait for a copy. The host does not wait."""
+
+    def settle(self, event: Any) -> None:
+        """Let the host wait for a copy, what it is about to read or overwrite."""
+
+
+class InlineLane:
+    """Copies at the launch.
+
+    A thread would take from the compute the cores and the memory bandwidth that it copies with:
+    nothing is gained by it, and a launch would no longer be where its time is spent.
+    """
+
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> None:
+        if mark:
+            mark()
+        with torch.no_grad():
+            out.copy_(source)
+        if mark:
+            mark()
+
+    def join(self, event: Any) -> None:
+        pass
+
+    def settle(self, event: Any) -> None:
+        pass
+
+
+class StreamLane:
+    """Copies on a stream of its own, ordered by events alone.
+
+    The memory of neither side is reused before its copy has ended, although the allocator does not
+    know of this stream: the schedule holds the source until `join`, behind which the compute stream
+    stands; the destination was last used by what the copy waits for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if behind is not None:
+            self._stream.wait_event(behind)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if mark:
+                mark()
+            out.copy_(source, non_blocking=True)
+            if mark:
+                mark()
+            return self._stream.record_event()
+
+    def join(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def settle(self, event: Any) -> None:
+        event.synchronize()
+
+
+def lanes_for(device: torch.device) -> tuple[Lane, Lane]:
+    """Return the lanes to the host and back from it."""
+    if device.type == "cuda":
+        return StreamLane(device), StreamLane(device)
+    return InlineLane(), InlineLane()
+
 
 D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from zerofx.nvme.checksum import covering
 from zerofx.nvme.folder import prepare
-from zerofx.nvme.mapped import Mapped
 from zerofx.nvme.request import Request
-from zerofx.nvme.store import NvmeStore
+from zerofx.nvme.store import Mapped, NvmeStore
 from zerofx.runtime.tiers.arrival import Arrival
 from zerofx.runtime.tiers.beside import Beside
-from zerofx.runtime.tiers.host_memory import host_memory
-from zerofx.runtime.tiers.host_tier import NVME_READ, NVME_WRITE, HostTier
+from zerofx.runtime.tiers.host_tier import NVME_READ, NVME_WRITE, HostTier, host_memory
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from zerofx.analysis.time.convolution import FORWARD, INPUT, PASSES, WINDOWS
+from zerofx.analysis.time.kernels import FORWARD, INPUT, PASSES, WINDOWS
 from zerofx.tools.calibrate.compute import FORMATS, IMAGES
 from zerofx.tools.calibrate.probe import Probe, Work, in_turn
 

@@ -11,8 +11,7 @@ import sys
 
 import typer
 
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.progress import done
+from zerofx.tools.cli.app import app, done
 
 # Each file declares its commands on the app; help lists them in this order.
 # isort: off

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from zerofx.errors import PlanError
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import Json
+from zerofx.tools.cli.app import Json, app, say
 from zerofx.tools.cli.programs import show
-from zerofx.tools.cli.progress import say
 
 
 @app.command(rich_help_panel="This machine")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import (
+from zerofx.tools.cli.app import (
     RANKS,
     Basis,
     Batch,
@@ -21,6 +20,7 @@ from zerofx.tools.cli.options import (
     Set,
     Stage,
     World,
+    app,
 )
 from zerofx.tools.cli.programs import plan_of, program_of, refuse_machine, show
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import (
+from zerofx.tools.cli.app import (
     RANKS,
     Basis,
     Batch,
@@ -20,9 +19,10 @@ from zerofx.tools.cli.options import (
     Set,
     Stage,
     World,
+    app,
+    say,
 )
 from zerofx.tools.cli.programs import emitted, hardware_of, plan_of, show
-from zerofx.tools.cli.progress import say
 
 
 @app.command(rich_help_panel="Know before you run")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zerofx.errors import PlanError
-from zerofx.tools.cli.options import RANKS
-from zerofx.tools.cli.progress import done
+from zerofx.tools.cli.app import RANKS, done
 
 if TYPE_CHECKING:  # torch takes seconds to import; `--help` should not
     from zerofx.hardware import Hardware

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import (
+from zerofx.tools.cli.app import (
     Batch,
     HardwareName,
     Json,
@@ -17,6 +16,7 @@ from zerofx.tools.cli.options import (
     Seq,
     Set,
     Stage,
+    app,
 )
 from zerofx.tools.cli.programs import plan_of, program_of, refuse_directory
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from zerofx.errors import PlanError
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import (
+from zerofx.hardware import Hardware, hardware_names, load_hardware
+from zerofx.tools.cli.app import (
     RANKS,
     Batch,
     HardwareName,
@@ -20,9 +21,11 @@ from zerofx.tools.cli.options import (
     Set,
     Stage,
     World,
+    app,
+    done,
+    say,
 )
 from zerofx.tools.cli.programs import hardware_of, plan_of, show
-from zerofx.tools.cli.progress import done, say
 
 Tokens = Annotated[
     int | None, typer.Option("--batch-tokens", min=1, help="tokens of a step of all ranks")
@@ -60,7 +63,6 @@ def plan_for(
 ) -> None:  # fmt: skip
     """Write the fastest plan that fits as YAML, ready for zerofx.compile."""
     from zerofx.tools.search import search as searched
-    from zerofx.tools.search.shortcut import read_devices
 
     world, hardware = read_devices(devices)
     if out is not None and out.suffix not in (".yaml", ".yml"):
@@ -92,3 +94,36 @@ def _settled(file: Path | None, stage: int | None, fields: list[str] | None) -> 
     names += [text.partition("=")[0].strip() for text in fields or []]
     names += ["stage"] if stage is not None else []
     return {name: chosen[name] for name in names}
+
+
+# -- A number of devices and their name, as people write them: `8x H100` ---------------------------
+
+
+_DEVICES = re.compile(r"\s*(\d+)\s*[x×*]?\s*([A-Za-z].*?)\s*")
+
+
+def read_devices(text: str) -> tuple[int, Hardware]:
+    """Return (ranks, hardware) of text like `8x H100`, `16 x A100 80GB` or `512x V100-32GB`.
+
+    Raises:
+        PlanError: not of that form, or the name fits no preset, or several.
+    """
+    match = _DEVICES.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise PlanError(
+            f'devices {text!r}: write how many of what, for example "8x H100"; known are '
+            f"{', '.join(hardware_names())}"
+        )
+    name = match[2]
+    if name in hardware_names() or name.endswith((".yaml", ".yml", ".json")):
+        return int(match[1]), load_hardware(name)
+    words = _words(name) - {"nvidia", "amd"}
+    fitting = [n for n in hardware_names() if words and words <= _words(n)]
+    if len(fitting) > 1:
+        raise PlanError(f"devices {text!r}: {name} could be {' or '.join(fitting)}; say which")
+    return int(match[1]), load_hardware(fitting[0] if fitting else name)
+
+
+def _words(name: str) -> set[str]:
+    """Return what a name consists of, a size in gigabytes in one word."""
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())))

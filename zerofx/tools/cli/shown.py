@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from zerofx.errors import PlanError
-from zerofx.tools.cli.app import app
-from zerofx.tools.cli.options import (
+from zerofx.tools.cli.app import (
     RANKS,
     Basis,
     Batch,
@@ -24,6 +23,7 @@ from zerofx.tools.cli.options import (
     Set,
     Stage,
     World,
+    app,
 )
 from zerofx.tools.cli.programs import (
     hardware_of,

@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,17 +35,60 @@ from zerofx.compat.autograd import is_profiling
 from zerofx.errors import RecordingError
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import timed_calls
-from zerofx.model.bound import Bound
 from zerofx.model.module import CompiledModule
+from zerofx.model.programs import Bound
 from zerofx.runtime.tiers.beside import Beside
 from zerofx.runtime.tiers.host_tier import HostTier
 from zerofx.runtime.tiers.host_updates import HostUpdates
 from zerofx.tools.record.lanes import hand_out
 from zerofx.tools.record.memory import Metering, meter_for
-from zerofx.tools.record.operators import dearest_operators, profiler_for
 from zerofx.tools.record.steps import UPDATE, RecordedStep, measured
 from zerofx.tools.record.stopwatch import Around, Run, Stopwatch, clock_for
 from zerofx.tools.views.recording import RecordingView
+
+# -- torch.profiler during a recording: the most expensive operators in each call of the schedule
+
+
+NUM_OPS = 5  # of each call
+
+
+def profiler_for(device: torch.device) -> Any:
+    """Return a profiler of the host, and of the device where it is not the host."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=kinds, acc_events=True)
+
+
+def dearest_operators(
+    profiler: Any, names: Collection[str]
+) -> dict[str, tuple[tuple[str, float], ...]]:
+    """Return, for each range of these names, its operators that took most: (name, us a run).
+
+    An operator's time is its own, without that of those which it called: the device's time where it
+    launched any.
+    """
+    sums: dict[str, dict[str, float]] = {}
+    runs: dict[str, int] = defaultdict(int)
+    for event in profiler.events():
+        if event.name in names and not event.is_async:
+            runs[event.name] += 1
+            _add(event, sums.setdefault(event.name, defaultdict(float)))
+    return {
+        name: tuple(
+            (op, us / runs[name])
+            for op, us in sorted(by_op.items(), key=lambda kv: -kv[1])[:NUM_OPS]
+        )
+        for name, by_op in sums.items()
+    }
+
+
+def _add(event: Any, sums: dict[str, float]) -> None:
+    """Add the own times of all operators below an event."""
+    for child in event.cpu_children:
+        sums[child.name] += child.self_device_time_total or child.self_cpu_time_total
+        _add(child, sums)
+
 
 log = logging.getLogger("zerofx")
 

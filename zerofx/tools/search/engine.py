@@ -13,8 +13,7 @@ from zerofx.hardware import Hardware
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.search.bounds import Bound, Bounds
 from zerofx.tools.search.family import Family, Says, silent
-from zerofx.tools.search.found import Counts, Found
-from zerofx.tools.search.outcome import Outcome, outcome
+from zerofx.tools.search.outcome import Counts, Found, Outcome, outcome
 from zerofx.tools.search.space import Choice, Space
 
 # A plan that cannot gain more than this share of the time is not priced.

@@ -7,8 +7,7 @@ from typing import Any
 
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.search.found import TIE, Found
-from zerofx.tools.search.outcome import Outcome
+from zerofx.tools.search.outcome import TIE, Found, Outcome
 from zerofx.tools.views.timeline import format_us
 
 LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerofx
 from zerofx import optim
@@ -25,10 +26,157 @@ from zerofx.errors import PlanError, TargetError, ZerofxError
 from zerofx.ir.meta import info
 from zerofx.plan.plan import Plan
 from zerofx.tools.targets import Target, resolve
-from zerofx.tools.trial.batches import Call, vary
-from zerofx.tools.trial.compare import Comparison
-from zerofx.tools.trial.plain import LR, MOMENTUM, Plain, loss_of
-from zerofx.tools.trial.settings import TOLERANCES, Settings, Trial
+from zerofx.tools.trial.settings import TOLERANCES, Difference, Settings, Trial
+
+# -- Tensors of two trainings, compared in the order in which a training makes them ----------------
+
+
+SMALL = 1e-6  # of the largest norm of a kind: a tensor below that is compared with that
+
+
+class Comparison:
+    """Notes how far tensors are from what plain training has."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.compared: dict[str, int] = {}
+        self.largest: dict[str, Difference] = {}
+        self.first: Difference | None = None
+
+    def add(self, kind: str, step: int, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Compare tensors of one kind: name -> (this one's, plain training's)."""
+        norms = {name: _norm(expected) for name, (_, expected) in pairs.items()}
+        least = SMALL * max(norms.values(), default=0.0)
+        for name, (got, expected) in pairs.items():
+            found = _difference(kind, name, step, got, expected, max(norms[name], least))
+            self.compared[kind] = self.compared.get(kind, 0) + 1
+            worst = self.largest.get(kind)
+            if worst is None or not found.error <= worst.error:
+                self.largest[kind] = found
+            if self.first is None and not found.error <= self.tolerance:
+                self.first = found
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm of what is finite in a tensor."""
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _difference(
+    kind: str, name: str, step: int, got: Tensor, expected: Tensor, norm: float
+) -> Difference:
+    """Return how far `got` is off; what is NaN or infinite on both sides is equal."""
+    a, b = got.detach().double().cpu(), expected.detach().double().cpu()
+    if a.shape != b.shape:
+        return Difference(kind, f"{name} {list(a.shape)}", step, math.inf)
+    if not a.numel():
+        return Difference(kind, name, step, 0.0)
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, 0.0, (a - b).abs().nan_to_num(math.inf, math.inf))
+    size = float(gap.norm())
+    error = size / norm if norm else (0.0 if not size else math.inf)
+    index = int(gap.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), a.shape))
+    return Difference(
+        kind, name, step, error, at, float(a.flatten()[index]), float(b.flatten()[index])
+    )
+
+
+# -- Batches of a trial: variations of a model's example call, another for each rank and step ------
+# With one batch on all ranks, the mean of their gradients would be that of any one of them: a
+# gradient that is never exchanged would not be noticed.
+
+
+NOISE = 0.1  # of a floating-point tensor's standard deviation
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def vary(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Call:
+    """Return the call of that number, the same on every rank.
+
+    Integers (tokens, labels, positions) change places within their tensor, so that they stay within
+    what the model knows; floating-point tensors get noise; all else stays.
+    """
+    generator = torch.Generator().manual_seed(number)
+    varied: Call = pytree.tree_map(lambda leaf: _vary(leaf, generator), (args, kwargs))
+    return varied
+
+
+def _vary(leaf: Any, generator: torch.Generator) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        spread = float(leaf.detach().float().std()) if leaf.numel() > 1 else 1.0
+        noise = torch.randn(leaf.shape, generator=generator) * (spread or 1.0) * NOISE
+        varied = leaf.detach() + noise.to(leaf.dtype)
+        return varied.requires_grad_(leaf.requires_grad)
+    if leaf.dtype is torch.bool or leaf.is_complex():
+        return leaf
+    order = torch.randperm(leaf.numel(), generator=generator)
+    return leaf.flatten()[order].view(leaf.shape)
+
+
+# -- Plain training in one process, whose gradients are the mean over the batches of all ranks -----
+
+
+LR, MOMENTUM = 0.05, 0.9
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return what is trained: a loss that the model returns, else the mean square of its results.
+
+    Raises:
+        TargetError: no result is a floating-point tensor that depends on parameters.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        raise TargetError("verify --run: the model returns nothing that could be trained on")
+    scalars = [x for x in leaves if x.dim() == 0]
+    return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
+
+
+class Plain:
+    """The model as the user wrote it, on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
+
+    def accumulate(self, calls: list[Call], seeds: list[int]) -> list[float]:
+        """Run forward and backward of one batch a rank; return the losses.
+
+        Buffers follow rank 0, as those of a compiled model do; every rank starts from the same.
+        """
+        losses, buffers = [], dict(self.model.named_buffers())
+        before = {name: b.clone() for name, b in buffers.items()}
+        after = before
+        for rank, ((args, kwargs), seed) in enumerate(zip(calls, seeds, strict=True)):
+            if rank:
+                self._set(before)
+            torch.manual_seed(seed)
+            loss = loss_of(self.model(*args, **kwargs))
+            (loss / len(calls)).backward()
+            losses.append(float(loss.detach()))
+            if not rank:
+                after = {name: b.clone() for name, b in self.model.named_buffers()}
+        self._set(after)
+        return losses
+
+    @torch.no_grad()
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(values[name])
+
+    def step(self) -> None:
+        """Update and drop the gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
 
 SEED = 0
 

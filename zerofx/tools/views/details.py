@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zerofx.analysis.time.steps import Step, StepList
-from zerofx.ir.dump_nodes import callee
+from zerofx.ir.dump import callee
 from zerofx.ir.graphs import is_alias, is_glue
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Planned

@@ -18,9 +18,7 @@ from zerofx.plan.sizes import format_bytes
 from zerofx.tools.views.bars import LEGEND, Bar, Track, lane_lines, measured_track, timeline_track
 from zerofx.tools.views.beside import pair_lines, pairs
 from zerofx.tools.views.details import details
-from zerofx.tools.views.page import render
-from zerofx.tools.views.page_data import page_data
-from zerofx.tools.views.page_memory import step_times
+from zerofx.tools.views.page import page_data, render, step_times
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.timeline import format_us
 from zerofx.tools.views.trace import Process, write_trace
