@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import zerofx
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 SEED, LR = 0, 1e-3
 

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.bigger_job import on_meta, status_bytes
 from benchmarks.report import Column, finish, need_memory
-from zerofx.demo.gpt import GPTConfig
+from zerofx.tools.demo.gpt import GPTConfig
 
 STATE_BYTES = 16  # a parameter's: itself, its gradient, two states of Adam, in fp32
 TOLERANCE = 0.10  # of the prediction

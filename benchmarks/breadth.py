@@ -142,7 +142,7 @@ def examine(case: Case, kernels: str) -> Outcome:
     """Train one architecture plainly and compiled, and say how they compare."""
     import zerofx
     from zerofx.errors import ZerofxError
-    from zerofx.runtime.region_cache import CompileCount
+    from zerofx.runtime.regions.cache import CompileCount
 
     torch.set_num_threads(1)
     try:

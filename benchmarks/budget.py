@@ -6,7 +6,7 @@
 Every run of zerofx (`activations="auto"`) is held against FSDP2 as it is and with
 `torch.utils.checkpoint` on every block. Peaks are live tensor bytes of the highest rank; the high
 bound counts blocks that a thread of gloo freed unseen until their addresses are used again (see
-zerofx.demo.measure). Times are medians of interleaved rounds.
+zerofx.tools.demo.measure). Times are medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOB = "benchmarks.budget_job:Job"
 def budgets_of(model: str, count: int) -> list[int]:
     """Return budgets in equal steps from what keeping everything takes to the least."""
     import zerofx
-    from zerofx.analysis.memory import peak_bytes
+    from zerofx.analysis.memory.memory import peak_bytes
     from zerofx.errors import BudgetError
     from zerofx.passes.decide import budget_for
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.demo.measure import PeakMemory
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 2
 SEED, LR = 0, 1e-4

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 LAYERS, QUICK_LAYERS = "4,12,24,48", "4,12"
 BATCH, SEED = 4, 0
@@ -49,7 +49,7 @@ class Job:
         self._optimizer.step()
         answer: dict[str, Any] = {"step_s": time.perf_counter() - start, "loss": loss.item()}
         if hasattr(self._model, "programs"):
-            from zerofx.runtime.region_cache import CompileCount
+            from zerofx.runtime.regions.cache import CompileCount
 
             answer |= {"compiled": CompileCount.compiled, "cached": CompileCount.cached}
         return answer

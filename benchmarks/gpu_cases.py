@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofx.demo.gpt import GPTConfig
+from zerofx.tools.demo.gpt import GPTConfig
 
 MEMORY_TOLERANCE = 0.05  # of a predicted peak, to either side
 # of a loss, relative; two orders of the same bf16 sums differ by its last bit: 8 bits of a loss

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_cases import Setup, case_named
 from benchmarks.systems import LR, SEED, fsdp2
-from zerofx.demo.gpt import GPT
-from zerofx.demo.measure import PeakMemory
+from zerofx.tools.demo.gpt import GPT
+from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP_STEPS, PEAK_STEPS = 6, 2  # the first compile; a CUDA graph is recorded at the second
 NUM_BATCHES = 4

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx
-from zerofx.demo.measure import Peak, PeakMemory
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.tiers import Tier
+from zerofx.tools.demo.measure import Peak, PeakMemory
 
 MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
 Forward = Callable[[nn.Module, int], Tensor]  # (model, number of the batch) -> the loss

@@ -3,8 +3,8 @@
     python -m benchmarks.memory               # stages 0 to 3 against FSDP2
     python -m benchmarks.memory --sizes 4x128 --systems zerofx-3
 
-The measured peak comes with two bounds (see zerofx.demo.measure): they differ by blocks that a
-thread of gloo freed unseen. Ratios compare our high bound with FSDP2's low one.
+The measured peak comes with two bounds (see zerofx.tools.demo.measure): they differ by blocks that
+a thread of gloo freed unseen. Ratios compare our high bound with FSDP2's low one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.pool import Group
 from benchmarks.report import Column, finish
 from benchmarks.sizes import SIZES, make_batches
 from benchmarks.systems import SYSTEMS, Trainer
-from zerofx.demo.measure import PeakMemory
+from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 3
 DEFAULT = ["zerofx-3", "zerofx-2", "zerofx-1", "zerofx-0"]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measured import train
-from zerofx.analysis.memory import peak_bytes
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.ir.program import Loop, Program
 from zerofx.passes.decide import budget_for
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 SEQ, WIDTH, LAYERS, VOCAB = 64, 192, 4, 2048
 FEW, MANY = 2, 8  # samples: weights outweigh activations, or the other way round

@@ -5,8 +5,8 @@
     python -m benchmarks.memory_matrix --kernels aten  # without what Inductor has to compile
 
 A cell trains three steps with AdamW; its measured peak is that of the last whole step, optimizer
-included, of the highest rank. It comes with two bounds (see zerofx.demo.measure), and the error is
-the prediction's distance from the nearer of them, 0 where it lies between them.
+included, of the highest rank. It comes with two bounds (see zerofx.tools.demo.measure), and the
+error is the prediction's distance from the nearer of them, 0 where it lies between them.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ import torch
 
 from benchmarks.report import Column, finish
 from zerofx import nvme
-from zerofx.runtime.nvme.engine import PIECE_BYTES
-from zerofx.sizes import format_bytes, parse_bytes
+from zerofx.nvme.engine import PIECE_BYTES
+from zerofx.plan.sizes import format_bytes, parse_bytes
 
 FIO = ("fio libaio", "fio psync")
 SYSTEMS = ("zerofx", "zerofx unmerged", "zerofx checked", "zerofx plain", *FIO)

@@ -39,7 +39,7 @@ from benchmarks.step_time import (
     start,
 )
 from benchmarks.systems import BASELINE, SEED, SYSTEMS, fused_adamw
-from zerofx.demo.gpt import GPT
+from zerofx.tools.demo.gpt import GPT
 
 LOSS_TOLERANCE = 1e-5  # relative, of plain training
 CHECK_STEPS = 5

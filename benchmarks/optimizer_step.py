@@ -18,7 +18,7 @@ import torch
 
 import zerofx
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 SIZES = {"4x128": (4, 128), "6x256": (6, 256), "6x512": (6, 512)}
 CLIP = 1.0

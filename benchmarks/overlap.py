@@ -37,10 +37,10 @@ from benchmarks.report import Column, finish, need_memory
 from benchmarks.sizes import make_batches
 from benchmarks.systems import SEED, flat_adamw
 from zerofx import nvme
-from zerofx.analysis.steps import Lane
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
-from zerofx.runtime.policy.staging import at_once_in_step
+from zerofx.analysis.time.steps import Lane
+from zerofx.policy.staging import at_once_in_step
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 TARGETS = {"cpu": 1.15, "nvme": 1.25}  # of the longest lane, by where the states are
 NUM_MODELS, BYTES_PER_PARAM = 3, 24

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import zerofx
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
-from zerofx.demo.text import Batches, load_text
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.text import Batches, load_text
 
 BATCH, LAST = 4, 20
 CONFIG = GPTConfig(layers=4, width=128, heads=4, seq=128)

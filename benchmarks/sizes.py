@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
-from zerofx.demo.gpt import GPTConfig
-from zerofx.demo.text import Batches, load_text
+from zerofx.tools.demo.gpt import GPTConfig
+from zerofx.tools.demo.text import Batches, load_text
 
 TEXT_BYTES = 1_000_000
 

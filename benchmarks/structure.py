@@ -1,6 +1,7 @@
 """Files of zerofx that a value passes through, and the shape of the package.
 
-    python -m benchmarks.structure
+    python -m benchmarks.structure                  # all of it
+    python -m benchmarks.structure --write-layout   # the list of files in docs/layout.md alone
 
 Walks: the distinct modules of `zerofx/` in which a Python function runs, counted by a profile hook
 on all threads of rank 0 of two, for a GPT of two blocks on ATen: its first call (capture, passes,
@@ -32,7 +33,7 @@ import torch
 import zerofx
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 PACKAGE = Path(zerofx.__file__).parent
 CONFIG = GPTConfig(layers=2, width=32, heads=2, seq=16)
@@ -40,7 +41,6 @@ FOLDER_LIMIT = 16
 FOREIGN = ("torch", "nn")  # where classes of the same names as ours may come from
 RANKS = 2
 IMPORTS_TIMED = 8
-TOOLS = "calibrate cli demo doctor predicting recording searching targets trial views".split()
 
 
 class Watch:
@@ -159,7 +159,8 @@ def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
 def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
     """Return the concrete classes of the package with exactly one concrete subclass in it.
 
-    A class that is named like its base in torch (`Adam`) is no subclass of itself.
+    A class that is named like its base in torch (`Adam`) is no subclass of itself. Exceptions are
+    left out: users catch them by either name.
     """
     children: dict[str, list[str]] = defaultdict(list)
     abstract: set[str] = {"Protocol"}
@@ -181,6 +182,7 @@ def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
         for base, subs in children.items()
         if base in names
         and base not in abstract
+        and not base.endswith("Error")
         and len([s for s in subs if s not in abstract and s != base]) == 1
     )
 
@@ -204,7 +206,7 @@ def imported() -> dict[str, Any]:
         )
         took, *names = done.stdout.split()
         seconds.append(float(took))
-    tools = [n for n in names if n.split(".")[1:2] and n.split(".")[1] in TOOLS]
+    tools = [n for n in names if n.startswith("zerofx.tools.")]
     return {
         "import: CPU ms": round(statistics.median(seconds) * 1e3),
         "import: modules": len(names),
@@ -235,13 +237,57 @@ def shape() -> dict[str, Any]:
     }
 
 
-COLUMNS = [Column("what", "what"), Column("count", "count")]
+LAYOUT = PACKAGE.parent / "docs" / "layout.md"
+LISTING = "## Every file\n"  # where the list in docs/layout.md begins; it goes on to the end
+# Folders in the order in which a model goes through them.
+FOLDERS = (
+    "",
+    *("plan", "hardware", "layout", "policy", "capture", "ir", "ops", "passes", "passes/patterns"),
+    *("analysis/memory", "analysis/time", "analysis/recompute", "codegen", "kernels", "model"),
+    *("runtime", "runtime/tensors", "runtime/store", "runtime/tiers", "runtime/regions"),
+    *("runtime/cuda_graph", "comm", "nvme", "optim", "snapshot", "compat", "tools"),
+    *("tools/cli", "tools/views", "tools/predict", "tools/search", "tools/record"),
+    *("tools/calibrate", "tools/trial", "tools/demo"),
+)
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def listing() -> str:
+    """Return the list of all modules with what their docstrings say first, folder by folder."""
+    folders = [name for name in FOLDERS if (PACKAGE / name).is_dir()]
+    found = {p.parent for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
+    missing = found - {PACKAGE / name for name in folders}
+    assert not missing, f"FOLDERS of benchmarks/structure.py lacks {missing}"
+    parts = [f"{LISTING}\n<!-- written by `python -m benchmarks.structure --write-layout` -->\n"]
+    for name in folders:
+        about = first_line(PACKAGE / name / "__init__.py")
+        files = sorted(p for p in (PACKAGE / name).glob("*.py") if p.name != "__init__.py")
+        rows = "".join(f"| `{p.name}` | {first_line(p)} |\n" for p in files)
+        title = f"zerofx/{name}/" if name else "zerofx/"
+        parts.append(f"### {title}\n\n{about}\n\n| file | what it is |\n|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+def write_layout() -> None:
+    """Write the list of files in docs/layout.md."""
+    text = LAYOUT.read_text(encoding="utf-8")
+    LAYOUT.write_text(text[: text.index(LISTING)] + listing(), encoding="utf-8")
+
+
+COLUMNS = [Column("what", "what", "what"), Column("count", "count")]
 
 
 def main() -> None:
     """Count, show and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write-layout", action="store_true", help="docs/layout.md, no more")
     options = parser.parse_args()
+    if options.write_layout:
+        return write_layout()
     with Group("walks", "benchmarks.structure:Job", {}, RANKS, {}) as group:
         group.ready()
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import peers
-from zerofx.demo.gpt import GPT, GPTConfig
+from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 BASELINE = "fsdp2"
 SEED = 0

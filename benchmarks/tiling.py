@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import zerofx
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
-from zerofx.analysis.memory import memory as memory_of
-from zerofx.analysis.storage import Category
-from zerofx.demo.measure import PeakMemory
+from zerofx.analysis.memory.memory import memory as memory_of
+from zerofx.analysis.memory.storage import Category
+from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
 QUIET = {"KINETO_LOG_LEVEL": "99"}

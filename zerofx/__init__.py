@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from zerofx.api import compile as compile
     from zerofx.api import load_program as load_program
     from zerofx.api import rewrite as rewrite
-    from zerofx.compiled.full_state import full_state_dict as full_state_dict
-    from zerofx.compiled.full_state import iter_state_dict as iter_state_dict
-    from zerofx.compiled.module import CompiledModule as CompiledModule
     from zerofx.hardware import Hardware as Hardware
     from zerofx.hardware import Machine as Machine
-    from zerofx.plan import Offload as Offload
-    from zerofx.plan import Plan as Plan
-    from zerofx.plan import Precision as Precision
-    from zerofx.predicting import predict as predict
-    from zerofx.recording.record import record as record
-    from zerofx.searching import search as search
+    from zerofx.model.full_state import full_state_dict as full_state_dict
+    from zerofx.model.full_state import iter_state_dict as iter_state_dict
+    from zerofx.model.module import CompiledModule as CompiledModule
+    from zerofx.plan.plan import Offload as Offload
+    from zerofx.plan.plan import Plan as Plan
+    from zerofx.plan.plan import Precision as Precision
     from zerofx.snapshot import export as export
     from zerofx.snapshot import load as load
     from zerofx.snapshot import load_weights as load_weights
     from zerofx.snapshot import save as save
+    from zerofx.tools.predict import predict as predict
+    from zerofx.tools.record.record import record as record
+    from zerofx.tools.search import search as search
 
 __version__ = "0.1.0"
 
@@ -43,15 +43,15 @@ _HOME = {
     "rewrite": "zerofx.api",
     "Hardware": "zerofx.hardware",
     "Machine": "zerofx.hardware",
-    "CompiledModule": "zerofx.compiled.module",
-    "full_state_dict": "zerofx.compiled.full_state",
-    "iter_state_dict": "zerofx.compiled.full_state",
-    "Plan": "zerofx.plan",
-    "Precision": "zerofx.plan",
-    "Offload": "zerofx.plan",
-    "predict": "zerofx.predicting",
-    "record": "zerofx.recording.record",
-    "search": "zerofx.searching",
+    "CompiledModule": "zerofx.model.module",
+    "full_state_dict": "zerofx.model.full_state",
+    "iter_state_dict": "zerofx.model.full_state",
+    "Plan": "zerofx.plan.plan",
+    "Precision": "zerofx.plan.plan",
+    "Offload": "zerofx.plan.plan",
+    "predict": "zerofx.tools.predict",
+    "record": "zerofx.tools.record.record",
+    "search": "zerofx.tools.search",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",

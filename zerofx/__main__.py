@@ -1,6 +1,6 @@
 """`python -m zerofx ...`: the command line."""
 
-from zerofx.cli import main
+from zerofx.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -17,29 +17,28 @@ from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
-from zerofx.compiled.digest import describe_layout, describe_parameters, layout_digest
-from zerofx.compiled.module import CompiledModule
-from zerofx.compiled.programs import load_directory
-from zerofx.compiled.scaling import make_scaler
+from zerofx.comm.grid import check_mesh
+from zerofx.comm.groups import StartUp, place
+from zerofx.comm.steps import describe
+from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, OptimizerError
-from zerofx.fields import nearest
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
+from zerofx.layout.buckets import Layout
+from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
+from zerofx.model.module import CompiledModule, make_scaler
+from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
 from zerofx.passes.tiling import choose_tiles, with_tiles
-from zerofx.plan import Plan, as_plan
-from zerofx.runtime.cuda_graph import check_recordable
+from zerofx.plan.fields import nearest
+from zerofx.plan.plan import Plan, as_plan
+from zerofx.runtime.cuda_graph.recorder import check_recordable
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.grid import check_mesh
-from zerofx.runtime.groups import StartUp, place
-from zerofx.runtime.homes import check_folder
-from zerofx.runtime.layout import Layout
-from zerofx.runtime.shard_optimizer import check_before, swap_optimizer
-from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.steps import describe
-from zerofx.runtime.world import World
+from zerofx.runtime.store.optimizer import check_before, swap_optimizer
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.tiers.homes import check_folder
 from zerofx.snapshot.files import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 

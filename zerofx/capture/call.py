@@ -1,16 +1,127 @@
-"""One call of a model: its arguments as numbered, named leaves."""
+"""One call of a model: arguments and results as numbered, named leaves, and back."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture import trees
 from zerofx.capture.guard import check_arguments, check_packed
-from zerofx.compat.graphs import FakeTensorMode, TreeSpec
+from zerofx.compat.graphs import FakeTensorMode, TreeSpec, pytree
+
+# -- Flatten a call's arguments and results into numbered leaves, and rebuild them -----------------
+# torch's pytree knows tuples, lists, dicts, named tuples and what libraries register with it
+# (`ModelOutput`). Dataclasses and subclasses of dict that were not registered are opened here
+# through a private node type, so that no class of the user is registered on their behalf.
+
+
+class _Opened:
+    """Stands in a tree for one object of a class that pytree does not know."""
+
+    def __init__(self, kind: type, keys: tuple[Any, ...], values: list[Any]) -> None:
+        self.kind, self.keys, self.values = kind, keys, values
+
+
+def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
+    return node.values, (node.kind, node.keys)
+
+
+def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
+    is_record = dataclasses.is_dataclass(node.kind)
+    entry = pytree.GetAttrKey if is_record else pytree.MappingKey
+    pairs: list[tuple[Any, Any]] = [
+        (entry(k), v) for k, v in zip(node.keys, node.values, strict=True)
+    ]
+    return pairs, (node.kind, node.keys)
+
+
+def _unflatten(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
+    """Build the object itself, without its constructor, which may compute or refuse."""
+    kind, keys = context
+    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    pairs = zip(keys, values, strict=True)
+    if dataclasses.is_dataclass(kind):
+        for key, value in pairs:
+            object.__setattr__(made, key, value)
+    elif issubclass(kind, UserDict):
+        made.data = dict(pairs)
+    else:
+        dict.update(made, pairs)
+    return made
+
+
+pytree.register_pytree_node(_Opened, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+
+
+def _open(obj: Any) -> Any:
+    """Replace a leaf that is a record or a mapping by its `_Opened`, recursively."""
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        keys = tuple(f.name for f in dataclasses.fields(obj) if hasattr(obj, f.name))
+        values = [getattr(obj, k) for k in keys]
+    elif isinstance(obj, (dict, UserDict)):
+        keys = tuple(obj.keys())
+        values = [obj[k] for k in keys]
+    else:
+        return obj
+    return _Opened(type(obj), keys, [pytree.tree_map(_open, v) for v in values])
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a tree and the spec that puts them back."""
+    return pytree.tree_flatten(pytree.tree_map(_open, tree))
+
+
+def flatten_named(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
+    """Flatten, and name every leaf: `loss`, `[0]`, `hidden_states[2]`."""
+    pairs, spec = pytree.tree_flatten_with_path(pytree.tree_map(_open, tree))
+    return [_path_name(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+    """Build the tree that `spec` describes from its leaves."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def flatten_call(
+    forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], list[Any], TreeSpec]:
+    """Flatten ((args...), {kwargs}); leaves are named after forward's parameters where known."""
+    try:
+        known = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):  # a callable without a Python signature
+        known = []
+    positional = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names, leaves, spec = flatten_named((args, kwargs))
+    for i, name in enumerate(names):
+        names[i] = call_name(name)
+        if name.startswith("[0]"):
+            index, _, rest = name[4:].partition("]")
+            if int(index) < len(positional):
+                names[i] = positional[int(index)] + rest
+    return names, leaves, spec
+
+
+def call_name(name: str) -> str:
+    """Turn a leaf's name in ((args...), {kwargs}) into `args[0]` or the keyword."""
+    return name[3:].lstrip(".") if name.startswith("[1]") else "args" + name[3:]
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    text = ""
+    for key in path:
+        if isinstance(key, pytree.SequenceKey):
+            text += f"[{key.idx}]"
+        else:
+            text += f".{key.key if isinstance(key, pytree.MappingKey) else key.name}"
+    return text.lstrip(".")
+
+
+# -- One call of a model: its arguments as numbered, named leaves ----------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,7 +144,7 @@ class Call:
             CaptureError: an argument is neither a plain tensor nor a hashable constant.
         """
         check_packed(args, kwargs)
-        names, leaves, spec = trees.flatten_call(model.forward, tuple(args), kwargs)
+        names, leaves, spec = flatten_call(model.forward, tuple(args), kwargs)
         check_arguments(names, leaves)
         tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
         return cls(names, leaves, spec, tensors)
@@ -55,7 +166,7 @@ class Call:
         leaves = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
             leaves[number] = tensor
-        args, kwargs = trees.unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs
 
 

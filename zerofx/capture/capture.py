@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from zerofx.capture.attributes import refuse_attribute, refuse_rebinding
 from zerofx.capture.call import Call
-from zerofx.capture.effects import HostGenerators, refuse_host_random, refuse_mode
+from zerofx.capture.effects import (
+    HostGenerators,
+    refuse_attribute,
+    refuse_host_random,
+    refuse_mode,
+    refuse_rebinding,
+)
 from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules

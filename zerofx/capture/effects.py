@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerofx.capture.lines import find_line
+from zerofx.compat.autograd import NORM_HOOKS
+from zerofx.compat.modules import CONTAINERS, FLAT_WEIGHTS, forward_pre_hooks, own_children
 from zerofx.errors import CaptureError
 
 Run = Callable[[], Any]
@@ -102,3 +108,145 @@ def refuse_mode(changed: str, run: Run) -> CaptureError:
 
 def at_line(where: str) -> str:
     return f" at {where}" if where else ""
+
+
+# -- The plain attributes of a module, as they stood before a forward; a forward must not change
+# them.
+# A traced forward reads an attribute once; a program would go on using that value.
+
+
+# Kept by dictionaries of their own, or (forward) wrapped during capture.
+RESERVED = frozenset({*CONTAINERS, "forward"})
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one module held: its attributes and its children.
+
+    attributes: by name the value and its content, where that can change in place: a shallow copy
+        of a list, dict or set, the state of a random generator.
+    """
+
+    module: nn.Module
+    children: dict[str, Any]
+    attributes: dict[str, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Held:
+        own = module.__dict__
+        attributes = {n: (v, _content(v)) for n, v in own.items() if n not in RESERVED}
+        return cls(module, dict(own_children(module)), attributes)
+
+    def changed(self) -> str | None:
+        """Return the name of an attribute or child that is not as it was, or None."""
+        children, now = own_children(self.module), self.module.__dict__
+        for name in {**self.children, **children}:
+            if children.get(name) is not self.children.get(name):
+                return name
+        ignored = RESERVED | recomputed(self.module)
+        for name in {**self.attributes, **now}:
+            if name in ignored:
+                continue
+            if name not in now or name not in self.attributes:
+                return name
+            value, content = self.attributes[name]
+            if not _same(value, now[name]):
+                return name
+            if content is not None and not _same(content, _content(now[name])):
+                return name
+        return None
+
+    def restore(self) -> None:
+        """Put every attribute and child back, in place where the value is a container."""
+        module, own = self.module, self.module.__dict__
+        if list(own_children(module).items()) != list(self.children.items()):
+            own_children(module).clear()
+            own_children(module).update(self.children)
+        for name in [n for n in own if n not in self.attributes and n not in RESERVED]:
+            del own[name]
+        for name, (value, content) in self.attributes.items():
+            own[name] = value
+            if content is not None:
+                _put_back(value, content)
+
+
+def _content(value: Any) -> Any:
+    """Return what of a value can change in place, None for most."""
+    if type(value) in (list, dict, set, OrderedDict):  # the last: a module's hooks
+        return value.copy()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.startswith("numpy.random"):  # a Generator or a RandomState
+        return pickle.dumps(value)
+    return None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, list):
+        value[:] = content
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    else:
+        old = pickle.loads(content)
+        for kind in ("bit_generator", "_bit_generator"):
+            if hasattr(value, kind):
+                getattr(value, kind).state = getattr(old, kind).state
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Compare plain values and containers of them by value, all else by identity."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, _PLAIN):
+        return bool(old == new)
+    if isinstance(old, (list, tuple)):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, dict):
+        return list(old) == list(new) and all(map(_same, old.values(), new.values()))
+    if isinstance(old, set):
+        return len(old) == len(new) and all(v in new for v in old)
+    return False
+
+
+def recomputed(module: nn.Module) -> frozenset[str]:
+    """Return the attributes that every forward sets before it reads them.
+
+    `nn.LSTM` keeps its flat weights, the hook forms of weight and spectral norm their product.
+    """
+    names: set[str] = set()
+    if isinstance(module, nn.RNNBase):
+        names |= FLAT_WEIGHTS
+    for hook in forward_pre_hooks(module):
+        if isinstance(hook, NORM_HOOKS):
+            names.add(hook.name)
+    return frozenset(names)
+
+
+def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
+    """Return the error for a forward that changed an attribute, with the line.
+
+    path: the attribute's qualified name. The module must hold its old attributes again.
+    """
+    where = find_line(run, lambda: held.changed() is not None)
+    return CaptureError(
+        f"capture: forward changes the attribute {path}{at_line(where)}, which a program would "
+        "not repeat (what it read would be baked in); return the value instead, keep it in a "
+        "buffer or, if only a first call changes it, call the model once before it is compiled"
+    )
+
+
+def refuse_rebinding(what: str, is_disturbed: Callable[[], bool], run: Run) -> CaptureError:
+    """Return the error for a forward that rebinds or registers a parameter or buffer."""
+    where = find_line(run, is_disturbed)
+    return CaptureError(
+        f"capture: forward {what}{at_line(where)}, which a program would not repeat; do it outside "
+        "forward (a buffer may get a new value of its own shape and dtype that does not require "
+        "grad)"
+    )

@@ -13,7 +13,7 @@ from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError
-from zerofx.runtime.layout import LOW_OR_SINGLE
+from zerofx.layout.buckets import LOW_OR_SINGLE
 
 
 def compute_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

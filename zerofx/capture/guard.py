@@ -16,7 +16,7 @@ from zerofx.compat.graphs import FakeTensor, pytree, with_effects
 from zerofx.compat.tracing import OptimizedModule
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
-from zerofx.runtime.param_piece import piece_of
+from zerofx.runtime.tensors.piece import piece_of
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, functools.partial)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerofx.capture import trees
+from zerofx.capture import call as trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes

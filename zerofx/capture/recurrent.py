@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerofx.runtime.recurrent import MODES, recurrent
+from zerofx.kernels.recurrent import MODES, recurrent
 
 
 def is_recurrent(func: Any, args: tuple[Any, ...]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture import trees
+from zerofx.capture import call as trees
 from zerofx.capture.guard import check_constant, has_hidden_state
 from zerofx.capture.model_state import PLAIN, ModelState, Reading, number_key, tensor_key
 from zerofx.errors import CaptureError

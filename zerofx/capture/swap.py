@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from zerofx.capture.attributes import RESERVED, Held
 from zerofx.capture.call import place
+from zerofx.capture.effects import RESERVED, Held
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
 from zerofx.compat.graphs import FakeTensorMode

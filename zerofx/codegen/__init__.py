@@ -1,0 +1,1 @@
+"""A program as an emitted module, and an emitted module read back as a program."""

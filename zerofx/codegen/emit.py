@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from zerofx.codegen.constants import constants_source
 from zerofx.codegen.facts import program_facts
 from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.regions import RegionLibrary
-from zerofx.codegen.schedule import Function
+from zerofx.codegen.schedule import Function, constants_source
 from zerofx.codegen.text import Source, templates
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 

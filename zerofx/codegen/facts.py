@@ -10,8 +10,8 @@ from zerofx.hardware import Hardware, default_hardware, hardware_names, load_har
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Calling, Planned, Reference, Unproved
 from zerofx.ir.verify_values import SHORT
-from zerofx.runtime.layout import AXES, Layout
-from zerofx.runtime.tiles import Tile
+from zerofx.layout.buckets import AXES, Layout
+from zerofx.layout.tiles import Tile
 
 FORMAT = 4
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zerofx.codegen.text import Source, templates
 from zerofx.compat.graphs import op_name, schema_of
-from zerofx.runtime.kernels import ops
-from zerofx.runtime.kernels.cross_entropy import tile_sizes
+from zerofx.kernels import ops
+from zerofx.kernels.cross_entropy import tile_sizes
 
 _TEMPLATES = templates()
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

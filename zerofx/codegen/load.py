@@ -2,20 +2,423 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerofx.codegen.facts import read_hardware, read_reference
-from zerofx.codegen.load_files import Emitted, read_calling, read_directory
-from zerofx.codegen.load_schedule import Reading
+import torch
+from torch import Tensor, fx
+
+from zerofx.codegen.facts import FORMAT, read_hardware, read_reference
+from zerofx.codegen.load_calls import Calls, Shards
+from zerofx.codegen.load_record import Recorder
+from zerofx.compat.graphs import FakeTensorMode, pytree
+from zerofx.compat.tracing import new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
-from zerofx.ir.program import BACKWARD, FORWARD, Entry, Planned, Unproved
+from zerofx.ir.meta import OutputInfo, Phase, Role, info
+from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
 from zerofx.ir.verify import verify
-from zerofx.plan import Plan
+from zerofx.ir.verify_fault import file_lines
+from zerofx.kernels.launch import plain_forms
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.plan.plan import Plan
+from zerofx.runtime.regions.load import import_file, read_by
+from zerofx.runtime.standalone import layout_from_facts
+
+# -- Read an emitted directory: are all files there, whole, and of this format; which were edited
+
+
+log = logging.getLogger("zerofx")
+FINGERPRINT = "fingerprint.json"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An emitted directory as found: what fingerprint.json says, and which files differ from it."""
+
+    directory: Path
+    facts: dict[str, Any]
+    edited: tuple[str, ...]
+
+
+def read_directory(directory: Path) -> Emitted:
+    """Return what a directory holds.
+
+    Raises:
+        ProgramError: a file is missing, truncated or foreign; the message names it.
+    """
+    facts = _read_facts(directory)
+    edited = []
+    for name, digest in facts["files"].items():
+        try:
+            text = (directory / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise _broken(directory / name, "is missing") from None
+        except UnicodeDecodeError:
+            raise _broken(directory / name, "is not text") from None
+        if hashlib.sha256(text.encode()).hexdigest()[:16] != digest:
+            edited.append(name)
+    if facts["torch"] != torch.__version__:
+        log.warning(
+            "%s was emitted with torch %s, this is %s: its regions are compiled anew, and bits "
+            "may differ", directory, facts["torch"], torch.__version__,
+        )  # fmt: skip
+    if "plan.yaml" in edited:
+        log.warning("%s: plan.yaml was edited, but the schedule is not made anew", directory)
+    return Emitted(directory, facts, tuple(edited))
+
+
+def _broken(path: Path, what: str) -> ProgramError:
+    return ProgramError(
+        f"{path} {what}; restore it, or write the directory anew with program.emit(directory)"
+    )
+
+
+def _read_facts(directory: Path) -> dict[str, Any]:
+    path = directory / FINGERPRINT
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ProgramError(
+            f"{directory} holds no emitted program: {FINGERPRINT} is missing; "
+            "write one with program.emit(directory)"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _broken(path, f"is truncated or not JSON ({error})") from None
+    found = facts.get("format") if isinstance(facts, dict) else None
+    if found != FORMAT:
+        raise ProgramError(
+            f"{path} is of format {found!r}, this zerofx reads {FORMAT}; emit the program again"
+        )
+    if missing := sorted(_KEYS - facts.keys()):
+        raise _broken(path, f"lacks {', '.join(missing)}")
+    return facts
+
+
+_KEYS = {
+    "torch", "model", "training", "world_size", "kernels", "debug", "slots", "layout",
+    "placeholders", "outputs", "params", "buffers", "calling", "reference", "signature", "files",
+}  # fmt: skip
+
+
+def read_params(facts: dict[str, Any]) -> dict[str, ParamInfo]:
+    """Return the parameters that fingerprint.json describes."""
+    return {
+        name: ParamInfo(
+            name,
+            tuple(shape),
+            getattr(torch, dtype),
+            grad,
+            unit,
+            tuple(aliases),
+            getattr(torch, compute),
+        )
+        for name, (shape, dtype, grad, unit, aliases, compute) in facts["params"].items()
+    }
+
+
+def read_calling(facts: dict[str, Any]) -> Calling:
+    """Return the calling convention over flat leaves: trees and constants are not in the files.
+
+    A CompiledModule that adopts the program puts its own trees back.
+    """
+    said = facts["calling"]
+    return Calling(
+        in_spec=pytree.tree_structure([0] * said["in_leaves"]),
+        out_spec=pytree.tree_structure([0] * said["out_leaves"]),
+        tensor_leaves=tuple(said["tensor_leaves"]),
+        output_names=tuple(said["output_names"]),
+        loss=said["loss"],
+        differentiable=tuple(said["differentiable"]),
+        dropped=tuple(said["dropped"]),
+    )
+
+
+# -- The other files of an emitted directory, while its schedule is read: regions and constants ----
+
+
+class Files:
+    """Gives the schedule regions and constants that record what becomes of them.
+
+    recorder: of the function that runs now. paths: of the region files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.recorder: Recorder | None = None
+        self.functions = {
+            p.stem: _function(p) for p in sorted((directory / "regions").glob("*.py"))
+        }
+        self.paths = tuple(str(directory / "regions" / f"{name}.py") for name in self.functions)
+
+    def regions(self, directory: Path) -> Any:
+        return _Regions(self)
+
+    def constants(self, directory: Path) -> Any:
+        return _Constants(self, import_file(directory / "constants.py", "zerofx_constants"))
+
+    def kernels(self, directory: Path) -> Any:
+        return _Kernels(self, import_file(directory / "kernels.py", "zerofx_kernels"))
+
+    def now(self) -> Recorder:
+        assert self.recorder is not None, "a region or constant is used outside the two functions"
+        return self.recorder
+
+
+def _function(path: Path) -> Callable[[list[Any]], Any]:
+    function = getattr(import_file(path, f"zerofx_region_{path.stem}"), path.stem, None)
+    if not callable(function):
+        raise ProgramError(
+            f"{path} has no function {path.stem}; restore it, or emit the program again"
+        )
+    return function
+
+
+class _Regions:
+    """Stands for the loaded regions: calling one runs its source on the recorder."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def __getattr__(self, name: str) -> Callable[[list[Any]], Any]:
+        if name not in self._files.functions:
+            known = ", ".join(self._files.functions)
+            raise ProgramError(f"schedule.py: regions/{name}.py is missing; there are {known}")
+        return lambda args: self._run(name, args)
+
+    def _run(self, name: str, args: list[Any]) -> Any:
+        recorder = self._files.now()
+        if type(args) is not list:
+            kind = type(args).__name__
+            raise recorder.refuse(f"{name} takes one list, which it empties; this is a {kind}")
+        for arg in args:
+            recorder.node(arg, f"an argument of {name}")
+        with recorder.region(recorder.unit_here()):
+            return self._files.functions[name](args)
+
+
+class _Kernels:
+    """Stands for the loaded kernels: calling one records the fused op that it is."""
+
+    def __init__(self, files: Files, module: ModuleType) -> None:
+        self._files, self._module = files, module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._module, name, None)
+        if not callable(function):
+            raise self._files.now().refuse(f"kernels.py has no function {name}")
+        return lambda *args: self._run(function, args)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        recorder = self._files.now()
+        with recorder.region(recorder.unit_here()), plain_forms():
+            return function(*args)
+
+
+class _Constants:
+    """Stands for the loaded constants: reading one makes a node."""
+
+    def __init__(self, files: Files, module: ModuleType) -> None:
+        self._files, self._module = files, module
+
+    def __getattr__(self, name: str) -> Tensor:
+        held = getattr(self._module, name, None)
+        if not isinstance(held, Tensor):
+            raise self._files.now().refuse(f"constants.py has no tensor {name}")
+        return self._files.now().constant(name, held)
+
+
+# -- Read schedule.py: its two functions run on fake tensors and become graphs ---------------------
+
+
+@dataclass
+class Reading:
+    """Runs the schedule's functions, forward first: what it saves is what backward takes."""
+
+    emitted: Emitted
+    mode: FakeTensorMode = field(default_factory=new_fake_mode)
+    outputs: dict[str, tuple[OutputInfo, ...]] = field(default_factory=dict)
+    saved: list[tuple[OutputInfo, Tensor, fx.Node]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.directory, self.facts = self.emitted.directory, self.emitted.facts
+        self.layout: Layout = layout_from_facts(self.facts["layout"])
+        self.params: dict[str, ParamInfo] = read_params(self.facts)
+        rows = self.facts["placeholders"][FORWARD]
+        self.device: str = rows[0][4][3] if rows else "cpu"
+
+    def import_schedule(self) -> ModuleType:
+        self.files = Files(self.directory)
+        with read_by(self.files), self._explained():
+            return import_file(self.directory / "schedule.py", "zerofx_schedule")
+
+    # -- the two functions ------------------------------------------------------------------------
+    def forward(self, function: Callable[..., Any]) -> fx.GraphModule:
+        with self._recording(FORWARD) as (recorder, calls, given):
+            leaves = given[Role.INPUT]
+            inputs = [leaves.get(i) for i in range(self.facts["calling"]["in_leaves"])]
+            returned = function(calls, recorder.shards, given[Role.BUFFER], inputs)
+            outs, updates, saved = self._lists(recorder, returned)
+            specs = self._specs(FORWARD)
+            results = self._match(recorder, specs, Role.OUTPUT, outs)
+            roles = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+            results += self._match(recorder, specs, roles, updates)
+            order = {s: i for i, s in enumerate(specs)}
+            results.sort(key=lambda result: order[result[0]])
+            self.saved = self._saved(recorder, specs, saved)
+            results += [(spec, node) for spec, _, node in self.saved]
+            return self._finish(recorder, FORWARD, results, function)
+
+    def backward(self, function: Callable[..., Any]) -> fx.GraphModule:
+        with self._recording(BACKWARD) as (recorder, calls, given):
+            returned = function(
+                calls,
+                recorder.shards,
+                [v for _, v in sorted(given[Role.SAVED].items())],
+                given[Role.TANGENT],
+            )
+            specs = self._specs(BACKWARD)
+            results = self._match(recorder, specs, Role.INPUT_GRAD, returned)
+            for spec in specs:
+                if spec.role is Role.SHARD_GRAD:
+                    results.append((spec, calls.stored.get(spec.index)))
+            return self._finish(recorder, BACKWARD, results, function)
+
+    @contextmanager
+    def _recording(self, name: str) -> Iterator[tuple[Recorder, Calls, dict[Role, dict]]]:
+        phase = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
+        recorder = Recorder(self.directory, phase, self.files.paths)
+        recorder.shards = Shards(recorder, self.layout, self.device)
+        calls = Calls(recorder, self.layout, self.params, self.device)
+        calls.numbers = {k: info(node).index for k, (_, _, node) in enumerate(self.saved)}
+        self.files.recorder = recorder
+        with self._explained(), _plain_modes(self.device), self.mode, recorder:
+            yield recorder, calls, self._placeholders(recorder, name)
+
+    def _placeholders(self, recorder: Recorder, name: str) -> dict[Role, dict]:
+        """Make what the function is given: saved values as forward left them, the rest as told."""
+        kinds = (Role.INPUT, Role.BUFFER, Role.TANGENT, Role.SAVED)
+        given: dict[Role, dict] = {role: {} for role in kinds}
+        left = dict(enumerate(self.saved))
+        for text, label, index, unit, spec in self.facts["placeholders"][name]:
+            role = Role(text)
+            fields = {"name": label, "index": index, "unit": unit}
+            if role is Role.SAVED:
+                if index not in left:
+                    continue
+                _, val, node = left.pop(index)
+                spec, fields = _spec(val), fields | _origin(node)
+            made = recorder.placeholder(role, recorder.fake(*spec), **fields)
+            if role is Role.SHARD:
+                recorder.shards.add(index, made)
+            else:
+                given[role][label if role is Role.BUFFER else index] = made
+        if name == BACKWARD:
+            for k, (said, val, node) in left.items():
+                fields = {"name": said.name, "index": k, **_origin(node)}
+                fake = recorder.fake(*_spec(val))
+                given[Role.SAVED][k] = recorder.placeholder(Role.SAVED, fake, **fields)
+        return given
+
+    # -- what they return -------------------------------------------------------------------------
+    def _specs(self, name: str) -> list[OutputInfo]:
+        return [OutputInfo(Role(r), n, i) for r, n, i in self.facts["outputs"][name]]
+
+    def _lists(self, recorder: Recorder, returned: Any) -> tuple[list, list, list]:
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise recorder.refuse("forward returns three lists: outputs, updates, saved values")
+        return returned  # type: ignore[return-value]
+
+    def _match(
+        self, recorder: Recorder, specs: list[OutputInfo], roles: Any, values: list[Any]
+    ) -> list[tuple[OutputInfo, fx.Node | None]]:
+        """Pair what was returned with what it stands for, by position."""
+        wanted = roles if isinstance(roles, tuple) else (roles,)
+        mine = [s for role in wanted for s in specs if s.role is role]
+        what = " and ".join(f"{r.value}s" for r in wanted)
+        if len(mine) != len(values):
+            raise recorder.refuse(f"{len(values)} {what} are returned; the program has {len(mine)}")
+        return [
+            (spec, None if v is None else recorder.node(v, f"{spec.role.value} {spec.name}"))
+            for spec, v in zip(mine, values, strict=True)
+        ]
+
+    def _saved(
+        self, recorder: Recorder, specs: list[OutputInfo], values: list[Any]
+    ) -> list[tuple[OutputInfo, Tensor, fx.Node]]:
+        names = [s.name for s in specs if s.role is Role.SAVED]
+        found = []
+        for k, v in enumerate(values):
+            node = recorder.node(v, f"saved value {k}")
+            name = names[k] if len(names) == len(values) else info(node).name or node.name
+            found.append((OutputInfo(Role.SAVED, name, k), v, node))
+        return found
+
+    def _finish(
+        self,
+        recorder: Recorder,
+        name: str,
+        results: list[tuple[OutputInfo, Any]],
+        function: Any,
+    ) -> fx.GraphModule:
+        self.outputs[name] = tuple(spec for spec, _ in results)
+        last = max(line for _, _, line in function.__code__.co_lines() if line)
+        return recorder.finish(tuple(node for _, node in results), last)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what the files raise into an error with their lines around it."""
+        try:
+            yield
+        except ProgramError:
+            raise
+        except Exception as error:
+            files = {str(self.directory / "schedule.py"), *self.files.paths}
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+            if not frames:
+                raise
+            at = frames[-1]
+            lines = "\n".join(file_lines(at.filename, at.lineno or 1))
+            raise ProgramError(
+                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight "
+                f"line of calls on values that it does not look at\n{lines}"
+            ) from error
+
+
+@contextmanager
+def _plain_modes(device: str) -> Iterator[None]:
+    """Read the files as they will run: without the caller's autocast, grad and inference modes."""
+    with torch.inference_mode(False), torch.no_grad():
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                yield
+        else:
+            yield
+
+
+def _spec(val: Tensor) -> tuple[str, list[int], list[int], str]:
+    dtype = str(val.dtype).removeprefix("torch.")
+    return dtype, list(val.shape), list(val.stride()), val.device.type
+
+
+def _origin(node: fx.Node) -> dict[str, str]:
+    """Return where a saved value was computed."""
+    return {"line": info(node).line, "module": info(node).module}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+# -- Parse an emitted directory back into a Program, also after a hand edit, and verify it ---------
 
 
 def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
@@ -37,9 +440,9 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
     reading = Reading(emitted)
     module = reading.import_schedule()
     facts = emitted.facts
-    graphs = {FORWARD: reading.forward(_function(emitted, module, FORWARD))}
+    graphs = {FORWARD: reading.forward(_graph_function(emitted, module, FORWARD))}
     if facts["training"]:
-        graphs[BACKWARD] = reading.backward(_function(emitted, module, BACKWARD))
+        graphs[BACKWARD] = reading.backward(_graph_function(emitted, module, BACKWARD))
     edited = f"edited: {', '.join(emitted.edited) or 'nothing'}"
     num_nodes = sum(len(gm.graph.nodes) for gm in graphs.values())
     program = Planned(
@@ -75,7 +478,7 @@ def _verify(program: Planned, emitted: Emitted) -> None:
         raise ProgramError(f"{emitted.directory}: {what}\n{lines}") from None
 
 
-def _function(emitted: Emitted, module: ModuleType, name: str) -> Callable[..., Any]:
+def _graph_function(emitted: Emitted, module: ModuleType, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ProgramError(
@@ -83,3 +486,58 @@ def _function(emitted: Emitted, module: ModuleType, name: str) -> Callable[..., 
             "restore it, or write the directory anew with program.emit(directory)"
         )
     return function
+
+
+# -- Does a loaded program fit a model that runs: the same ranks, and every parameter at its place
+
+
+def check_fits(program: Planned, layout: Layout, world_size: int) -> None:
+    """Check that a program runs on these ranks and reads its parameters where they lie.
+
+    Raises:
+        ProgramError: naming the first thing that differs, both numbers, and the fix.
+    """
+    if program.world_size != world_size:
+        raise _unfit(
+            program, f"it is for {program.world_size} ranks, this model runs on {world_size}"
+        )
+    mine = program.layout
+    if mine.mesh != layout.mesh:
+        raise _unfit(
+            program,
+            f"it shards over {mine.shard_size} ranks and replicates over {mine.replicate_size}, "
+            f"the model over {layout.shard_size} and {layout.replicate_size}",
+        )
+    if len(mine.buckets) != len(layout.buckets):
+        raise _unfit(
+            program, f"it has {len(mine.buckets)} buckets, the model {len(layout.buckets)}"
+        )
+    for a, b in zip(mine.buckets, layout.buckets, strict=True):
+        if a != b:
+            raise _unfit(program, _difference(a, b))
+
+
+def _unfit(program: Planned, what: str) -> ProgramError:
+    where = program.directory or program.model_name
+    return ProgramError(
+        f"{where} does not fit this model: {what}; emit a program of this model under its plan "
+        "(model.programs[0].emit(directory)) and edit that"
+    )
+
+
+def _difference(a: Bucket, b: Bucket) -> str:
+    for left, right in zip(a.params, b.params, strict=False):
+        if left != right:
+            return (
+                f"bucket {a.index} has {left.name}{list(left.shape)} at {left.offset}, the model's "
+                f"{right.name}{list(right.shape)} at {right.offset}"
+            )
+    if (a.home, a.source) != (b.home, b.source):
+        return (
+            f"bucket {a.index} ({a.label()}) lives on the {a.home.value} and is gathered from the "
+            f"{a.source.value}, the model's on the {b.home.value} and from the {b.source.value}"
+        )
+    return (
+        f"bucket {a.index} has {len(a.params)} parameters in {a.numel} elements of {a.dtype}, the "
+        f"model's {len(b.params)} in {b.numel} of {b.dtype}"
+    )

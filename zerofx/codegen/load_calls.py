@@ -16,7 +16,7 @@ from zerofx.ir.graphs import add_placeholder
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, specs, target_of
-from zerofx.runtime.layout import Bucket, Layout
+from zerofx.layout.buckets import Bucket, Layout
 
 
 class Launch:

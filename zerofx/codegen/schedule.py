@@ -2,23 +2,136 @@
 
 from __future__ import annotations
 
+import base64
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from zerofx.codegen.constants import constant_name, constant_nodes
 from zerofx.codegen.kernels import tensor_args
-from zerofx.codegen.names import Names
 from zerofx.codegen.regions import RegionCall, RegionLibrary
-from zerofx.codegen.text import describe, literal, with_comment, wrap_list, wrap_tuple
-from zerofx.compat.graphs import argument_names
+from zerofx.codegen.text import describe, identifier, literal, with_comment, wrap_list, wrap_tuple
+from zerofx.compat.graphs import FakeTensor, argument_names
+from zerofx.errors import CaptureError
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.names import op_stem
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of
-from zerofx.sizes import format_bytes
+from zerofx.layout.tiers import Tier
+from zerofx.plan.sizes import format_bytes
+
+# -- Names of the schedule's values: from the user's model, unique within a function ---------------
+
+
+class Names:
+    """Hands out one identifier a node."""
+
+    def __init__(self, reserved: tuple[str, ...] = ()) -> None:
+        self.taken = set(reserved)
+        self.of: dict[fx.Node, str] = {}
+
+    def bind(self, node: fx.Node) -> str:
+        """Return the node's name, made on first use."""
+        if node not in self.of:
+            self.of[node] = self._free(self._stem(node))
+        return self.of[node]
+
+    def share(self, node: fx.Node, other: fx.Node) -> None:
+        """Let a node go by another's name (a pack is its buffer)."""
+        self.of[node] = self.bind(other)
+
+    def _free(self, stem: str) -> str:
+        name, k = stem, 1
+        while name in self.taken:
+            k += 1
+            name = f"{stem}_{k}"
+        self.taken.add(name)
+        return name
+
+    def _stem(self, node: fx.Node) -> str:
+        where = info(node)
+        if stem := op_stem(node):
+            return stem
+        if where.role in (Role.INPUT, Role.BUFFER):
+            return identifier(where.name) or node.name
+        if where.role is Role.TANGENT:
+            return f"grad_{identifier(where.name) or node.name}"
+        if where.role is Role.SAVED:
+            name = identifier(where.name)
+            if (tier := _waits_in(node)) is not Tier.DEVICE:
+                name = f"{name}_on_{tier.value}"
+            return f"{identifier(where.unit)}_{name}" if where.unit else name
+        base = node.name
+        if node.target is operator.getitem:
+            base = f"{node.args[0].name}_{node.args[1]}"  # type: ignore[union-attr]
+        return f"{identifier(where.unit)}_{base}" if where.unit else identifier(base)
+
+
+def _waits_in(node: fx.Node) -> Tier:
+    """Return the tier in which a saved value waits: the one that its way back begins in."""
+    for user in node.users:
+        spec = spec_of(user)
+        if spec is not None and spec.is_copy:
+            return Tier.HOST if spec.lands is Tier.DEVICE else Tier.NVME
+    return Tier.DEVICE
+
+
+# -- Tensors that forward holds itself (`torch.tensor([...])` in it), as source --------------------
+
+
+LEGIBLE = 64  # elements up to which a constant is written as numbers, not as base64
+_WRITTEN = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int64,
+            torch.int32, torch.int16, torch.int8, torch.uint8)  # fmt: skip
+
+
+def constant_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph that stand for constants and are read."""
+    return [n for n in graph.nodes if n.op == "get_attr" and n.users]
+
+
+def constant_name(node: fx.Node) -> str:
+    """Return what constants.py calls it."""
+    return identifier(str(node.target))
+
+
+def constants_source(program: Planned) -> str:
+    """Return the text of constants.py, empty where the program holds no constants."""
+    found: dict[str, str] = {}
+    for gm in program.graphs.values():
+        for node in constant_nodes(gm.graph):
+            held: Any = gm
+            for part in str(node.target).split("."):
+                held = getattr(held, part)
+            if held.is_meta or isinstance(held, FakeTensor):
+                raise CaptureError(
+                    f"{program.model_name}.forward reads a tensor of shape {list(held.shape)} "
+                    f"({info(node).line}) that has no values (it is on meta) and is no buffer; "
+                    "register it with register_buffer, or make it inside forward"
+                )
+            found[constant_name(node)] = _written(held, value(node).device.type)
+    if not found:
+        return ""
+    rows = [f"{name} = {text}" for name, text in sorted(found.items())]
+    head = '"""Tensors that forward holds itself; no parameters, no buffers."""'
+    return "\n".join([head, "", "from zerofx import runtime as zfx", "", *rows, ""])
+
+
+def _written(held: Tensor, device: str) -> str:
+    dtype = str(held.dtype).removeprefix("torch.")
+    form = f"{dtype!r}, {tuple(held.shape)}, {tuple(held.stride())}, {device!r}"
+    if held.numel() <= LEGIBLE and held.dtype in _WRITTEN:
+        return f"zfx.constant({literal(held.tolist(), {})}, {form})"
+    flat = held.detach().cpu().contiguous().view(-1)
+    data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+    return f"zfx.constant({data!r}, {form})"
+
+
+# -- The schedule as straight-line Python: one statement per launch, wait, region, release ---------
+
 
 RESERVED = (
     "rt", "shards", "buffers", "constants", "kernels", "inputs", "saved", "tangents", "args",

@@ -49,7 +49,7 @@ def _in_format_of(position: int) -> _Rule:
 
 
 # The operators whose fake kernel is wrong on a CPU, and the rule of their first result (of the
-# first two, for log_sigmoid_forward); tests/test_strides.py compares them with what runs.
+# first two, for log_sigmoid_forward); tests/compat/test_strides.py compares them with what runs.
 _RULES: dict[Any, _Rule] = {
     aten._log_softmax_backward_data.default: _dense,
     aten.binary_cross_entropy.default: _elementwise,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from zerofx.errors import PlanError
-from zerofx.fields import nearest, refuse
+from zerofx.plan.fields import nearest, refuse
 
 V = TypeVar("V")
 

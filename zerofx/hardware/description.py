@@ -20,7 +20,8 @@ from typing import Any, Literal
 import torch
 
 from zerofx.errors import PlanError, UnpricedError
-from zerofx.fields import (
+from zerofx.hardware.curve import Curve, Table, read_curves
+from zerofx.plan.fields import (
     check_names,
     load_mapping,
     nearest,
@@ -33,7 +34,6 @@ from zerofx.fields import (
     text,
     whole,
 )
-from zerofx.hardware.curve import Curve, Table, read_curves
 
 Algorithm = Literal["direct", "native"]
 

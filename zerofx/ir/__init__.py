@@ -1,0 +1,1 @@
+"""What a program is: graphs, what their nodes stand for, its text, and its proof."""

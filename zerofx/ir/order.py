@@ -28,7 +28,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned, Reference
 from zerofx.ir.spec import Holds, Kind, OpSpec, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import args, label_of, unread
-from zerofx.runtime.layout import Bucket, Layout, ParamSlice
+from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 
 FULL = (Holds.GATHERED, Holds.RESIDENT, Holds.KEPT)  # what holds a whole bucket's parameters
 PARAMETERS = (*FULL, Holds.SHARD, Holds.STAGED, Holds.NEAR, Holds.PARAM)  # parameters at all

@@ -19,15 +19,15 @@ from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
-from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout, Mesh
-from zerofx.runtime.tiles import Tile
+from zerofx.layout.buckets import Layout, Mesh
+from zerofx.layout.tiles import Tile
+from zerofx.plan.plan import Plan
 
 if TYPE_CHECKING:  # only the reports' types: see the methods that import them
-    from zerofx.reports import Recorded
-    from zerofx.views.look import Look
-    from zerofx.views.memory import MemoryView
-    from zerofx.views.schedule import ScheduleView
+    from zerofx.tools.reports import Recorded
+    from zerofx.tools.views.look import Look
+    from zerofx.tools.views.memory import MemoryView
+    from zerofx.tools.views.schedule import ScheduleView
 
 _P = TypeVar("_P", bound="Program")
 
@@ -230,7 +230,7 @@ class Program(ABC):
 
         basis: as in `memory`.
         """
-        from zerofx.reports import schedule_of
+        from zerofx.tools.reports import schedule_of
 
         return schedule_of(self, basis)
 
@@ -242,7 +242,7 @@ class Program(ABC):
             per element; `keeps_results`, whether the loop holds all results until step() or the
             loss alone (the default); `accumulation`, `no_sync`.
         """
-        from zerofx.reports import memory_of
+        from zerofx.tools.reports import memory_of
 
         return memory_of(self, **options)
 
@@ -258,7 +258,7 @@ class Program(ABC):
         hardware: for which times are predicted: a name, a file, a description.
         basis: as in `memory`.
         """
-        from zerofx.reports import look_at
+        from zerofx.tools.reports import look_at
 
         return look_at(self, recording, hardware, basis=basis)
 

@@ -18,10 +18,10 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from zerofx.compat.graphs import OpOverload
+from zerofx.layout.buckets import Layout
+from zerofx.layout.tiers import Tier
 from zerofx.runtime.graph_calls import current_calls
-from zerofx.runtime.layout import Layout
 from zerofx.runtime.schedule import add_method
-from zerofx.runtime.tiers import Tier
 
 
 class Kind(Enum):

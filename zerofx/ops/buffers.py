@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.task import Price
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.time.tasks import Price, Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list, wrap_tuple

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, span_bytes
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage, span_bytes
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import describe
@@ -36,10 +36,10 @@ from zerofx.ir.spec import (
     spec_of,
 )
 from zerofx.ir.verify_values import Numbering, digest, leaf_digest
-from zerofx.runtime.host_tier import H2D, dense_bytes
-from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.policy import exchange
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
+from zerofx.policy import exchange
+from zerofx.runtime.tiers.host_tier import H2D, dense_bytes
 
 _Format = torch.dtype | None
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, is_scaled, landing_dtype
-from zerofx.analysis.task_steps import update_beside
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage, is_scaled, landing_dtype
+from zerofx.analysis.time.tasks import Walk, update_beside
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import wrap_list
+from zerofx.comm.collectives import all_reduce_bytes
 from zerofx.ir.graphs import is_in_place
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import FULL, Buffer, Order, argument
@@ -37,13 +37,12 @@ from zerofx.ir.spec import (
 )
 from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_values import Numbering, Packed
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
 from zerofx.ops.waits import same
-from zerofx.runtime.collectives import all_reduce_bytes
-from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.policy import exchange, reduction
-from zerofx.runtime.policy.reduction import Leg
-from zerofx.runtime.tiers import Tier
+from zerofx.policy import exchange, reduction
+from zerofx.policy.reduction import Leg
 
 _Format = torch.dtype | None
 

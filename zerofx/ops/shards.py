@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage, is_scaled, landing_dtype, sent_as
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage, is_scaled, landing_dtype, sent_as
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value
@@ -31,6 +31,8 @@ from zerofx.ir.spec import (
     spec_of,
 )
 from zerofx.ir.verify_fault import name_of
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.ops.gathers import (
     append_from_shard,
     erase_to_bucket,
@@ -44,12 +46,10 @@ from zerofx.ops.gathers import (
 from zerofx.ops.gradients import reduced_slice
 from zerofx.ops.values import fake_on_host
 from zerofx.ops.waits import end_once, hold_at_source, same
-from zerofx.runtime.homes import staged_bytes
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, dense_bytes
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.policy import reduction, shard_copies
-from zerofx.runtime.policy.shard_copies import SentAs
-from zerofx.runtime.tiers import Tier
+from zerofx.policy import reduction, shard_copies
+from zerofx.policy.shard_copies import SentAs
+from zerofx.runtime.tiers.homes import staged_bytes
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, dense_bytes
 
 
 def _arrives_as(wait: fx.Node) -> str:

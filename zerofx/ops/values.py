@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Category, Storage
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Category, Storage
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls
 from zerofx.codegen.schedule import Function
 from zerofx.codegen.text import describe, identifier
@@ -24,9 +24,9 @@ from zerofx.ir.order import AWAY, Buffer, Order, alias_inputs
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Carries, Holds, Kind, Lane, OpSpec, Payload, define, spec_of
 from zerofx.ir.verify_fault import name_of
+from zerofx.layout.tiers import Tier
 from zerofx.ops.waits import hold_at_source, same
-from zerofx.runtime.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
-from zerofx.runtime.tiers import Tier
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dense_bytes
 
 
 def fake_on_host(x: Tensor) -> Tensor:

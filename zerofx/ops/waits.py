@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.analysis.places import Places
-from zerofx.analysis.storage import Storage
-from zerofx.analysis.task_walk import Walk
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Storage
+from zerofx.analysis.time.tasks import Walk
 from zerofx.codegen.load_calls import Calls, Launch
 from zerofx.codegen.schedule import Function
 from zerofx.ir.meta import info, nbytes, value
@@ -16,7 +16,7 @@ from zerofx.ir.order import Order
 from zerofx.ir.spec import Kind, Lane, OpSpec, define, launch_of, launched, spec_of
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 
 
 def _launched(wait: fx.Node) -> OpSpec:

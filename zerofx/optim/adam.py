@@ -12,12 +12,12 @@ from torch import Tensor
 
 from zerofx.compat.optim import fused_adam_, fused_adamw_
 from zerofx.errors import OptimizerError
+from zerofx.kernels.adamw import flat_adamw_
+from zerofx.kernels.launch import use_triton
 from zerofx.optim.codes import EightBitStates, decoded_parts
 from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
 from zerofx.optim.runs import FlatRun, Work, name_of
-from zerofx.runtime.kernels.adamw import flat_adamw_
-from zerofx.runtime.kernels.launch import use_triton
 
 
 class _FlatAdam(FlatOptimizer):

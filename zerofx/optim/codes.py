@@ -27,6 +27,9 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
+from zerofx.kernels.launch import use_triton
+from zerofx.kernels.quantise import dequantise, quantise
+from zerofx.layout.tiers import Tier
 from zerofx.optim.runs import (
     FlatRun,
     FlatStretch,
@@ -36,9 +39,6 @@ from zerofx.optim.runs import (
     overlaps,
     parts,
 )
-from zerofx.runtime.kernels.launch import use_triton
-from zerofx.runtime.kernels.quantise import dequantise, quantise
-from zerofx.runtime.tiers import Tier
 
 BLOCK = 256
 

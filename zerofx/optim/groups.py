@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
-from zerofx.fields import covers
+from zerofx.plan.fields import covers
 
 
 def resolve_groups(params: Any) -> Any:

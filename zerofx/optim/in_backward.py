@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zerofx.errors import OptimizerError
+from zerofx.layout.buckets import Bucket
 from zerofx.optim.runs import ledgers_of, name_of
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_piece import Ledger, piece_of
-from zerofx.runtime.param_tensor import local_of
-from zerofx.runtime.updates import Updates, check_optimizer
+from zerofx.runtime.store.updates import Updates, check_optimizer
+from zerofx.runtime.tensors.piece import Ledger, piece_of
+from zerofx.runtime.tensors.tensor import local_of
 
 if TYPE_CHECKING:
     from zerofx.optim.flat import FlatOptimizer

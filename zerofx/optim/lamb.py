@@ -11,18 +11,18 @@ from torch import Tensor
 
 from zerofx.compat.optim import foreach_mul_, fused_adam_
 from zerofx.compat.tensors import foreach_norm
-from zerofx.optim.flat import FlatOptimizer, near
-from zerofx.optim.groups import check_adam_options, resolve_groups
-from zerofx.optim.runs import FlatRun, Work, overlaps, parts
-from zerofx.runtime.kernels.lamb import (
+from zerofx.kernels.lamb import (
     LambRule,
     flat_lamb_apply_,
     flat_lamb_direction,
     trust_ratios,
 )
-from zerofx.runtime.kernels.launch import use_triton
-from zerofx.runtime.param_norms import LOW_PRECISION
-from zerofx.runtime.param_piece import ParameterPiece, piece_of
+from zerofx.kernels.launch import use_triton
+from zerofx.optim.flat import FlatOptimizer, near
+from zerofx.optim.groups import check_adam_options, resolve_groups
+from zerofx.optim.runs import FlatRun, Work, overlaps, parts
+from zerofx.runtime.tensors.norms import LOW_PRECISION
+from zerofx.runtime.tensors.piece import ParameterPiece, piece_of
 
 _NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
 Groups = Sequence[tuple[dict[str, Any], Work]]

@@ -15,16 +15,16 @@ from itertools import chain
 
 from torch import Tensor
 
+from zerofx.comm.together import tell
 from zerofx.errors import NvmeError, OptimizerError
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.optim.runs import FlatRun, Work
-from zerofx.runtime.arrival import Arrival
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.nvme_home import PARAMETERS, NvmeHome
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.policy import staging
-from zerofx.runtime.policy.staging import Move
-from zerofx.runtime.tiers import Tier
-from zerofx.runtime.together import tell
+from zerofx.policy import staging
+from zerofx.policy.staging import Move
+from zerofx.runtime.tensors.piece import Ledger
+from zerofx.runtime.tiers.arrival import Arrival
+from zerofx.runtime.tiers.nvme_home import PARAMETERS, NvmeHome
 
 Groups = list[Work]  # a group's runs each
 

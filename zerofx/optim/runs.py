@@ -21,10 +21,10 @@ from torch import Tensor
 
 from zerofx.compat.optim import foreach_add_
 from zerofx.errors import OptimizerError
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.param_piece import Ledger, ParameterPiece, piece_of
-from zerofx.runtime.param_tensor import local_value
-from zerofx.runtime.tiers import Tier
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, piece_of
+from zerofx.runtime.tensors.tensor import local_value
 
 if TYPE_CHECKING:
     from zerofx.optim.flat import FlatOptimizer

@@ -11,7 +11,7 @@ from zerofx.compat.optim import fused_sgd_
 from zerofx.optim.flat import FlatOptimizer
 from zerofx.optim.groups import resolve_groups
 from zerofx.optim.runs import FlatRun, Work, parts
-from zerofx.runtime.param_norms import LOW_PRECISION
+from zerofx.runtime.tensors.norms import LOW_PRECISION
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):

@@ -1,0 +1,1 @@
+"""One file a rewrite. order.py names them in the order in which they run."""

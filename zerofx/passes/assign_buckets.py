@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zerofx.ir.program import Planned
+from zerofx.layout.buckets import Layout
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import plan_layout, unit_params
-from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout
+from zerofx.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from zerofx.errors import PlanError
 from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import compute_dtype, with_master
-from zerofx.plan import Precision
+from zerofx.plan.plan import Precision
 
 
 @dataclass(frozen=True)

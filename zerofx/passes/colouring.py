@@ -13,7 +13,7 @@ from zerofx.ir.graphs import is_in_place, users_after_views
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, set_slot, takes_slot, wait_for
-from zerofx.runtime.layout import Layout
+from zerofx.layout.buckets import Layout
 
 
 def assign(program: Planned) -> list[int]:

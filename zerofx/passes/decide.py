@@ -13,16 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from zerofx.analysis.activations import Policy, Solved
-from zerofx.analysis.memory import Memory, memory
-from zerofx.analysis.options import Link
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.steps import Lane
-from zerofx.analysis.tradeoffs import Tradeoffs, solve_fraction
+from zerofx.analysis.memory.memory import Memory, memory
+from zerofx.analysis.recompute.activations import Policy, Solved
+from zerofx.analysis.recompute.options import Link
+from zerofx.analysis.recompute.tradeoffs import Tradeoffs, solve_fraction
+from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.steps import Lane
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.program import JOINT, Decision, Planned
-from zerofx.plan import Plan
-from zerofx.sizes import format_bytes
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 
 ROUNDS = 6  # corrections of what an estimate misses
 SPARE = 1000  # one in so many bytes of the budget is left to the loop

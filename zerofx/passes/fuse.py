@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.fields import nearest
 from zerofx.ir.program import Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.patterns.layer_norm import find_layer_norms
@@ -17,6 +16,7 @@ from zerofx.passes.patterns.loss import find_losses
 from zerofx.passes.patterns.match import Fusion, Match
 from zerofx.passes.patterns.pointwise import find_gated, find_rotary
 from zerofx.passes.patterns.rms_norm import find_rms_norms
+from zerofx.plan.fields import nearest
 
 PATTERNS: dict[str, Callable[[fx.Graph], Iterator[Match]]] = {
     "linear-cross-entropy": find_losses,

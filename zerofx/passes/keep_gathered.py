@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zerofx.analysis.memory import peak_bytes
+from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir.graphs import add_placeholder, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
@@ -16,7 +16,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx import ops
-from zerofx.analysis.activations import Policy
-from zerofx.analysis.leaving import Leaving, chain, leaving
+from zerofx.analysis.recompute.activations import Policy
+from zerofx.analysis.recompute.leaving import Leaving, chain, leaving
 from zerofx.errors import PlanError
 from zerofx.ir.graphs import add_placeholder, call, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, Units, spans
-from zerofx.sizes import format_bytes
+from zerofx.plan.sizes import format_bytes
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of, wait_for
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.runtime.layout import Bucket, Layout
-from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerofx.errors import PlanError
-from zerofx.fields import nearest, whole
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Pool
+from zerofx.layout.buckets import Layout
 from zerofx.passes.assign_buckets import AssignBuckets
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass
@@ -31,8 +31,8 @@ from zerofx.passes.split import Split
 from zerofx.passes.sync_buffers import SyncBuffers
 from zerofx.passes.tile import Tile
 from zerofx.passes.update_in_backward import UpdateInBackward
-from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout
+from zerofx.plan.fields import nearest, whole
+from zerofx.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from zerofx.analysis.memory import memory
-from zerofx.analysis.prices import Roofline
-from zerofx.analysis.traffic import traffic
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.traffic import traffic
 from zerofx.collector import paused_collector
-from zerofx.errors import PlanError, ProgramError
-from zerofx.fields import nearest
+from zerofx.errors import BudgetError, PlanError, ProgramError
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
-from zerofx.ir.verify import verify
-from zerofx.ir.verify_reference import take_reference, take_signature
+from zerofx.ir.verify import take_reference, take_signature, verify
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
-from zerofx.passes.host_budget import check_host_budget
 from zerofx.passes.order import Setting, build, distance
+from zerofx.plan.fields import nearest
+from zerofx.plan.sizes import format_bytes
+
+# -- Whether what a program holds in host memory fits the plan's `host_budget` ---------------------
+
+
+NAMES = 3  # of the largest holders that an error gives
+
+
+def check_host_budget(program: Planned) -> None:
+    """Refuse a program that holds more on the host than its plan allows.
+
+    Nothing here can give way: what lives on the host does so for good.
+
+    Raises:
+        BudgetError: names both numbers and what takes most.
+    """
+    budget = program.plan.host_budget
+    if budget is None:
+        return
+    report = memory(program)
+    if report.host_bytes <= budget:
+        return
+    held: Counter[str] = Counter()
+    for storage in report.on_host:
+        held[storage.name.partition("_")[0]] += storage.nbytes
+    largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in held.most_common(NAMES))
+    raise BudgetError(
+        f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
+        f"({report.host_bytes} bytes) on the host a rank at stage {program.plan.stage} and world "
+        f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it "
+        "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
+        report.host_bytes,
+    )
+
+
+# -- The pass pipeline: runs the passes in their order, checks what each made, and records it ------
 
 
 class Proof(Enum):

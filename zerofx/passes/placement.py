@@ -11,11 +11,11 @@ from torch import fx
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo, Planned
-from zerofx.plan import Plan, Precision
-from zerofx.plan_parts import Offload
-from zerofx.runtime.bucketing import UnitParam, merge_small, unit_layout
-from zerofx.runtime.layout import LOW_OR_SINGLE, Bucket, Layout
-from zerofx.runtime.tiers import TIER_OF, Tier
+from zerofx.layout.buckets import LOW_OR_SINGLE, Bucket, Layout
+from zerofx.layout.build import UnitParam, merge_small, unit_layout
+from zerofx.layout.tiers import TIER_OF, Tier
+from zerofx.plan.parts import Offload
+from zerofx.plan.plan import Plan, Precision
 
 
 def plan_layout(

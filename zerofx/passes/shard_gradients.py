@@ -12,10 +12,10 @@ from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
+from zerofx.layout.buckets import Bucket
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, spans
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.policy import reduction
+from zerofx.policy import reduction
 
 _REDUCE = {"reduce_scatter": ops.reduce_scatter, "all_reduce": ops.all_reduce}
 

@@ -12,10 +12,10 @@ from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, erase_unused
 from zerofx.ir.meta import Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import bucket_uses, reading_regions, spans
-from zerofx.runtime.layout import Bucket
-from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)

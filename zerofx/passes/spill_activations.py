@@ -13,9 +13,9 @@ from zerofx.ir.graphs import call, set_results
 from zerofx.ir.meta import Info, info, nbytes, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import OpSpec, is_wait_of, spec_of
+from zerofx.layout.tiers import Tier
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Units
-from zerofx.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)

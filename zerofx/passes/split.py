@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zerofx.analysis.activations import (
+from zerofx.analysis.recompute.activations import (
     JointParts,
     Policy,
     halve,
@@ -20,13 +20,13 @@ from zerofx.analysis.activations import (
     kept_values,
     must_keep,
 )
-from zerofx.analysis.tradeoffs import solve_fraction
+from zerofx.analysis.recompute.tradeoffs import solve_fraction
 from zerofx.compat.graphs import LazyGraphModule
-from zerofx.fields import nearest
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import UPDATES, OutputInfo, Phase, Role, info, place_of, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.passes.base import Fact, Pass, Report
+from zerofx.plan.fields import nearest
 
 log = logging.getLogger("zerofx")
 

@@ -11,12 +11,12 @@ from zerofx.errors import PlanError
 from zerofx.ir.graphs import set_results
 from zerofx.ir.meta import OutputInfo, Role, info, set_info, value
 from zerofx.ir.program import JOINT, ParamInfo, Planned
+from zerofx.layout.buckets import Layout
+from zerofx.layout.tiles import tiles_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.tiled_weight import NotTiled, TiledWeight
 from zerofx.passes.tiling import choose_tiles, describe, tile_info, with_tiles
-from zerofx.plan import Plan
-from zerofx.runtime.layout import Layout
-from zerofx.runtime.tiles import tiles_of
+from zerofx.plan.plan import Plan
 
 
 @dataclass(frozen=True)

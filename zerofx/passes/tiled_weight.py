@@ -2,27 +2,267 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from zerofx.ir.graphs import is_alias
-from zerofx.ir.meta import Phase, info, set_info, value
-from zerofx.passes.tiled_ops import (
-    Builder,
-    Features,
-    Gradient,
-    Lookup,
-    LookupGradient,
-    Sum,
-    TiledOp,
-    args,
-    is_flip,
-)
+from zerofx.compat.graphs import op_name
+from zerofx.ir.graphs import fake_value, is_alias, value_of
+from zerofx.ir.meta import Info, Phase, info, set_info, value
+
+# -- The operators of linear and embedding layers, forward and backward, done tile by tile ---------
+# W [rows, cols] comes as k tiles W_i [rows / k, cols]. Each class stands for one node of the graph:
+# `begin` prepares what all tiles share, `tile` adds the nodes of one, `end` puts the result
+# together. What all tiles share is prepared outside of them, so that the tiles are alike and
+# compiled once.
+
+
+# -- One weight of a graph as tiles of its rows: its readers and gradient, and their rewrite -------
+
 
 aten = torch.ops.aten
+_WIDE = (torch.float32, torch.float64)
+
+
+def args(node: fx.Node) -> Any:
+    """Return a node's arguments; the op's schema says what they are."""
+    return node.args
+
+
+def is_flip(node: fx.Node) -> bool:
+    """Say whether a node transposes a matrix."""
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.permute.default:
+        return [d % 2 for d in args(node)[1]] == [1, 0]
+    return node.target is aten.transpose.int and {d % 2 for d in args(node)[1:]} == {0, 1}
+
+
+def unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Follow transposes back; say whether an odd number of them lies between."""
+    is_flipped = False
+    while is_flip(node):
+        node, is_flipped = args(node)[0], not is_flipped
+    return node, is_flipped
+
+
+class Builder:
+    """Adds nodes to a graph in front of one of its nodes."""
+
+    def __init__(self, point: fx.Node, count: int) -> None:
+        self._point, self.count = point, count
+        self._parts: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+
+    def call(
+        self, target: Any, arguments: tuple[Any, ...], like: fx.Node, tile: int = -1, **named: Any
+    ) -> fx.Node:
+        """Return a new call, with its fake value and `like`'s place in the user's model."""
+        graph = self._point.graph
+        base = op_name(target)[1]
+        with graph.inserting_before(self._point):
+            node = graph.create_node("call_function", target, arguments, named, name=base)
+        node.meta["val"] = fake_value(target, value_of(arguments), named, target)
+        there = info(like)
+        node.meta["zfx"] = Info(
+            phase=there.phase, unit=there.unit, module=there.module, line=there.line, tile=tile
+        )
+        return node
+
+    def parts(self, node: fx.Node, dim: int, like: fx.Node) -> list[fx.Node]:
+        """Return views of a tensor's equal parts along `dim`, one a tile."""
+        made = self._parts.get((node, dim))
+        if made is None:
+            size = value(node).shape[dim] // self.count
+            bounds = [(i * size, (i + 1) * size) for i in range(self.count)]
+            made = [self.call(aten.slice.Tensor, (node, dim, *b), like) for b in bounds]
+            self._parts[node, dim] = made
+        return made
+
+
+@dataclass
+class TiledOp(ABC):
+    """A node that reads the weight or makes its gradient.
+
+    chain: what leads from the weight to the argument that the node reads (casts, transposes).
+    made: a result for each tile of the weight's gradient, as far as they are made.
+    """
+
+    node: fx.Node
+    tiles: Sequence[fx.Node]
+    chain: tuple[fx.Node, ...] = ()
+    made: dict[int, fx.Node] = field(default_factory=dict)
+
+    makes_gradient: ClassVar[bool] = False
+
+    def part(self, i: int) -> int:
+        """Number the part of the layer that tile i of this node belongs to.
+
+        Gradients are parts of their own: the weight's tile is released before they are made.
+        """
+        return i + self.makes_gradient * len(self.tiles)
+
+    def inputs(self) -> list[fx.Node]:
+        """Return what it takes beside the weight."""
+        mine = {self.tiles[0], *self.chain[-1:]}
+        return [unflipped(a)[0] for a in self.node.all_input_nodes if a not in mine]
+
+    def begin(self, builder: Builder) -> None:  # noqa: B027  # most share nothing
+        """Add what all tiles share."""
+
+    @abstractmethod
+    def tile(self, builder: Builder, i: int) -> None:
+        """Add the nodes of tile i."""
+
+    def end(self, builder: Builder) -> fx.Node | None:
+        """Add what follows the last tile; return what stands for the node, if it was a read."""
+        return None
+
+    def _weight(self, builder: Builder, i: int) -> fx.Node:
+        """Return tile i as the node reads the weight: transposed, or in another format."""
+        found = self.tiles[i]
+        for step in self.chain:
+            found = builder.call(
+                step.target, (found, *step.args[1:]), self.node, self.part(i), **step.kwargs
+            )
+        return found
+
+
+class Features(TiledOp):
+    """x W^T, or b + x W^T: each tile makes its own columns."""
+
+    def begin(self, builder: Builder) -> None:
+        self.parts: dict[int, fx.Node] = {}
+        has_bias = self.node.target is aten.addmm.default
+        self.bias = builder.parts(args(self.node)[0], -1, self.node) if has_bias else None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        x, weight = args(self.node)[-2], self._weight(builder, i)
+        taken = (x, weight) if self.bias is None else (self.bias[i], x, weight)
+        self.parts[i] = builder.call(self.node.target, taken, self.node, self.part(i))
+
+    def end(self, builder: Builder) -> fx.Node:
+        parts = [part for _, part in sorted(self.parts.items())]
+        return builder.call(aten.cat.default, (parts, 1), self.node)
+
+
+class Sum(TiledOp):
+    """x W, or b + x W: the tiles' products with their columns of x, summed one after another.
+
+    What is narrower than fp32 is summed in fp32, so that only the products are rounded.
+    """
+
+    def begin(self, builder: Builder) -> None:
+        self.columns = builder.parts(args(self.node)[-2], 1, self.node)
+        has_bias = self.node.target is aten.addmm.default
+        self.total: fx.Node | None = args(self.node)[0] if has_bias else None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        x, weight = self.columns[i], self._weight(builder, i)
+        if value(self.node).dtype in _WIDE:
+            taken = (x, weight) if self.total is None else (self.total, x, weight)
+            target = aten.mm.default if self.total is None else aten.addmm.default
+            self.total = builder.call(target, taken, self.node, self.part(i))
+            return
+        product = builder.call(aten.mm.default, (x, weight), self.node, self.part(i))
+        wide = builder.call(
+            aten._to_copy.default, (product,), self.node, self.part(i), dtype=torch.float32
+        )
+        if self.total is not None:
+            wide = builder.call(aten.add.Tensor, (wide, self.total), self.node, self.part(i))
+        self.total = wide
+
+    def end(self, builder: Builder) -> fx.Node:
+        assert self.total is not None
+        dtype = value(self.node).dtype
+        if dtype in _WIDE:
+            return self.total
+        return builder.call(aten._to_copy.default, (self.total,), self.node, dtype=dtype)
+
+
+class Gradient(TiledOp):
+    """dy^T x: each tile is the product with its own columns of dy."""
+
+    makes_gradient = True
+    is_flipped = False  # the node makes the transpose of the weight's gradient
+
+    def begin(self, builder: Builder) -> None:
+        cut = args(self.node)[1 if self.is_flipped else 0]
+        base, self.turns = unflipped(cut)
+        self.columns = builder.parts(base, 1 if self.is_flipped ^ self.turns else 0, self.node)
+
+    def tile(self, builder: Builder, i: int) -> None:
+        part = self.columns[i]
+        if self.turns:
+            part = builder.call(aten.t.default, (part,), self.node, self.part(i))
+        a, b = args(self.node)
+        taken = (a, part) if self.is_flipped else (part, b)
+        self.made[i] = builder.call(aten.mm.default, taken, self.node, self.part(i))
+
+
+class _Rows(TiledOp):
+    """What lookups share: which indices fall into each tile, and where in it."""
+
+    def _find(self, builder: Builder, indices: fx.Node) -> None:
+        """Add, for each tile, (indices within the tile, whether they are its own).
+
+        What is no row of the weight stays none of the first or the last tile, and raises there.
+        """
+        num_rows = value(self.tiles[0]).shape[0]
+        last = len(self.tiles) - 1
+        self.where: list[tuple[fx.Node, fx.Node]] = []
+        for i in range(last + 1):
+            tests = [] if i == 0 else [(aten.ge.Scalar, i * num_rows)]
+            tests += [] if i == last else [(aten.lt.Scalar, (i + 1) * num_rows)]
+            held = [builder.call(test, (indices, bound), self.node) for test, bound in tests]
+            mine = held[0]
+            if len(held) == 2:
+                mine = builder.call(aten.bitwise_and.Tensor, (held[0], held[1]), self.node)
+            inside = builder.call(aten.sub.Tensor, (indices, i * num_rows), self.node)
+            inside = builder.call(aten.where.ScalarOther, (mine, inside, 0), self.node)
+            self.where.append((inside, builder.call(aten.unsqueeze.default, (mine, -1), self.node)))
+
+
+class Lookup(_Rows):
+    """W[indices]: each tile looks up all, and what it has replaces what stood there."""
+
+    def begin(self, builder: Builder) -> None:
+        self._find(builder, args(self.node)[1])
+        self.found: fx.Node | None = None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        inside, mine = self.where[i]
+        weight = self._weight(builder, i)
+        found = builder.call(aten.embedding.default, (weight, inside), self.node, self.part(i))
+        if self.found is not None:
+            taken = (mine, found, self.found)
+            found = builder.call(aten.where.self, taken, self.node, self.part(i))
+        self.found = found
+
+    def end(self, builder: Builder) -> fx.Node:
+        assert self.found is not None
+        return self.found
+
+
+class LookupGradient(_Rows):
+    """The sum of dy over each row's places: a tile takes dy where it is its own, else zeros."""
+
+    makes_gradient = True
+
+    def begin(self, builder: Builder) -> None:
+        self._find(builder, args(self.node)[1])
+
+    def tile(self, builder: Builder, i: int) -> None:
+        inside, mine = self.where[i]
+        grad, _, _, padding, by_frequency = args(self.node)
+        num_rows = value(self.tiles[0]).shape[0]
+        is_padded = i * num_rows <= padding < (i + 1) * num_rows
+        own = builder.call(aten.where.ScalarOther, (mine, grad, 0.0), self.node, self.part(i))
+        taken = (own, inside, num_rows, padding - i * num_rows if is_padded else -1, by_frequency)
+        self.made[i] = builder.call(self.node.target, taken, self.node, self.part(i))
 
 
 class NotTiled(Exception):

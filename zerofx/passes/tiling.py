@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerofx.errors import PlanError
-from zerofx.fields import Patterns, covers, nearest
 from zerofx.ir.program import ParamInfo
-from zerofx.plan import Plan
-from zerofx.runtime.bucketing import align_numel
-from zerofx.runtime.tiles import Tile, tiles_of
-from zerofx.sizes import format_bytes
+from zerofx.layout.build import align_numel
+from zerofx.layout.tiles import Tile, tiles_of
+from zerofx.plan.fields import Patterns, covers, nearest
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 
 # What tiling="auto" lets a tile take of the budget that shards, gradients and states leave: two
 # gathers and two reductions are under way at once, and activations need room too.

@@ -1,8 +1,7 @@
 """What an emitted module needs: the engine's methods and the loading of regions."""
 
-from zerofx.runtime import recurrent as recurrent  # registers the ops that regions call
-from zerofx.runtime.constants import constant
-from zerofx.runtime.regions import load_constants, load_kernels, load_regions
+from zerofx.kernels import recurrent as recurrent  # registers the ops that regions call
+from zerofx.runtime.regions.load import constant, load_constants, load_kernels, load_regions
 from zerofx.runtime.standalone import run_standalone
 
 __all__ = ["constant", "load_constants", "load_kernels", "load_regions", "run_standalone"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zerofx.comm.world import World
 from zerofx.compat.modules import own_buffers
-from zerofx.runtime.world import World
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

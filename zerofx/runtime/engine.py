@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import NvmeError
-from zerofx.runtime.away_shards import AwayShards
-from zerofx.runtime.bucket_updates import BucketUpdates
-from zerofx.runtime.bucket_views import BucketViews
+from zerofx.policy import resting, shard_copies
+from zerofx.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.buffers import follow_rank_0
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.nvme_values import NvmeValues
-from zerofx.runtime.param_piece import CastCopy
-from zerofx.runtime.policy import resting, shard_copies
-from zerofx.runtime.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.schedule import InFlight, Schedule, added_method
 from zerofx.runtime.slots import SlotPool
+from zerofx.runtime.tensors.piece import CastCopy
+from zerofx.runtime.tiers.away_shards import AwayShards
+from zerofx.runtime.tiers.bucket_updates import BucketUpdates
+from zerofx.runtime.tiers.nvme_values import NvmeValues
+from zerofx.runtime.views import BucketViews
 
 if TYPE_CHECKING:
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
 
 
 class Engine:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zerofx.runtime.collectives import Work
-from zerofx.runtime.layout import Bucket
+from zerofx.comm.collectives import Work
+from zerofx.layout.buckets import Bucket
 
 
 def full_name(bucket: Bucket) -> str:

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zerofx.comm.collectives import receive_buffers
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
-from zerofx.runtime.bucket_views import BucketViews
-from zerofx.runtime.collectives import receive_buffers
+from zerofx.policy import reduction
+from zerofx.policy.borrowing import Loan
+from zerofx.policy.reduction import End
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.param_tensor import local_of
-from zerofx.runtime.policy import reduction
-from zerofx.runtime.policy.borrowing import Loan
-from zerofx.runtime.policy.reduction import End
-from zerofx.runtime.shard_unsynced import LocalSums
 from zerofx.runtime.slots import SlotPool
+from zerofx.runtime.store.unsynced import LocalSums
+from zerofx.runtime.tensors.tensor import local_of
+from zerofx.runtime.views import BucketViews
 
 if TYPE_CHECKING:
-    from zerofx.runtime.away_shards import AwayShards
-    from zerofx.runtime.bucket_updates import BucketUpdates
-    from zerofx.runtime.host_tier import Copy
-    from zerofx.runtime.shards import ShardStore
+    from zerofx.runtime.store.shards import ShardStore
+    from zerofx.runtime.tiers.away_shards import AwayShards
+    from zerofx.runtime.tiers.bucket_updates import BucketUpdates
+    from zerofx.runtime.tiers.host_tier import Copy
 
 
 @dataclass(frozen=True)

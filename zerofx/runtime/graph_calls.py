@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerofx.runtime.nvme_values import Stored
 from zerofx.runtime.schedule import InFlight
+from zerofx.runtime.tiers.nvme_values import Stored
 
 if TYPE_CHECKING:
     from zerofx.runtime.engine import Engine

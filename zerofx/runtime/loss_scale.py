@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from zerofx.compat.tensors import unscale_and_check
-from zerofx.runtime.kernels.launch import use_triton
-from zerofx.runtime.kernels.pack import pack_grads_
+from zerofx.kernels.launch import use_triton
+from zerofx.kernels.pack import pack_grads_
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.runtime.collectives import DONE, Axis, Work
+from zerofx.comm.collectives import DONE, Axis, Work
+from zerofx.comm.world import World
+from zerofx.layout.buckets import AXES, Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.tiers import Tier
+from zerofx.layout.tiles import Tile
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.layout import AXES, Bucket, Layout, Mesh, ParamSlice
-from zerofx.runtime.param_piece import Ledger
-from zerofx.runtime.tiers import Tier
-from zerofx.runtime.tiles import Tile
-from zerofx.runtime.world import World
+from zerofx.runtime.tensors.piece import Ledger
 
 
 class LoopbackAxis(Axis):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from zerofx.comm.board import NO_GRAPH
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
 from zerofx.compat.tensors import memory_range, version_of
 from zerofx.errors import CaptureError, GradientError
-from zerofx.runtime.board import NO_GRAPH
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
 

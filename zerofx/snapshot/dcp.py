@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.compat.checkpoint import INDEX_PARTS, file_of, storage_info
 from zerofx.errors import SnapshotError, ZerofxError
-from zerofx.runtime.param_checkpoint import FlatPiece, flat_piece
+from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
 from zerofx.snapshot.held import HeldFiles
 
 INDEX = ".metadata"

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerofx.compiled.module import CompiledModule
+from zerofx.comm.together import together
+from zerofx.comm.world import World
 from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import iter_full_state
-from zerofx.runtime.together import together
-from zerofx.runtime.world import World
+from zerofx.model.module import CompiledModule
+from zerofx.runtime.store.state import iter_full_state
 from zerofx.snapshot.files import check_call, discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of
 from zerofx.snapshot.tensor_files import DTYPES

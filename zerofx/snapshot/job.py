@@ -1,15 +1,22 @@
-"""One rank's part in a save or a load."""
+"""One rank's part in a save or a load; what is saved beside tensors: generators and values."""
 
 from __future__ import annotations
 
+import io
+import pickle
+import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compiled.module import CompiledModule
-from zerofx.errors import ArgumentError, SnapshotError
-from zerofx.runtime.shard_optimizer import check_optimizer
+from zerofx.errors import ArgumentError, SnapshotError, ZerofxError
+from zerofx.model.module import CompiledModule
+from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.snapshot import state
 
 
@@ -56,3 +63,124 @@ class Job:
         """Return what all ranks must have asked for alike."""
         kind = "none" if self.optimizer is None else type(self.optimizer).__name__
         return f"directory={self.folder.name};optimizer={kind}"
+
+
+# -- The states of the random generators as tensors, so that they are saved like everything else ---
+# Each rank's states are saved. Loaded at the same world size every rank gets its own back; at
+# another one all ranks get rank 0's. (torch's are equal on all ranks as long as the user seeds them
+# so: a program offsets them by rank by itself.)
+
+
+_KEY = 624  # words in the state of a Mersenne twister
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return this rank's generator states, 1-D: torch's on the host and on `device`, and others'.
+
+    Raises:
+        SnapshotError: NumPy's global generator is not the one that NumPy starts with.
+    """
+    states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Put the states of `random_states` back."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    version, *words, has_gauss, gauss = states["python"].tolist()
+    key = tuple(int(word) for word in words)
+    random.setstate((int(version), key, gauss if has_gauss else None))
+    *words, position, has_gauss, gauss = states["numpy"].tolist()
+    key_words = np.array(words).astype(np.uint32)
+    np.random.set_state(("MT19937", key_words, int(position), int(has_gauss), gauss))
+
+
+def _python_state() -> Tensor:
+    """Return [version, 624 words, position, has_gauss, gauss]; float64 holds each exactly."""
+    version, key, gauss = random.getstate()
+    return torch.tensor([version, *key, gauss is not None, gauss or 0.0], dtype=torch.float64)
+
+
+def _numpy_state() -> Tensor:
+    """Return [624 words, position, has_gauss, gauss]."""
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    if state["bit_generator"] != "MT19937":
+        raise SnapshotError(
+            f"NumPy's global generator is a {state['bit_generator']}, and only the state of the "
+            "MT19937 that NumPy starts with is saved; use a numpy.random.Generator of your own "
+            "and put its state into extra="
+        )
+    inner = state["state"]
+    assert len(inner["key"]) == _KEY
+    values = [*inner["key"].tolist(), inner["pos"], state["has_gauss"], state["gauss"]]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -- What a snapshot holds beside tensors of the model: stored so that loading it runs no code -----
+
+
+def pack(values: Mapping[str, Any]) -> bytes:
+    """Return `values` as torch.save writes them.
+
+    Raises:
+        SnapshotError: something in it would need code to run when it is loaded; names its key.
+    """
+    data, problem = _try(dict(values))
+    if problem is None:
+        return data
+    where, culprit = _find_culprit(values, "")
+    raise SnapshotError(
+        f"{where} is a {type(culprit).__name__}, which cannot be saved so that loading it runs no "
+        "code; give tensors, numbers, strings and containers of them (of a scheduler or a scaler "
+        f"its state_dict()): {problem}"
+    )
+
+
+def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """Return what `pack` packed, tensors on the host.
+
+    path: what errors call the file.
+
+    Raises:
+        SnapshotError: the file is not one of ours.
+    """
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise SnapshotError(f"{path}: {_first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise SnapshotError(f"{path}: it holds a {type(found).__name__}, not a dict")
+    return found
+
+
+def _try(value: Any) -> tuple[bytes, str | None]:
+    """Return (packed bytes, None), or what stands against packing the value."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
+    except (ZerofxError, pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
+        return b"", _first_line(error)
+    return stream.getvalue(), None
+
+
+def _find_culprit(value: Any, where: str) -> tuple[str, Any]:
+    """Return the innermost part of `value` that cannot be packed, with the path to it."""
+    parts: list[tuple[Any, Any]] = []
+    if type(value) in (list, tuple):
+        parts = list(enumerate(value))
+    elif isinstance(value, Mapping):
+        parts = list(value.items())
+    for key, part in parts:
+        if _try(part)[1] is not None:
+            return _find_culprit(part, f"{where}[{key!r}]" if where else str(key))
+    return where, value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

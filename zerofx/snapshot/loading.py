@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compiled.module import CompiledModule
 from zerofx.errors import SnapshotError, ZerofxError
-from zerofx.runtime.shard_state import sharded_state
+from zerofx.model.module import CompiledModule
+from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import LoadSteps
-from zerofx.snapshot.generators import random_states, set_random_states
-from zerofx.snapshot.job import Job
+from zerofx.snapshot.job import Job, random_states, set_random_states, unpack
 from zerofx.snapshot.settling import read_settled
-from zerofx.snapshot.values import unpack
 
 
 def load(

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zerofx.compiled.module import CompiledModule
+from zerofx.comm.together import together
 from zerofx.errors import SnapshotError
-from zerofx.runtime.shard_state import sharded_state
-from zerofx.runtime.together import together
+from zerofx.model.module import CompiledModule
+from zerofx.runtime.store.state import sharded_state
 from zerofx.snapshot import files, state
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
-from zerofx.snapshot.generators import random_states
-from zerofx.snapshot.job import Job
-from zerofx.snapshot.values import pack
+from zerofx.snapshot.job import Job, pack, random_states
 
 
 def save(

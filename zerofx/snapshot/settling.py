@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from zerofx.comm.together import together
+from zerofx.comm.world import World
 from zerofx.errors import SnapshotError
-from zerofx.runtime.together import together
-from zerofx.runtime.world import World
 from zerofx.snapshot.held import Replaced
 
 T = TypeVar("T")

@@ -16,12 +16,12 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.compat.modules import own_buffers, unsaved_buffers
 from zerofx.errors import SnapshotError
-from zerofx.runtime.param_checkpoint import FlatPiece
-from zerofx.runtime.param_piece import ParameterPiece, is_cut
-from zerofx.runtime.shard_optimizer import STEP_STATES
-from zerofx.runtime.shards import ShardStore
-from zerofx.runtime.tiers import Tier
-from zerofx.runtime.updates import BucketOptimizer
+from zerofx.layout.tiers import Tier
+from zerofx.runtime.store.optimizer import STEP_STATES
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.updates import BucketOptimizer
+from zerofx.runtime.tensors.checkpoint import FlatPiece
+from zerofx.runtime.tensors.piece import ParameterPiece, is_cut
 
 _SHOWN = 6  # names in one error
 

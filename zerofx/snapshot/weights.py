@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from zerofx.compiled.module import CompiledModule
+from zerofx.comm.world import World
 from zerofx.errors import SnapshotError
-from zerofx.runtime.world import World
+from zerofx.model.module import CompiledModule
 from zerofx.snapshot.files import check_call, place
 from zerofx.snapshot.held import Replaced, is_stale
 from zerofx.snapshot.settling import read_settled

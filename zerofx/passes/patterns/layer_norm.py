@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.kernels import ops
 from zerofx.passes.patterns.match import FusedCall, Match, Out
 from zerofx.passes.patterns.nodes import (
     DTYPES,
@@ -23,7 +24,6 @@ from zerofx.passes.patterns.nodes import (
     residual_of,
     users,
 )
-from zerofx.runtime.kernels import ops
 
 
 def find_layer_norms(graph: fx.Graph) -> Iterator[Match]:

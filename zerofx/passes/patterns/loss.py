@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.kernels import ops
 from zerofx.passes.patterns.match import FusedCall, Match, Out
 from zerofx.passes.patterns.nodes import (
     DTYPES,
@@ -34,7 +35,6 @@ from zerofx.passes.patterns.nodes import (
     shape,
     users,
 )
-from zerofx.runtime.kernels import ops
 
 
 def find_losses(graph: fx.Graph) -> Iterator[Match]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.kernels import ops
 from zerofx.passes.patterns.match import FusedCall, Match
 from zerofx.passes.patterns.nodes import (
     DTYPES,
@@ -28,7 +29,6 @@ from zerofx.passes.patterns.nodes import (
     products,
     shape,
 )
-from zerofx.runtime.kernels import ops
 
 _BACKWARD: dict[Any, Any] = {
     aten.silu.default: aten.silu_backward.default,

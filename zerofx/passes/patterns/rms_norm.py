@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.meta import Phase, info
+from zerofx.kernels import ops
 from zerofx.passes.patterns.match import FusedCall, Match, Out
 from zerofx.passes.patterns.nodes import (
     DTYPES,
@@ -39,7 +40,6 @@ from zerofx.passes.patterns.nodes import (
     shape,
     users,
 )
-from zerofx.runtime.kernels import ops
 
 _copy = aten._to_copy.default
 

@@ -1,0 +1,79 @@
+"""The pool of test ranks: errors come back as they were, and the next job finds a sound team."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Died, Pool, RemoteTraceback
+
+from zerofx.errors import PlanError
+
+
+def who(greeting: str) -> tuple[str, int, int, int]:
+    return greeting, dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def rank_one_errs() -> None:
+    if dist.get_rank() == 1:
+        raise PlanError("stage 7")
+    dist.barrier()
+
+
+def test_results_come_in_rank_order(pool: Pool) -> None:
+    assert pool.run(2, who, "hello") == [("hello", 0, 2, 1), ("hello", 1, 2, 1)]
+    assert pool.run(2, "test_pool:who", "again")[1] == ("again", 1, 2, 1)
+
+
+def test_an_error_comes_back_with_its_traceback(pool: Pool) -> None:
+    with pytest.raises(PlanError, match="stage 7") as caught:
+        pool.run(2, rank_one_errs)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback) and "in rank_one_errs" in str(cause)
+    assert pool.run(2, who, "hello")[1] == ("hello", 1, 2, 1)
+
+
+def dies() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_death_is_an_error_unless_expected(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match=r"ranks died with exit codes \{0: -9\}"):
+        pool.run(2, dies)
+    assert pool.run(2, dies, may_die=True) == [Died(-9), None]
+
+
+def hangs() -> None:
+    time.sleep(60 if dist.get_rank() == 1 else 0)
+
+
+def test_a_hang_is_named(pool: Pool) -> None:
+    with pytest.raises(TimeoutError, match=r"test_pool:hangs: ranks \[1\] of 2 ran over 5 s"):
+        pool.run(2, hangs, timeout_s=5)
+
+
+def environment(value: str | None) -> tuple[str | None, int]:
+    before = os.environ.get("ZEROFX_TIMEOUT_S")
+    if value is not None:
+        os.environ["ZEROFX_TIMEOUT_S"] = value
+    return before, int(torch.randint(1000, ()))
+
+
+def test_jobs_do_not_see_each_other(pool: Pool) -> None:
+    assert pool.run(1, environment, "3") == pool.run(1, environment, None)
+
+
+def warns() -> None:
+    warnings.warn("a new deprecation", DeprecationWarning, stacklevel=1)
+
+
+def test_warnings_are_errors_in_workers_too(pool: Pool, pytestconfig: pytest.Config) -> None:
+    assert "error" in pytestconfig.getini("filterwarnings")
+    with pytest.raises(DeprecationWarning, match="a new deprecation"):
+        pool.run(1, warns)

@@ -1,0 +1,39 @@
+"""Every example runs, and prints what its docstring says it prints."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_example(path: Path, tmp_path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60, "an example is one screen"
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    blocks = [b.splitlines() for b in doc.split("$ ")[1:]]
+    assert blocks, "the docstring has the command and its output"
+    for command, *output in blocks:
+        expected = [line for line in output if line.strip()]
+        assert expected, f"no output after {command!r}"
+        program, *arguments = shlex.split(command)
+        launcher = {
+            "python": [sys.executable],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        }[program]
+        places = [a.replace("examples/", f"{ROOT}/examples/") for a in arguments]
+        done = subprocess.run(
+            [*launcher, *places], capture_output=True, text=True, timeout=280, cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert [line for line in done.stdout.splitlines() if line.strip()] == expected

@@ -1,0 +1,215 @@
+"""When each storage of a training step comes to life and dies, from forward through backward.
+
+A storage lives from the node that makes it to the last node that reads it or a view of it: emitted
+code drops every variable at its last use, also inside regions, whose callers keep nothing of what
+they hand over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import (
+    Category,
+    Compiled,
+    CompiledRegion,
+    Lifetimes,
+    Storage,
+)
+from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
+from zerofx.compat.wrapper import Moment
+from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.ir.program import BACKWARD, Planned
+
+# -- The peak inside a compiled region: which of its inputs, results and temporaries lie side by
+# side.
+# A region is one step of the walk, but not one moment: it frees inputs before it makes its last
+# results. Around the moment at which it holds most, an input that is already freed ends one time
+# earlier, and a result that is not there yet begins one time later.
+
+
+_TARGETS = {
+    "convolution": torch.ops.aten.convolution.default,
+    "convolution_backward": torch.ops.aten.convolution_backward.default,
+}
+
+
+@dataclass
+class CompiledCall:
+    """One call of a compiled region at `time`; given: the storages that each input lies in."""
+
+    region: CompiledRegion
+    time: int
+    given: list[tuple[Storage, ...]]
+    made: dict[int, Storage] = field(default_factory=dict)  # allocation -> a result's storage
+
+    def result(self, made: int, name: str) -> Storage:
+        """Return the storage of a result that lies in allocation `made`."""
+        if made not in self.made:
+            size, where = self.region.trace.size_bytes[made], info(self.region.nodes[0])
+            kind = Category.TEMPORARIES
+            self.made[made] = Storage(kind, size, name, self.time, self.time, where)
+        return self.made[made]
+
+    def settle(self) -> Storage:
+        """Move the ends of inputs and results around the peak; return what else lies there."""
+        freed = self._freed()
+        trace = self.region.trace
+        peak = max(
+            trace.moments,
+            key=lambda m: trace.made_bytes(m) + _held(freed, m) + self._inside_bytes(m),
+        )
+        for storage, positions in freed.items():
+            if not positions & peak.inputs:
+                storage.death = self.time - 1
+        for made, storage in self.made.items():
+            if made not in peak.made:
+                storage.birth = self.time + 1
+                storage.death = max(storage.death, storage.birth)
+        inside = sum(trace.size_bytes[m] for m in peak.made if m not in self.made)
+        inside += self._inside_bytes(peak)
+        where = info(self.region.nodes[0])
+        name = "inside a compiled region"
+        return Storage(Category.TEMPORARIES, inside, name, self.time, self.time, where)
+
+    def _inside_bytes(self, moment: Moment) -> int:
+        """Return what the operator that runs at a moment allocates inside."""
+        if moment.inside is None:
+            return 0
+        alike = [n for n in self.region.nodes if n.target is _TARGETS[moment.inside.kind]]
+        if len(alike) <= moment.inside.number:  # the compiler has made others of them
+            return 0
+        is_channels_last = moment.inside in self.region.trace.channels_last
+        return convolution_bytes(alike[moment.inside.number], is_channels_last)
+
+    def _freed(self) -> dict[Storage, set[int]]:
+        """Return the storages that nothing needs behind this call, with the inputs in each."""
+        found: dict[Storage, set[int]] = {}
+        for position, storages in enumerate(self.given):
+            for storage in storages:
+                if storage.death == self.time and storage.slot < 0:
+                    found.setdefault(storage, set()).add(position)
+        return found
+
+
+def _held(freed: dict[Storage, set[int]], moment: Moment) -> int:
+    return sum(s.nbytes for s, positions in freed.items() if positions & moment.inputs)
+
+
+# -- When each storage of a training step comes to life and dies, from forward through backward ----
+
+
+def lifetimes(
+    program: Planned,
+    compiled: Compiled | None = None,
+    keeps_results: bool = True,
+    packs_apart: bool = False,
+) -> Lifetimes:
+    """Return the live range of every storage that the program's graphs make or are given.
+
+    Regions are taken to run op by op, as ATen, but for those in `compiled`. The user holds the loss
+    to the end, and the other results too if `keeps_results`. Gradients that are else packed into
+    p.grad's own memory are not if `packs_apart`: there others stand, to which they are added.
+    """
+    walk = _Walk(program, compiled or {}, keeps_results, packs_apart)
+    for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
+        walk.run(name)
+    walk.settle()
+    return Lifetimes(tuple(walk.places.storages), tuple(walk.nodes))
+
+
+class _Walk:
+    """Runs through the graphs once, holding which storages each node's value lies in."""
+
+    def __init__(
+        self, program: Planned, compiled: Compiled, keeps_results: bool, packs_apart: bool
+    ) -> None:
+        self.program, self.places = program, Places(program, packs_apart)
+        self.compiled, self.keeps_results = compiled, keeps_results
+        self.nodes: list[tuple[str, fx.Node]] = []
+        self.calls: list[CompiledCall] = []
+
+    def run(self, graph: str) -> None:
+        self.places.graph = graph
+        self.places.held = {}
+        self.places.start = len(self.nodes)
+        nodes = list(self.program.graph(graph).nodes)
+        self.nodes += [(graph, n) for n in nodes]
+        done: set[fx.Node] = set()
+        for time, node in enumerate(nodes, self.places.start):
+            if node in done:
+                continue
+            region = self.compiled.get(node)
+            for read in region.inputs if region else node.all_input_nodes:
+                for storage in self.places.held[read]:
+                    if storage.death < time:
+                        storage.death = time
+            if region:
+                self._run_compiled(region, time)
+                done.update(region.nodes)
+            elif node.op == "output":
+                self._leave(time)
+            else:
+                self.places.held[node] = self.places.hold(node, time)
+                if inside := workspace_bytes(node):
+                    self._briefly(inside, f"inside {node.name}", node, time)
+        for storage in self.places.forever:
+            storage.death = len(self.nodes) - 1
+
+    def settle(self) -> None:
+        """Place the inside of compiled regions, now that it is known which inputs they free."""
+        for call in self.calls:
+            self.places.storages.append(call.settle())
+
+    def _run_compiled(self, region: CompiledRegion, time: int) -> None:
+        """Take a region as one step, and note what it makes."""
+        call = CompiledCall(region, time, [self.places.held[n] for n in region.inputs])
+        for node, output in zip(region.outputs, region.trace.outputs, strict=True):
+            if output.made < 0:
+                self.places.held[node] = self.places.held[region.inputs[output.input]]
+                continue
+            storage = call.result(output.made, node.name)
+            storage.where, storage.category = info(node), self.places.category(node)
+            self.places.held[node] = (storage,)
+        self.places.storages += call.made.values()
+        self.calls.append(call)
+
+    def _briefly(self, nbytes: int, name: str, node: fx.Node, time: int) -> None:
+        """Note what is held at one time only."""
+        kind = Category.TEMPORARIES
+        self.places.storages.append(Storage(kind, nbytes, name, time, time, info(node)))
+
+    # -- what leaves the graph ------------------------------------------------------------------
+    def _leave(self, time: int) -> None:
+        specs = self.program.outputs[self.places.graph]
+        for spec, node in zip(specs, self.program.results(self.places.graph), strict=True):
+            if not isinstance(node, fx.Node):
+                continue
+            held = self.places.held[node]
+            if spec.role is Role.SAVED:
+                self.places.saved[spec.index] = held
+            for storage in held:
+                self._hand_out(storage, spec)
+
+    def _hand_out(self, storage: Storage, spec: OutputInfo) -> None:
+        """Settle what a result's storage is for; what the user gets is held to the end."""
+        is_new = storage.category is Category.TEMPORARIES
+        if is_new and spec.role in _LEAVES:
+            storage.category = _LEAVES[spec.role]
+        is_kept = self.keeps_results or spec.index == self.program.calling.loss
+        if spec.role in (Role.GRAD, Role.INPUT_GRAD) or (spec.role is Role.OUTPUT and is_kept):
+            self.places.forever.append(storage)
+            if is_new and spec.name:
+                storage.name = spec.name
+
+
+_LEAVES = {
+    Role.SAVED: Category.ACTIVATIONS,
+    Role.OUTPUT: Category.OUTPUTS,
+    Role.GRAD: Category.GRADIENTS,
+    Role.INPUT_GRAD: Category.GRADIENTS,
+}

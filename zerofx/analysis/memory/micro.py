@@ -1,0 +1,70 @@
+"""Micro-batches of a step: what gradients of earlier ones stand while one of them runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zerofx.errors import PlanError
+from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.spec import Kind, kind_of
+from zerofx.policy import reduction
+
+
+class Before(str, Enum):
+    """What stands of the gradients of earlier micro-batches when one begins.
+
+    REDUCED is what p.grad shows, to which the backward adds. SUMS are whole gradients, which
+    no_sync has summed on this rank and no rank has reduced.
+    """
+
+    NOTHING = "nothing"
+    REDUCED = "reduced gradients"
+    SUMS = "sums of no_sync"
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch of a step. reduces: its backward does, else it runs under no_sync."""
+
+    before: Before = Before.NOTHING
+    reduces: bool = True
+
+    @property
+    def packs_apart(self) -> bool:
+        """Whether gradients are packed beside p.grad where else they would be packed into it."""
+        return self.before is not Before.NOTHING or not self.reduces
+
+    def __str__(self) -> str:
+        if not self.packs_apart:
+            return "gradients come anew"
+        found = f"{self.before.value} of earlier micro-batches stand"
+        return found if self.reduces else f"{found}, and this one is not reduced"
+
+
+def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
+    """Return the micro-batches of a step in which it may hold most.
+
+    accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
+        reduction off at stage 1. (At stage 0 the sum lies in p.grad; at stages 2 and 3, and with
+        an offloaded optimizer, whole gradients are never held, and every backward reduces.)
+
+    Raises:
+        PlanError: fewer than one backward; or several, but each updates the parameters.
+    """
+    if accumulation < 1:
+        raise PlanError(f"accumulation is {accumulation}; a step has at least 1 backward")
+    if accumulation == 1 or BACKWARD not in program.graphs:
+        return (Micro(),)
+    if any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
+        raise PlanError(
+            f"accumulation is {accumulation}, but Plan(update='in-backward') updates the "
+            "parameters inside every backward; use update='step' to accumulate"
+        )
+    layout = program.layout
+    if not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
+        return (Micro(Before.REDUCED),)
+    if not reduction.sums_lie_apart(layout):  # then they take what reduced gradients take
+        return (Micro(Before.REDUCED),)
+    first = Micro(Before.SUMS if accumulation > 2 else Before.NOTHING, reduces=False)
+    return first, Micro(Before.SUMS)

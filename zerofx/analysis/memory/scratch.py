@@ -1,0 +1,149 @@
+"""What reductions borrow: buffers to receive into, kept for later ones, freed at the end.
+
+The rules are the runtime's own (`runtime/policy`): this walk borrows stand-ins that have only a
+size, in the order in which the runtime borrows buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from zerofx.analysis.memory.micro import Before, Micro
+from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
+from zerofx.ir.meta import Info, info, nbytes, value
+from zerofx.ir.program import Planned
+from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
+from zerofx.layout.buckets import Layout
+from zerofx.policy import exchange, reduction, resting
+from zerofx.policy.borrowing import Loan, Scratch
+from zerofx.policy.exchange import Receives
+from zerofx.policy.reduction import End, Leg
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A stand-in for a buffer: how large it is, and from when to when it is held."""
+
+    nbytes: int
+    birth: int
+    death: int
+    bucket: str
+
+
+class _Pool:
+    """Buffers of one kind, borrowed as the runtime borrows them.
+
+    name: of its storages. end: the last time of a micro-batch.
+    """
+
+    def __init__(self, name: str, end: int, layout: Layout) -> None:
+        self.name, self._end, self._layout = name, end, layout
+        self._scratch: Scratch[_Buffer] = Scratch(self._make, self._dropped)
+        self._time, self._unit = 0, ""
+        self.made: list[_Buffer] = []
+
+    def borrow(self, sizes: Iterable[int], launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
+        """Borrow buffers of so many elements for a reduction, in its format."""
+        self._time, self._unit = time, info(launch).unit
+        return [self._scratch.borrow(numel, value(launch).dtype) for numel in sizes]
+
+    def give_back(self, loans: Iterable[Loan[_Buffer]]) -> None:
+        self._scratch.give_back(loans)
+
+    def rest(self) -> None:
+        """End a step: large buffers are freed, small ones are there when the next one begins."""
+        self._time = 0
+        self._scratch.rest(lambda nbytes: resting.frees(self._layout, nbytes))
+        self.made = [b for b in self.made if b.death == self._end]
+        for buffer in self.made:
+            buffer.birth = 0
+
+    def _make(self, numel: int, dtype: torch.dtype) -> _Buffer:
+        made = _Buffer(numel * dtype.itemsize, self._time, self._end, self._unit)
+        self.made.append(made)
+        return made
+
+    def _dropped(self, buffer: _Buffer) -> None:
+        buffer.death = self._time - 1
+
+
+def lent_buffers(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return what reductions are lent in a micro-batch of the steady state.
+
+    Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
+    counted). Where it cannot end in p.grad itself, to which it is added or which has another
+    format, it ends in a slice of its own.
+    """
+    walk = _Walk(program, life)
+    for step in (replace(micro, reduces=True), micro):  # the first leaves what the second finds
+        walk.run(step)
+    return walk.storages()
+
+
+class _Walk:
+    """Runs through backwards, borrowing as the runtime borrows."""
+
+    def __init__(self, program: Planned, life: Lifetimes) -> None:
+        self.life, self.layout = life, program.layout
+        self.hardware = program.hardware
+        self.legs = reduction.legs(self.layout.mesh)
+        self.receive = {
+            leg.axis: _Pool("receive buffer", life.end, self.layout) for leg in self.legs
+        }
+        self.slices = _Pool("reduced slice", life.end, self.layout)
+        self.pools = (*self.receive.values(), self.slices)
+
+    def storages(self) -> list[Storage]:
+        return [
+            Storage(Category.COMMUNICATION, b.nbytes, p.name, b.birth, b.death, Info(unit=b.bucket))
+            for p in self.pools
+            for b in p.made
+        ]
+
+    def run(self, micro: Micro) -> None:
+        """Go through one backward; what is small is there from the one before."""
+        for pool in self.pools:
+            pool.rest()
+        if not micro.reduces:
+            return
+        lent: dict[fx.Node, list[Loan[_Buffer]]] = {}
+        ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice its reduction ends in
+        is_set = micro.before is Before.REDUCED
+        for time, (_, node) in enumerate(self.life.nodes):
+            if is_reduction(node):
+                bucket = self.layout.buckets[info(node).index]
+                if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
+                    size = [value(node).numel()]
+                    ends[bucket.index] = self.slices.borrow(size, node, time)
+                if self.hardware.backend == "gloo" and self.legs:
+                    lent[node] = self._launch(node, time)
+            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
+                self._wait(launch, lent.pop(launch), time)
+            elif kind_of(node) is Kind.STORE:
+                self.slices.give_back(ends.pop(info(node).index, []))
+
+    def _launch(self, launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
+        first = self.legs[0]
+        sizes = self._receives(first, launch).at_launch
+        return self.receive[first.axis].borrow(sizes, launch, time)
+
+    def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:
+        first, *later = self.legs
+        pool = self.receive[first.axis]
+        more = pool.borrow(self._receives(first, launch).at_end, launch, time)
+        pool.give_back([*lent, *more])
+        for leg in later:  # each starts when the one before has ended
+            receives, pool = self._receives(leg, launch), self.receive[leg.axis]
+            pool.give_back(pool.borrow(receives.at_launch + receives.at_end, launch, time))
+
+    def _receives(self, leg: Leg, launch: fx.Node) -> Receives:
+        """Return what a rank borrows for one leg of a reduction."""
+        out = value(launch)
+        if leg.kind == "all_reduce":
+            return exchange.all_reduce_receives(out.numel(), 0, leg.size)
+        way = self.hardware.algorithm("reduce", "gloo", nbytes(out) * leg.size, leg.size)
+        return exchange.reduce_scatter_receives(out.numel(), leg.size, way == "native")

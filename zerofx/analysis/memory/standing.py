@@ -1,0 +1,226 @@
+"""What a rank holds beside the values of its graphs: shards, gradients, states, slots."""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+
+from zerofx.analysis.memory.host_places import update_staging
+from zerofx.analysis.memory.micro import Before, Micro
+from zerofx.analysis.memory.scratch import lent_buffers
+from zerofx.analysis.memory.storage import (
+    CATEGORY_OF,
+    Category,
+    Lifetimes,
+    Storage,
+    forward_slots,
+    sent_as,
+    span_bytes,
+)
+from zerofx.ir.graphs import is_in_place
+from zerofx.ir.meta import Info, Role, info, value
+from zerofx.ir.program import Planned
+from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.policy import reduction, resting
+from zerofx.policy.shard_copies import SentAs
+
+
+def standing(
+    program: Planned, life: Lifetimes, optimizer_bytes: int, micro: Micro
+) -> list[Storage]:
+    """Return what a rank holds during a micro-batch in the steady state, each from when to when."""
+    found = [*_unread_shards(program, life), *_resident(life)]
+    found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
+    found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
+    found += [*_casts(program, life), *update_staging(program, life, optimizer_bytes)]
+    return found + lent_buffers(program, life, micro)
+
+
+def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:
+    return Storage(category, nbytes, name, 0, life.end, Info(unit=unit))
+
+
+def _unread_shards(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return the shards of buckets that this program does not read."""
+    layout = program.layout
+    read = {s.where.index for s in life.storages if s.where.role is Role.SHARD}
+    if not read:  # parameters are not sharded yet
+        return []
+    return [
+        _always(
+            _where(b, Category.PARAMETERS),
+            layout.shard_numel(b) * b.dtype.itemsize,
+            "shard",
+            b.label(),
+            life,
+        )
+        for b in layout.buckets
+        if b.index not in read
+    ]
+
+
+def _resident(life: Lifetimes) -> list[Storage]:
+    """Return the gathered copies that stay from step to step."""
+    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
+    refreshed = {info(n).index: n for n, spec in launches if spec is not None and spec.stays}
+    return [
+        _always(Category.GATHERED, span_bytes(value(n)), "resident copy", info(n).unit, life)
+        for n in refreshed.values()
+    ]
+
+
+def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return the copies in the compute format that stay on the host, beside their shards."""
+    layout = program.layout
+    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
+    sent = {
+        info(n).index
+        for n, spec in launches
+        if spec is not None and (spec.is_reload or (spec.is_gather and spec.stays))
+    }
+    return [
+        _always(
+            Category.HOST, layout.shard_numel(b) * b.compute_dtype.itemsize, "cast copy",
+            b.label(), life,
+        )
+        for b in layout.buckets
+        if b.is_away and b.index in sent and sent_as(program, b) is SentAs.COPY
+    ]  # fmt: skip
+
+
+def _where(bucket: Bucket, category: Category) -> Category:
+    """Return the category of what lives with a bucket: apart where that is off the device."""
+    return CATEGORY_OF.get(bucket.home, category)
+
+
+def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return the reduced gradients, from the reduction to their update, or else to zero_grad.
+
+    Those that earlier micro-batches left, to which this one adds, stand from the beginning.
+    """
+    found: list[Storage] = []
+    layout = program.layout
+    stands = micro.before is Before.REDUCED or (
+        micro.before is Before.SUMS and not reduction.sums_lie_apart(layout)
+    )
+    updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.UPDATE}
+    begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
+    packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
+    for time, (_, node) in enumerate(life.nodes):
+        if is_in_place(node, layout):
+            packed[info(node).index] = time
+        if not is_reduction(node):
+            continue
+        bucket = layout.buckets[info(node).index]
+        size = layout.shard_numel(bucket) * bucket.dtype.itemsize
+        birth, death = 0, life.end
+        if bucket.is_away:
+            found.append(_away_gradient(layout, bucket, info(node), updated, time, life))
+            continue
+        rests = resting.frees_gradient(layout, bucket, bucket.index in updated)
+        if rests and not micro.reduces and reduction.sums_lie_apart(layout):
+            continue
+        if rests and not stands:
+            birth = packed.get(bucket.index, time)
+            death = updated.get(bucket.index, life.end)
+        if bucket.tile is not None and birth:  # one allocation for all tiles
+            birth = begun.setdefault(bucket.tile.name, birth)
+        found.append(Storage(Category.GRADIENTS, size, "p.grad", birth, death, info(node)))
+    return found
+
+
+def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return whole gradients that no_sync sums: from the first backward to the last's reduction.
+
+    The tiles of a parameter share a sum.
+    """
+    layout = program.layout
+    is_summed = micro.before is Before.SUMS or not micro.reduces
+    if not reduction.sums_lie_apart(layout) or not is_summed:
+        return []
+    times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
+    where: dict[int, Info] = {}
+    for time, (_, node) in enumerate(life.nodes):
+        if is_reduction(node):
+            block = layout.block_of[info(node).index]
+            times.setdefault(block, []).append(time)
+            where[block] = info(node)
+    found = []
+    for block, reduced in times.items():
+        buckets = layout.blocks[block]
+        numel, dtype = reduction.sum_form(buckets)
+        size = numel * dtype.itemsize
+        birth = 0 if micro.before is Before.SUMS else reduced[0]
+        death = reduced[-1] if micro.reduces else life.end
+        name = "sum of no_sync"
+        found.append(Storage(Category.GRADIENTS, size, name, birth, death, where[block]))
+    return found
+
+
+def _away_gradient(
+    layout: Layout, bucket: Bucket, where: Info, updated: dict[int, int], time: int, life: Lifetimes
+) -> Storage:
+    """Return what a gradient takes that lies off the device: for good, or until its update."""
+    in_backward = bucket.index in updated
+    category = CATEGORY_OF[reduction.gradient_tier(bucket, in_backward)]
+    size = layout.shard_numel(bucket) * bucket.dtype.itemsize
+    birth, death = 0, life.end
+    if in_backward and resting.frees_gradient(layout, bucket, in_backward):
+        birth, death = time, updated[bucket.index]
+    return Storage(category, size, "p.grad", birth, death, where)
+
+
+def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
+    """Return the optimizer's states, of the elements that a rank owns and trains."""
+    if not optimizer_bytes or not program.is_training:
+        return []
+    layout, params = program.layout, program.params
+    kind = Category.OPTIMIZER
+    if not program.is_laid_out:
+        numel = [(p.name, math.prod(p.shape), kind) for p in params.values() if p.requires_grad]
+    else:  # rank 0 owns no padding; a unit's label may stand for several buckets
+        trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
+        numel = [
+            (b.label(), sum(layout.piece(b, p, 0)[2] for p in ps), _where(b, kind))
+            for b, ps in trained.items()
+        ]
+    return [
+        _always(category, n * optimizer_bytes, "states", name, life)
+        for name, n, category in numel
+        if n
+    ]
+
+
+def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return the slots: those that forward uses, and small ones, all the time.
+
+    A slot is as large as any program of the model needs it.
+    """
+    first: dict[int, int] = {}
+    for time, (_, node) in enumerate(life.nodes):
+        if takes_slot(node):
+            first.setdefault(slot_of(node), time)
+    found = []
+    layout, stay = program.layout, program.pool.stay | forward_slots(program)
+    pairs = zip_longest(program.slot_bytes, program.pool.sizes, fillvalue=0)
+    for slot, nbytes in enumerate(map(max, pairs)):
+        birth = first.get(slot, life.end + 1)
+        rests = resting.frees_slot(layout, slot, nbytes, stay)
+        if rests and birth > life.end:  # another program's alone, asleep meanwhile
+            continue
+        found.append(
+            Storage(
+                Category.COMMUNICATION, nbytes, slot_name(slot), birth if rests else 0, life.end,
+                Info(),
+            )
+        )  # fmt: skip
+    return found
+
+
+def slot_name(slot: int) -> str:
+    return f"slot {slot}"
+
+
+def is_slot(storage: Storage) -> bool:
+    return storage.category is Category.COMMUNICATION and storage.name.startswith("slot ")

@@ -1,0 +1,142 @@
+"""Storages: one allocation each, held from one time to another, for some purpose.
+
+Time is a number over the nodes of forward, then backward, in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.compat.wrapper import RegionTrace
+from zerofx.ir.graphs import is_alias
+from zerofx.ir.meta import Info
+from zerofx.ir.program import FORWARD, Planned
+from zerofx.ir.spec import slot_of, takes_slot
+from zerofx.layout.buckets import Bucket
+from zerofx.layout.tiers import Tier
+from zerofx.policy import reduction, shard_copies
+from zerofx.policy.shard_copies import SentAs
+
+
+class Category(str, Enum):
+    """What bytes are held for."""
+
+    PARAMETERS = "parameters"  # shards; full parameters before they are sharded
+    GATHERED = "gathered"  # resident and kept copies of full parameters
+    GRADIENTS = "gradients"  # what p.grad shows, and full gradients on their way into a bucket
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"  # what backward reads of forward
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"  # slots, and what reductions receive into
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    BUFFERS = "buffers"
+    HOST = "host"  # in host memory: no part of what the device holds
+    NVME = "nvme"  # in files
+
+
+CATEGORY_OF = {Tier.HOST: Category.HOST, Tier.NVME: Category.NVME}  # of what lives away
+
+
+@dataclass(eq=False)
+class Storage:
+    """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
+
+    slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
+    is_lent: it lies in a place of the host, which is lent to others before and after.
+    """
+
+    category: Category
+    nbytes: int
+    name: str
+    birth: int
+    death: int
+    where: Info
+    slot: int = -1
+    is_lent: bool = False
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """All storages of a step, and the node that runs at each time."""
+
+    storages: tuple[Storage, ...]
+    nodes: tuple[tuple[str, fx.Node], ...]
+
+    @property
+    def end(self) -> int:
+        return max(len(self.nodes) - 1, 0)
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """One call of a region that Inductor compiled: what it reads and makes, and its allocations."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    trace: RegionTrace
+
+
+Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
+
+
+def landing_dtype(program: Planned, bucket: Bucket) -> torch.dtype:
+    """Return the format in which a bucket's gradient leaves for the host."""
+    return reduction.leaves_as(bucket, is_scaled(program))
+
+
+def is_scaled(program: Planned) -> bool:
+    """Tell whether zerofx itself scales the loss of this program."""
+    return program.plan.precision.is_scaled
+
+
+def sent_as(program: Planned, bucket: Bucket) -> SentAs:
+    """Return what travels to the device of a bucket that lives off it."""
+    return shard_copies.sent_as(bucket, program.plan.offload.delayed)
+
+
+def forward_slots(program: Planned) -> frozenset[int]:
+    """Return the slots that forward gathers into, which stay between calls."""
+    if FORWARD not in program.graphs:
+        return frozenset()
+    found = (slot_of(n) for n in program.graph(FORWARD).nodes if takes_slot(n))
+    return frozenset(slot for slot in found if slot >= 0)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Say whether a node's value lies in the storage of its argument."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    return node.op == "call_function" and _is_view_op(node)
+
+
+_VIEW_OPS: dict[Any, bool] = {}
+
+
+def _is_view_op(node: fx.Node) -> bool:
+    known = _VIEW_OPS.get(node.target)
+    if known is None:
+        known = _VIEW_OPS[node.target] = is_alias(node)
+    return known
+
+
+def span_bytes(val: torch.Tensor) -> int:
+    """Return the bytes of a fresh tensor's storage, from its shape and strides."""
+    return _span_bytes(val.shape, val.stride(), val.dtype)
+
+
+@lru_cache(maxsize=8192)
+def _span_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize

@@ -1,0 +1,163 @@
+"""What some operators allocate inside on a CPU, beside their results.
+
+Measured with the allocator's events on torch 2.11 and 2.13, one thread: the operators here make
+copies in the layout of their library. Others allocate little or nothing; CUDA's workspaces depend
+on the algorithm that is chosen there and are not known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.meta import nbytes, value
+from zerofx.kernels import ops
+from zerofx.kernels.cross_entropy import tile_sizes
+from zerofx.kernels.recurrent import recurrent, recurrent_grads
+
+aten = torch.ops.aten
+_BACKWARD = aten.convolution_backward.default
+_PADDING = 8 << 10
+
+
+def convolution_bytes(node: fx.Node, is_channels_last: bool) -> int:
+    """Return what a convolution or its backward holds inside, for one layout of its result."""
+    weight = value(node.all_input_nodes[2 if node.target is _BACKWARD else 1])
+    if is_channels_last:  # the library's own: but for the weight, which it has in blocks
+        return 2 * nbytes(weight) if node.target is _BACKWARD else nbytes(weight) + _PADDING
+    return _plain_backward(node) if node.target is _BACKWARD else _plain(node)
+
+
+def _convolution(node: fx.Node) -> int:
+    found = value(node)
+    made = found if isinstance(found, torch.Tensor) else next(t for t in found if t is not None)
+    return convolution_bytes(node, made.dim() > 2 and made.stride(1) == 1 < made.shape[1])
+
+
+def _plain(node: fx.Node) -> int:
+    """The input and the weight in the library's layout, or the result in it, before its copy."""
+    given, weight = (value(n) for n in node.all_input_nodes[:2])
+    taken = 0 if given.shape[1] < _BLOCK else nbytes(given)
+    return max(taken + nbytes(weight), _in_blocks(value(node)))
+
+
+def _plain_backward(node: fx.Node) -> int:
+    """The incoming gradient and the input in the library's layout, or one of the results in it.
+
+    With strides the input's gradient is copied once more, before the weight's is there.
+    """
+    grad, given, weight = (value(n) for n in node.all_input_nodes[:3])
+    arguments: Any = node.args
+    taken = 0 if given.shape[1] < _PLAIN else _in_blocks(given)
+    found = [_in_blocks(grad) + taken, nbytes(weight)]
+    if arguments[-1][0] and max(arguments[4]) > 1:
+        found.append(2 * nbytes(given) - nbytes(weight))
+    return max(found)
+
+
+_PLAIN, _BLOCK = 4, 16  # channels: fewer are read as they are; others come in blocks of so many
+
+
+def _in_blocks(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in the library's layout."""
+    channels = tensor.shape[1]
+    return nbytes(tensor) // channels * (-(-channels // _BLOCK) * _BLOCK)
+
+
+def _batch_norm_backward(node: fx.Node) -> int:
+    return nbytes(value(node.all_input_nodes[0]))
+
+
+def _product_of_bf16(node: fx.Node) -> int:
+    """The result in fp32, in which it is summed; other formats are summed in place."""
+    found = value(node)
+    return 4 * found.numel() if found.dtype is torch.bfloat16 else 0
+
+
+def _dropout(node: fx.Node) -> int:
+    """The mask, before it is a boolean one."""
+    return nbytes(value(node.all_input_nodes[0]))
+
+
+def _loss_head(node: fx.Node) -> int:
+    """A tile of logits; in half precision its copy in fp32 as well."""
+    given: Any = node.args
+    hidden, weight = given[:2]
+    return _tile(hidden, weight, 1, 1 if _is_half(hidden) else 0)
+
+
+def _loss_head_backward(node: fx.Node) -> int:
+    """The same; in half precision the tile's gradient, and dhidden as it is added up."""
+    given: Any = node.args
+    hidden, weight = given[1:3]
+    if not _is_half(hidden):
+        return _tile(hidden, weight, 1, 0)
+    rows, _ = tile_sizes(len(value(hidden)), len(value(weight)))
+    return _tile(hidden, weight, 2, 1) + 2 * nbytes(value(hidden)) + _product(hidden, rows)
+
+
+def _tile(hidden: Any, weight: Any, own: int, wide: int) -> int:
+    """Return the bytes of `own` tiles in the dtype of hidden, and of `wide` ones in fp32."""
+    rows, columns = tile_sizes(len(value(hidden)), len(value(weight)))
+    return rows * columns * (own * value(hidden).element_size() + 4 * wide)
+
+
+def _product(hidden: Any, rows: int) -> int:
+    return int(rows * value(hidden).shape[1] * value(hidden).element_size())
+
+
+def _is_half(node: Any) -> bool:
+    return bool(value(node).element_size() < 4)
+
+
+_GATES = {"gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def _recurrent(node: fx.Node) -> int:
+    """The gates of every time step: of one direction at a time in an LSTM, else of all."""
+    return _layer(tuple(node.args))[0]
+
+
+def _recurrent_backward(node: fx.Node) -> int:
+    """What the forward that it runs again keeps for itself, and the gates' gradients."""
+    return _layer(tuple(node.args[1:]))[1]
+
+
+def _layer(arguments: tuple[Any, ...]) -> tuple[int, int]:
+    """Return what a recurrent layer's forward and its backward hold inside."""
+    source, hidden, weights, mode = arguments[:4]
+    steps, batch, features = value(source).shape
+    directions, _, width = value(hidden[-1]).shape
+    cells = steps * batch * width * value(source).element_size()  # of one direction
+    if mode != "lstm":
+        gates = directions * _GATES[mode] * cells
+        return (gates * 4 // 3, gates * 8 // 3) if mode == "gru" else (2 * gates, 2 * gates)
+    own = sum(nbytes(value(w)) for w in weights) // directions
+    copies = nbytes(value(source)) if features != width else 0
+    return 4 * cells + own + copies, 4 * (1 + 4 * directions) * cells + own + 3 * copies
+
+
+_INSIDE: dict[Any, Callable[[fx.Node], int]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_dropout.default: _dropout,
+    aten.mm.default: _product_of_bf16,
+    aten.addmm.default: _product_of_bf16,
+    ops.linear_cross_entropy: _loss_head,
+    ops.linear_cross_entropy_backward: _loss_head_backward,
+    recurrent: _recurrent,
+    recurrent_grads: _recurrent_backward,
+}
+
+
+def workspace_bytes(node: fx.Node) -> int:
+    """Return the bytes that an operator holds while it runs, its inputs and results left out."""
+    inside = _INSIDE.get(node.target)
+    if inside is None:
+        return 0
+    first = value(node.all_input_nodes[0])
+    return inside(node) if first.device.type == "cpu" else 0

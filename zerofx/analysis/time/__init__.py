@@ -1,0 +1,1 @@
+"""What a step spends time on: steps, tasks, prices, and when each of them runs."""

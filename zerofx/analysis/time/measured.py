@@ -1,0 +1,201 @@
+"""What a recording found of a program: every step of its schedule with its times, plain values.
+
+Times are in microseconds. A span's place is that in one step, the typical one (of median length,
+or of all ranks' median where several are looked at); how long it takes is a median over all steps
+recorded, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.analysis.time.steps import Lane
+from zerofx.errors import RecordingError
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import Planned
+from zerofx.ir.text import describe
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class MeasuredSpan:
+    """One step of a schedule as it was measured.
+
+    kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
+        it has arrived, unless it `is_own`: noted as it began to move and had arrived. The launch
+        and the wait are spans too: what the host, or the compute, gave.
+    nbytes: what was noted to move.
+    host_us: how long the host was in the call. ops: its most expensive operators, with their times.
+    places: its begin and end in each step recorded, None where a step had none.
+    """
+
+    name: str
+    graph: str
+    lane: Lane
+    kind: str
+    unit: str = ""
+    bucket: int = -1
+    start_us: float = 0.0
+    end_us: float = 0.0
+    us: float = 0.0
+    low_us: float = 0.0
+    high_us: float = 0.0
+    host_us: float = 0.0
+    ops: tuple[tuple[str, float], ...] = ()
+    places: tuple[tuple[float, float] | None, ...] = ()
+    nbytes: int = 0
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The live tensor bytes of one step.
+
+    peak_bytes: the most at once. held: span's name -> the most during it. unsure_bytes: how much
+        higher the peak may be, by blocks that went at an unknown time, freed by another thread.
+    """
+
+    peak_bytes: int
+    held: dict[str, int]
+    unsure_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One program's steps on one rank.
+
+    identity: what tells its program from others. steps_us: of each step recorded, from the begin of
+        its forward to the next one's. functions_us: graph -> the median of the whole function.
+        walls_ns: when each step began, so that ranks can be laid side by side. typical: which step
+        the spans' places are of. memory: of one more step, where it was asked for.
+    """
+
+    model: str
+    identity: dict[str, Any]
+    rank: int
+    world: int
+    device: str
+    steps_us: tuple[float, ...]
+    spans: tuple[MeasuredSpan, ...]
+    functions_us: dict[str, float]
+    walls_ns: tuple[int, ...]
+    typical: int
+    memory: MeasuredMemory | None = None
+
+    @property
+    def step_us(self) -> float:
+        """The median step."""
+        ranked = sorted(self.steps_us)
+        return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+
+    @property
+    def exposed_us(self) -> float:
+        """How long the compute waited for transfers in a step, by the medians."""
+        return sum(s.us for s in self.spans if s.kind == "wait")
+
+    def at(self, step: int) -> Measured:
+        """Return the same with every span at its place in another of the steps."""
+        spans = []
+        for span in self.spans:
+            start, end = span.places[step] or (span.start_us, span.end_us)
+            spans.append(dataclasses.replace(span, start_us=start, end_us=end))
+        return dataclasses.replace(self, spans=tuple(spans), typical=step)
+
+    def by_name(self) -> dict[str, MeasuredSpan]:
+        return {s.name: s for s in self.spans}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, which `from_dict` takes back."""
+        return {"format": FORMAT, **dataclasses.asdict(self), "step_us": self.step_us} | {
+            "spans": [{**dataclasses.asdict(s), "lane": s.lane.value} for s in self.spans],
+        }
+
+    @classmethod
+    def from_dict(cls, said: dict[str, Any]) -> Measured:
+        """Return what `to_dict` wrote.
+
+        Raises:
+            RecordingError: it is of another format, or no recording.
+        """
+        if not isinstance(said, dict) or said.get("format") != FORMAT:
+            found = said.get("format") if isinstance(said, dict) else type(said).__name__
+            raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
+        fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
+        fields["spans"] = tuple(map(_span, said["spans"]))
+        if fields["memory"] is not None:
+            fields["memory"] = MeasuredMemory(**fields["memory"])
+        for name in ("steps_us", "walls_ns"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def same_step(ranks: Sequence[Measured]) -> list[Measured]:
+    """Return what ranks measured with the places of one step: of median length over all of them.
+
+    Ranks that recorded different numbers of steps stay as they are.
+    """
+    num = len(ranks[0].steps_us)
+    if len(ranks) < 2 or any(len(m.steps_us) != num for m in ranks):
+        return [*ranks]
+    longest = [max(m.steps_us[i] for m in ranks) for i in range(num)]
+    typical = sorted(range(num), key=lambda i: longest[i])[(num - 1) // 2]
+    return [m.at(typical) for m in ranks]
+
+
+def _span(said: dict[str, Any]) -> MeasuredSpan:
+    ops = tuple((op, us) for op, us in said["ops"])
+    places = tuple(None if place is None else (place[0], place[1]) for place in said["places"])
+    return MeasuredSpan(**{**said, "lane": Lane(said["lane"]), "ops": ops, "places": places})
+
+
+def identity_of(program: Planned) -> dict[str, Any]:
+    """Return what a recording must have in common with a program to be shown beside it."""
+    graph = next(iter(program.graphs))
+    inputs = {
+        info(n).name or n.name: describe(value(n)) for n in program.placeholders(graph, Role.INPUT)
+    }
+    return {
+        "model": program.model_name,
+        "training": program.is_training,
+        "world": program.world_size,
+        "parameters": sum(_numel(p.shape) for p in program.params.values()),
+        "inputs": inputs,
+        "plan": program.plan.to_dict(),
+    }
+
+
+def check_same(measured: Measured, program: Planned) -> None:
+    """Check that a recording is of this program.
+
+    Raises:
+        RecordingError: it is not; every difference is named with both values.
+    """
+    found = _differences(measured.identity, identity_of(program))
+    if found:
+        raise RecordingError(
+            f"the recording is of another program than {program.model_name}: "
+            + "; ".join(f"{what} is {a} there and {b} here" for what, a, b in found)
+            + "; record this one, or ask for the program that was recorded"
+        )
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], at: str = "") -> list[tuple]:
+    found = []
+    for key in dict.fromkeys([*there, *here]):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{at}{key}.")
+        elif a != b:
+            found.append((f"{at}{key}", "absent" if a is None else a, "absent" if b is None else b))
+    return found
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,165 @@
+"""When each task of a step runs: lanes that take one after another, and what each waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import networkx as nx
+
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.tasks import Task
+
+Which = Literal["low_us", "us", "high_us"]
+COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE})
+
+
+@dataclass(frozen=True)
+class Span:
+    """One task's time.
+
+    waited_for: the task whose end let it start: of its lane, or one that it needs; None at the
+        beginning. idle_reason: why its lane stood still before it: the lane waited for, or "".
+    """
+
+    task: Task
+    start_us: float
+    end_us: float
+    waited_for: int | None = None
+    idle_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All tasks of one step with their times, by the middle of each price.
+
+    low_us, high_us: how long the step takes if every task takes the least or the most.
+    """
+
+    spans: tuple[Span, ...]
+    low_us: float
+    high_us: float
+
+    @property
+    def step_us(self) -> float:
+        return max((s.end_us for s in self.spans), default=0.0)
+
+    @cached_property
+    def busy_us(self) -> dict[Lane, float]:
+        """The time that each lane's tasks take."""
+        found = dict.fromkeys(Lane, 0.0)
+        for span in self.spans:
+            found[span.task.lane] += span.task.us
+        return found
+
+    @cached_property
+    def exposed_us(self) -> dict[Lane, float]:
+        """The time of each lane's tasks in which the compute lane is idle because of them.
+
+        Each stretch without compute is divided along the chain of tasks that its end waited for,
+        so that a gather which waited for a read from NVMe does not count for both.
+        """
+        found = dict.fromkeys(Lane, 0.0)
+        for start, end, last in self._gaps():
+            for lane, us in self._blamed(start, end, last):
+                found[lane] += us
+        return found
+
+    @property
+    def exposed_communication_us(self) -> float:
+        """The time in which nothing is computed because a collective is under way."""
+        return sum(self.exposed_us[lane] for lane in COMMUNICATION)
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """The compute lane's time by what it does or waits for."""
+        waits = {f"waits: {k.value}": us for k, us in self.exposed_us.items() if us > 0.0}
+        return {"computes": self.busy_us[Lane.COMPUTE], **waits}
+
+    def _gaps(self) -> list[tuple[float, float, Span]]:
+        """Return (start, end, what ended last) of each stretch in which nothing is computed."""
+        found, at = [], 0.0
+        for span in self.spans:
+            if span.task.lane is not Lane.COMPUTE:
+                continue
+            if span.start_us > at and span.waited_for is not None:
+                found.append((at, span.start_us, self.spans[span.waited_for]))
+            at = max(at, span.end_us)
+        if self.step_us > at:
+            found.append((at, self.step_us, max(self.spans, key=lambda s: s.end_us)))
+        return found
+
+    def _blamed(self, start: float, end: float, last: Span) -> list[tuple[Lane, float]]:
+        """Divide start..end among the tasks that follow on each other to the end of `last`."""
+        found = []
+        span: Span | None = last
+        while span is not None and end > start:
+            begin = max(span.start_us, start)
+            found.append((span.task.lane, end - begin))
+            end = begin
+            span = None if span.waited_for is None else self.spans[span.waited_for]
+        return found
+
+    def critical_path(self) -> list[Span]:
+        """Return the spans whose times add up to the step: shortening another one gains nothing."""
+        graph = nx.DiGraph()
+        previous: dict[Lane, int] = {}
+        for span in self.spans:
+            task = span.task
+            before = {*task.needs, *([previous[task.lane]] if task.lane in previous else [])}
+            graph.add_node(task.index)
+            graph.add_weighted_edges_from((b, task.index, self.spans[b].task.us) for b in before)
+            previous[task.lane] = task.index
+        ends = [(s.task.index, -1, s.task.us) for s in self.spans]
+        graph.add_weighted_edges_from(ends)
+        return [self.spans[i] for i in nx.dag_longest_path(graph)[:-1]] if self.spans else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every span and what they add up to, as plain values."""
+        spans = [
+            {
+                **asdict(span.task), "lane": span.task.lane.value, "needs": list(span.task.needs),
+                "start_us": span.start_us,
+                "end_us": span.end_us, "waited_for": span.waited_for,
+                "idle_reason": span.idle_reason,
+            }
+            for span in self.spans
+        ]  # fmt: skip
+        return {
+            "step_us": self.step_us,
+            "low_us": self.low_us,
+            "high_us": self.high_us,
+            "busy_us": {k.value: us for k, us in self.busy_us.items() if us},
+            "exposed_us": {k.value: us for k, us in self.exposed_us.items() if us},
+            "critical_path": [span.task.index for span in self.critical_path()],
+            "spans": spans,
+        }
+
+
+def timeline(tasks: Sequence[Task]) -> Timeline:
+    """Let each lane take its tasks in order, each as soon as what it needs has ended."""
+    spans = _run(tasks, "us")
+    low, high = (
+        max((s.end_us for s in _run(tasks, w)), default=0.0) for w in ("low_us", "high_us")
+    )
+    return Timeline(tuple(spans), low, high)
+
+
+def _run(tasks: Sequence[Task], which: Which) -> list[Span]:
+    spans: list[Span] = []
+    last: dict[Lane, int] = {}
+    for task in tasks:
+        own = last.get(task.lane)
+        before = [*task.needs] if own is None else [own, *task.needs]
+        # where two end together, the lane's own comes first: then it did not stand still
+        blocker = max(before, key=lambda i: spans[i].end_us, default=None)
+        start = 0.0 if blocker is None else spans[blocker].end_us
+        free = 0.0 if own is None else spans[own].end_us
+        reason = ""
+        if blocker is not None and start > free:
+            reason = f"waits for {spans[blocker].task.lane.value}"
+        spans.append(Span(task, start, start + getattr(task, which), blocker, reason))
+        last[task.lane] = task.index
+    return spans

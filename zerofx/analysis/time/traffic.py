@@ -1,0 +1,91 @@
+"""What a rank sends in one step: every collective of a program, counted and weighed.
+
+On equal slices a ring and a direct exchange send the same: an all-gather or reduce-scatter of n
+bytes over w ranks costs each rank n * (w - 1) / w, an all-reduce twice that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zerofx.comm.collectives import KINDS
+from zerofx.ir.meta import info
+from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.layout.tiers import Tier
+from zerofx.runtime.tiers.homes import ADAMW_STATES
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+
+LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The collectives of one kind: how many, and what one rank sends in all of them."""
+
+    calls: int = 0
+    sent_numel: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in one forward and its backward, by kind of collective.
+
+    moved: what it copies between device, host and NVMe, by lane; the step of AdamW included.
+    """
+
+    kinds: dict[str, Sent]
+    moved: dict[str, Sent] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(sent.sent_bytes for sent in self.kinds.values())
+
+    @property
+    def sent_numel(self) -> int:
+        return sum(sent.sent_numel for sent in self.kinds.values())
+
+
+def traffic(program: Planned, rank: int = 0) -> Traffic:
+    """Return what `rank` sends in a step in which every parameter was updated before.
+
+    Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
+    and NCCL's large-message algorithms.
+    """
+    kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys(LANES, Sent())
+    for name, gm in program.graphs.items():
+        for node in gm.graph.nodes:
+            spec = spec_of(node)
+            if spec is None:
+                continue
+            for sent in spec.sends(program, node, rank):
+                kinds[sent.what] = _more(kinds.get(sent.what, Sent()), sent.nbytes, sent.itemsize)
+            for copy in spec.moves(program, name, node):
+                moved[copy.what] = _more(moved[copy.what], copy.nbytes, copy.itemsize)
+    for nbytes_stepped, itemsize in _stepped_on_nvme(program):
+        for lane in (NVME_READ, NVME_WRITE):
+            for _ in range(1 + ADAMW_STATES):
+                moved[lane] = _more(moved[lane], nbytes_stepped, itemsize)
+    return Traffic(kinds, moved)
+
+
+def _stepped_on_nvme(program: Planned) -> list[tuple[int, int]]:
+    """Return (bytes, bytes an element) of what is stepped on NVMe: parameters, states as much."""
+    layout = program.layout
+    if BACKWARD not in program.graphs:
+        return []
+    stored = [n for n in program.graph(BACKWARD).nodes if kind_of(n) is Kind.STORE]
+    numbers = dict.fromkeys(layout.block_of[info(n).index] for n in stored)
+    blocks = [layout.blocks[number] for number in numbers]
+    return [
+        (layout.block_numel(block) * block[0].dtype.itemsize, block[0].dtype.itemsize)
+        for block in blocks
+        if block[0].home is Tier.NVME
+    ]
+
+
+def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:
+    return Sent(
+        before.calls + 1, before.sent_numel + sent_bytes // itemsize, before.sent_bytes + sent_bytes
+    )

@@ -1,0 +1,416 @@
+"""Agreement before every call: a rank about to run something else is named on every rank.
+
+Each rank posts (call number, what, digest) on the board its host shares and reads the others',
+never through a collective: a collective that ranks do not share hangs or aborts the process. Hosts
+compare through the store (see comm/hosts.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+from zerofx.comm.board import (
+    ABSENT,
+    FAILED,
+    LEFT,
+    NO_GRAPH,
+    Entry,
+    MemoryBoard,
+    entry_key,
+)
+from zerofx.comm.differences import describe_difference, describe_graphs
+from zerofx.comm.hosts import Break, HostLink
+from zerofx.errors import DesyncError
+
+T = TypeVar("T")
+_SAME, _DIFFERENT = "same", "different"  # how the hosts compared
+
+_SPINS = 200  # looks without sleeping, 60 us or so: ranks in step arrive within that
+_SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
+_CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
+_STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
+_WELL, _UNWELL = "well", "not well"  # digests of a call that asks only that
+_BEAT_S = 0.25  # how often a busy rank gives a sign of life on the board
+_POST_S = 2.0  # and to the other hosts
+_AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
+
+
+class Agreement:
+    """One rank's side of the agreement; row i of the board belongs to world rank `ranks[i]`.
+
+    store: through which ranks whose graphs differ look at each other's, where there is one.
+    """
+
+    def __init__(
+        self,
+        board: MemoryBoard,
+        ranks: list[int],
+        timeout_s: float,
+        link: HostLink | None = None,
+        store: Any = None,
+    ) -> None:
+        self.board = board
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.link = link
+        self.heartbeat = Heartbeat(board, link)
+        self.rank = ranks[board.rank]
+        self.call = 0
+        self.what = "its first call"
+        self._failure: str | None = None
+        self._store = store
+        self._key = b""
+        self._agreed = 0  # the last call that every rank began
+        self._differing: dict[Entry, list[int]] = {}  # who announced what, where ranks differed
+        self._broken = 0  # the last call that this rank broke off
+        self._others = [row for row in range(board.size) if row != board.rank]
+
+    def agree(self, what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = "") -> None:
+        """Return once every rank has announced `what` with an equal `digest` and equal `steps`.
+
+        Both may carry readable "name=value" items, separated by ";" or new lines: where ranks
+        differ, the items that differ are in the message. `graph` is a hash of the sizes of the
+        call's inputs (8 bytes) and one of its graph (8): ranks with equal sizes must have equal
+        graphs. Ranks with other sizes may run another graph, since sizes are part of it.
+
+        Raises:
+            DesyncError: a rank announced something else, left, died, or did not come in time.
+        """
+        if self._failure is not None:
+            raise DesyncError(f"{what} cannot run: {self._failure}")
+        if self.has_broken_off:  # it differs from ranks that finished the call before
+            digest = _AFTER_A_BREAK + digest
+        self.call += 1
+        self.what = what
+        self._key = entry_key(what, digest, graph, steps)
+        self.board.post(self.call, what, digest, graph, steps)
+        equal = True
+        for row in self._others:
+            late = partial(self._place, row)
+            equal = self._await(partial(self._same, row), late, _SPINS) and equal
+        if any(self.board.state(row) == FAILED for row in self._others):
+            self._give_up_if_hopeless(lambda: "", 0.0)  # it had come, and has given up since
+        if self.link is not None:
+            self._check_hosts(self.link, equal)
+        elif not equal and not self._fit_here():
+            self._refuse(self._groups())
+        self._agreed = self.call
+
+    def publish(self, digest: str, text: str) -> None:
+        """Let ranks whose digest of a text differs from this one's look at it, line by line."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a store that is gone only costs the message
+            if not self._store.check([_text_key(digest)]):
+                packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+                self._store.set(_text_key(digest), packed)
+
+    def all_well(self, what: str, is_well: bool, steps: str = "") -> bool:
+        """Return, once every rank has come to `what`, whether all is well on each of them.
+
+        Raises:
+            DesyncError: as `agree`.
+        """
+        self._differing = {}
+        try:
+            self.agree(what, _WELL if is_well else _UNWELL, steps=steps)
+        except DesyncError:
+            found = {(entry.what, entry.digest) for entry in self._differing}
+            same_steps = len({entry.steps for entry in self._differing}) == 1
+            for before in ("", _AFTER_A_BREAK) if same_steps else ():
+                if found == {(what, before + _WELL), (what, before + _UNWELL)}:
+                    return False
+            raise
+        return is_well
+
+    def agree_but_for(
+        self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH, steps: str = ""
+    ) -> set[str]:
+        """Return, once every rank has announced `what` with an equal `digest`, all their choices.
+
+        choice: a "name=value" item, in which ranks may differ.
+
+        Raises:
+            DesyncError: as `agree`.
+        """
+        self._differing = {}
+        before = _AFTER_A_BREAK if self.has_broken_off else ""
+        try:
+            self.agree(what, f"{choice};{digest}", graph, steps)
+        except DesyncError:
+            found = set()
+            for entry in self._differing:
+                other = entry.digest.removeprefix(before).partition(";")[0]
+                # the hash is of all of the digest, of which the text may be a part
+                texts = entry_key(what, f"{before}{other};{digest}", NO_GRAPH, steps)[:16]
+                has_same_sizes = entry.sizes_hash == graph[:8]
+                if entry.texts_hash != texts or (has_same_sizes and entry.graph_hash != graph[8:]):
+                    raise
+                found.add(other)
+            if not found:
+                raise
+            self._agreed = self.call
+            return found
+        return {choice}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks have lost each other for good."""
+        return self._failure is not None
+
+    @property
+    def has_broken_off(self) -> bool:
+        """Whether this rank broke off its last call."""
+        return self.call > 0 and self._broken == self.call
+
+    def break_off(self, reason: str) -> None:
+        """Tell the others that an exception has ended this call here.
+
+        They raise if they wait for more of it, or have finished it. Where every rank breaks it off
+        after the same launches, all may go on with another call.
+        """
+        if self._failure is not None or self._agreed != self.call or self.call == 0:
+            return
+        self._broken = self.call
+        self.board.break_off(self.call, reason)
+        if self.link is not None:
+            launched = self.board.launched(self.board.rank)
+            self.link.post_break(Break(self.rank, self.call, launched, self.what, reason))
+
+    def leave(self, reason: str) -> None:
+        """Tell the others of this host that this rank will make no further call."""
+        self.board.leave(reason)
+
+    def quit(self, reason: str) -> None:
+        """Leave, and tell the other hosts too: the store still answers."""
+        self.leave(reason)
+        if self.link is not None and self._failure is None:
+            launched = self.board.launched(self.board.rank)
+            last = Break(self.rank, self.call, launched, self.what, reason, is_last=True)
+            self.link.post_break(last)
+
+    def fail(self, message: str) -> DesyncError:
+        """Post `message`, so that every rank raises it too, and return it as an error.
+
+        There is no way back: what was launched can no longer be matched. Later calls raise too.
+        """
+        self._failure = self._failure or message
+        self.board.leave(message, FAILED)
+        if self.link is not None:
+            self.link.post_failure(message)
+        return DesyncError(message)
+
+    def lost(self, number: int = 0, broken: bool = False) -> str | None:
+        """Return what is known of a rank that will not come any more, None if all may.
+
+        A rank that has announced this call and launched collective `number` has done its part and
+        may end, or break the call off; unless the transfer is `broken`.
+        """
+        for row in self._others:
+            state = self.board.state(row)
+            if state == FAILED:
+                return self.board.reason(row)
+            behind = self.board.call(row) < self.call or self.board.launched(row) < number
+            if state == ABSENT or not (behind or broken):
+                continue
+            if state == LEFT:
+                return f"{self._place(row)} has left ({self.board.reason(row)})"
+            if not self.board.is_alive(row):
+                return f"{self._place(row)} died (process {self.board.pid(row)})"
+            call = self.board.call(row)
+            if self.board.broke_off(row, call) is not None and self._is_missed(call):
+                return f"{self._place(row)} does not go on"
+        return self._lost_elsewhere(number) if self.link is not None else None
+
+    def _is_missed(self, call: int) -> bool:
+        """Return whether this rank needs what a rank that broke off `call` will not do."""
+        return call == self.call or (call == self.call - 1 and self._broken != call)
+
+    def _lost_elsewhere(self, number: int) -> str | None:
+        """Return what the other hosts have told of a rank that will not come any more."""
+        assert self.link is not None
+        failure = self.link.failure()
+        if failure is not None:
+            return failure
+        for broken in self.link.breaks():
+            is_behind = broken.call < self.call or broken.launched < number
+            if broken.rank == self.rank or not is_behind:
+                continue
+            place = f"rank {broken.rank}, last at {broken.what} (call {broken.call})"
+            if broken.is_last:
+                return f"{place}, has left ({broken.reason})"
+            if self._is_missed(broken.call):
+                return f"{place}, broken off by {broken.reason}, does not go on"
+        return None
+
+    def _place(self, row: int) -> str:
+        """Name the rank of a row with the last call it announced, and what became of that."""
+        entry = self.board.entry(row, self.board.call(row))
+        where = f"last at {entry.what} (call {entry.call})" if entry else "before its first call"
+        reason = self.board.broke_off(row, self.board.call(row))
+        if reason is not None:
+            where += f", broken off by {reason}"
+        if self.board.busy(row):
+            where += f", busy {self.board.busy(row)}"
+        return f"rank {self.ranks[row]}, {where},"
+
+    def _same(self, row: int) -> bool | None:
+        """Return whether the rank of `row` announced the same; None while it has not."""
+        same = self.board.has(row, self.call, self._key)
+        # Read a difference twice: on some processors the number may land before the key does.
+        return same if same is not False else self.board.has(row, self.call, self._key)
+
+    def _fit_here(self) -> bool:
+        """Tell whether the ranks of this host, all of which have announced this call, fit."""
+        return _fit(self.board.key(row, self.call) for row in range(self.board.size))
+
+    def _await(self, look: Callable[[], T | None], late: Callable[[], str], spins: int) -> T:
+        """Look until there is something; `late` says who is missing if that takes too long.
+
+        The limit counts from the last sign of life of a rank that is busy.
+        """
+        for _ in range(spins):
+            found = look()
+            if found is not None:
+                return found
+        started = checked = time.monotonic()
+        nap, longest = _SLEEP_S
+        beats = self.heartbeat.count()
+        while True:
+            time.sleep(nap)
+            found = look()
+            if found is not None:
+                return found
+            now = time.monotonic()
+            nap = min(longest, nap * 1.5)
+            if now - checked > _CHECK_S:
+                checked = now
+                if (heard := self.heartbeat.count()) != beats:
+                    beats, started = heard, now
+                self._give_up_if_hopeless(late, now - started)
+
+    def _give_up_if_hopeless(self, late: Callable[[], str], waited_s: float) -> None:
+        lost, rule = self.lost(), ""
+        if lost is None and waited_s > self.timeout_s:
+            lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+            rule = "; every rank must make as many calls, of several models in the same order"
+        if lost is not None:
+            here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
+            raise self.fail(f"{lost}; {here}{rule}")
+
+    def _groups(self) -> dict[Entry, list[int]]:
+        """Return who announced what at this call, after giving the last ones time to arrive."""
+        deadline = time.monotonic() + _STRAGGLERS_S
+        groups: dict[Entry, list[int]] = {}
+        for row in range(self.board.size):
+            entry = self.board.entry(row, self.call)
+            while entry is None and time.monotonic() < deadline:
+                time.sleep(_SLEEP_S[1])
+                entry = self.board.entry(row, self.call)
+            if entry is not None:
+                groups.setdefault(entry, []).append(self.ranks[row])
+        return groups
+
+    def _check_hosts(self, link: HostLink, equal: bool) -> None:
+        """Compare with the other hosts: their leaders meet, and tell the rest the verdict."""
+        merged = {self._mine(): [self.rank]}
+        if link.is_leader:
+            link.post(self.call, {self._mine(): self.ranks} if equal else self._groups())
+            late = partial(link.absent, self.call)
+            self._await(lambda: link.have_all(self.call) or None, late, spins=0)
+            merged = link.read(self.call)
+            link.tell(self.call, _SAME if _fit(e.key for e in merged) else _DIFFERENT)
+        elif self._await(partial(link.told, self.call), lambda: "another host", _SPINS) != _SAME:
+            merged = link.read(self.call)
+        if not _fit(entry.key for entry in merged):
+            self._refuse(merged)
+
+    def _mine(self) -> Entry:
+        entry = self.board.entry(self.board.rank, self.call)
+        assert entry is not None
+        return entry
+
+    def _refuse(self, groups: dict[Entry, list[int]]) -> None:
+        """Raise for ranks that differ; every rank finds the same difference by itself."""
+        if len({entry.texts_hash for entry in groups}) == 1:
+            message = describe_graphs(groups, self.call, self._published)
+        else:
+            message = describe_difference(groups, self.call, self._published)
+        for row, rank in enumerate(self.ranks):
+            reason = self.board.broke_off(row, self.call - 1)
+            if reason is not None:
+                message += f"; rank {rank} broke off call {self.call - 1}: {reason}"
+        self._differing = groups
+        raise DesyncError(message)
+
+    def _published(self, digest: str) -> list[str]:
+        """Return the lines that a rank has published under a digest, none where that cannot be."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([_text_key(digest)]):
+                    packed = self._store.get(_text_key(digest))
+                    return zlib.decompress(base64.b64decode(packed)).decode().split("\n")
+        return []
+
+
+def _text_key(digest: str) -> str:
+    return f"text/{digest}"
+
+
+def _fit(keys: Iterable[bytes]) -> bool:
+    """Tell whether ranks with these keys may run together (see `Agreement.agree`)."""
+    graphs: dict[bytes, bytes] = {}
+    texts: bytes | None = None
+    for key in keys:
+        if texts is None:
+            texts = key[:16]
+        if key[:16] != texts or graphs.setdefault(key[16:24], key[24:]) != key[24:]:
+            return False
+    return True
+
+
+class Heartbeat:
+    """Signs of life from a rank that is busy with something long: the others go on waiting for it.
+
+    A thread gives them: a process that is stopped or gone gives none.
+    """
+
+    def __init__(self, board: MemoryBoard, link: HostLink | None) -> None:
+        self._board, self._link = board, link
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Give signs of life while the body runs."""
+        ended = threading.Event()
+        thread = threading.Thread(
+            target=self._beat, args=(ended,), name="zerofx-heartbeat", daemon=True
+        )
+        self._board.set_busy(what)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._board.set_busy("")
+
+    def count(self) -> int:
+        """Return how many signs of life all ranks have given; it grows while one is busy."""
+        here = sum(self._board.beats(row) for row in range(self._board.size))
+        return here + (self._link.beats() if self._link is not None else 0)
+
+    def _beat(self, ended: threading.Event) -> None:
+        posted = time.monotonic() - _POST_S
+        while not ended.wait(_BEAT_S):
+            self._board.beat()
+            now = time.monotonic()
+            if self._link is not None and now - posted >= _POST_S:
+                posted = now
+                self._link.beat()

@@ -1,0 +1,172 @@
+"""What every kind of axis shares: the interface of the collectives, and Work in flight.
+
+Reductions sum in rank order, ((r0 + r1) + r2) + ..., and scale once at the end (except on NCCL,
+which sums in an order fixed by the topology), so that how the bytes move never changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zerofx.errors import DesyncError
+from zerofx.policy import exchange
+from zerofx.policy.borrowing import Scratch
+
+STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent in collectives of one kind."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+class Work:
+    """A collective in flight: its output is ready, and its input free, once `wait` returns."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Finish the collective; waiting again does nothing."""
+
+
+DONE = Work()
+
+
+class Watch(Protocol):
+    """Numbers the launches and stands by while a rank waits (see comm/watchdog.py)."""
+
+    def launched(self, handles: Sequence[Any], label: str) -> int: ...
+    def wait(self, handles: Sequence[Any], number: int, label: str) -> None: ...
+    def explain(self, number: int, label: str, error: RuntimeError) -> DesyncError: ...
+
+
+@dataclass(slots=True)
+class Lane:
+    """What the axes of one world share: the watch, their counters, and what is in flight."""
+
+    watch: Watch
+    counters: dict[str, Traffic] = field(default_factory=lambda: {k: Traffic() for k in KINDS})
+    in_flight: dict[Work, None] = field(default_factory=dict)
+
+    def count(self, kind: str, sent_bytes: int) -> None:
+        traffic = self.counters[kind]
+        traffic.calls += 1
+        traffic.sent_bytes += sent_bytes
+
+
+class Axis:
+    """One axis of ranks and its collectives; this class is the axis of one rank (local copies)."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        """Fill `out` [size * k] with every rank's `shard` [k], in rank order."""
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        return DONE
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        """Set `out` [k] to scale * the sum over ranks of this rank's slice of `full` [size * k]."""
+        if scale != 1.0:
+            torch.mul(full, scale, out=out)
+        elif out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return DONE
+
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        """Set `buf` [n] to scale * the sum over ranks of `source`, by default of `buf` itself."""
+        return self.reduce_scatter(buf, buf if source is None else source, scale, label)
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        """Set `buf` on every rank to its value on rank `src` of this axis."""
+        return DONE
+
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        """Free the receive buffers for whose bytes `frees` holds, if no collective has them."""
+
+
+class GroupWork(Work):
+    """A collective over process groups: its transfers, and what then remains to do on this rank."""
+
+    __slots__ = ("_finish", "_handles", "_label", "_lane", "_number")
+
+    def __init__(
+        self,
+        lane: Lane,
+        label: str,
+        handles: list[Any],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._lane = lane
+        self._handles = handles
+        self._finish = finish
+        self._label = label
+        self._number = lane.watch.launched(handles, label)
+        lane.in_flight[self] = None
+
+    def wait(self) -> None:
+        """Wait for the transfers, then sum and scale.
+
+        Raises:
+            DesyncError: a rank left, died, went elsewhere or did not arrive in time; names it.
+        """
+        lane = self._lane
+        if self not in lane.in_flight:
+            return
+        del lane.in_flight[self]
+        lane.watch.wait(self._handles, self._number, self._label)
+        if self._finish is not None:
+            self._finish()
+
+
+def receive_buffers(device: torch.device) -> Scratch[Tensor]:
+    """Return buffers on a device that reductions borrow one after the other."""
+
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # it outlives the mode that first asked for it
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    return Scratch(make)
+
+
+def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    """Set `out` to scale * (((parts[0] + parts[1]) + parts[2]) + ...).
+
+    Of the parts it may alias the first. Long ones are taken a stretch at a time, so that what the
+    second and later passes touch still lies in the cache.
+    """
+    numel = out.numel()
+    step = max(STRETCH_BYTES // out.element_size(), 1)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        is_whole = stop - start == numel
+        own, *others = (out, *parts) if is_whole else (t[start:stop] for t in (out, *parts))
+        torch.add(others[0], others[1], out=own)
+        for part in others[2:]:
+            own.add_(part)
+        if scale != 1.0:
+            own.mul_(scale)
+
+
+def all_reduce_bytes(buf: Tensor, rank: int, size: int) -> int:
+    """Return the bytes that `rank` sends to reduce a buffer over `size` ranks."""
+    return exchange.all_reduce_sent(buf.numel(), rank, size) * buf.element_size()

@@ -1,0 +1,183 @@
+"""How ranks that are about to differ are described: who, what, and the items that differ."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from zerofx.comm.board import Entry
+
+Published = Callable[[str], list[str]]
+"""Returns the lines that a rank has published under a digest, none if it has not."""
+
+_NO_LINES: list[str] = []
+
+
+def describe_difference(
+    groups: dict[Entry, list[int]], call: int, published: Published = lambda digest: _NO_LINES
+) -> str:
+    """Say which ranks are about to run what; the largest group (rank 0's on a tie) comes last.
+
+    published: the parameters behind the digest of a layout, one per line.
+    """
+    order = sorted(groups.items(), key=lambda item: (len(item[1]), -min(item[1])))
+    (common, majority), odd = order[-1], order[:-1]
+    parts, theirs = [], None
+    names = [_STEPS] if len({entry.steps for entry in groups}) > 1 else []
+    for entry, ranks in odd:
+        detail = ""
+        if entry.what == common.what:
+            mine, others = _differing(entry, common, published)
+            names += [_name(item) for item in (*mine, *others)]
+            detail = f" with {_shown(mine)}"
+            theirs = others if theirs is None else theirs
+        parts.append(f"{name_ranks(ranks)} about to run {entry.what} (call {call}){detail}")
+    last = f"{name_ranks(majority, 'runs', 'run')} {common.what}"
+    if theirs is not None:
+        last += f" with {_shown(theirs)}"
+    return f"{', '.join(parts)} while {last}; {_rule([e.what for e in groups], names)}"
+
+
+def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Published) -> str:
+    """Say which ranks compute something else from inputs of equal sizes, and what.
+
+    published: the graph behind a hash, one operator per line.
+    """
+    order = sorted(groups, key=lambda entry: (len(groups[entry]), -min(groups[entry])))
+    pairs = [(a, b) for a in order for b in reversed(order) if a.sizes_hash == b.sizes_hash]
+    odd, common = next((a, b) for a, b in pairs if a.graph_hash != b.graph_hash)
+    mine, theirs = (
+        Counter(re.sub(r"%\d+", "%", line) for line in published(entry.graph_hash.hex()))
+        for entry in (odd, common)
+    )
+    here, there = (_first(a - b) for a, b in ((mine, theirs), (theirs, mine)))
+    return (
+        f"{name_ranks(groups[odd])} about to run {odd.what} (call {call}) with {here} while "
+        f"{name_ranks(groups[common], 'runs', 'run')} it with {there}, from inputs of equal sizes; "
+        "every rank must run the same model in the same mode (train() or eval(), frozen parameters)"
+    )
+
+
+def _first(lines: Counter[str]) -> str:
+    """Return the first of the operators that only one of two graphs has, and how many there are."""
+    own = [line for line in lines.elements() if not line.startswith("output(")]
+    if not own:  # what is handed out differs wherever anything does
+        return "no operator of its own"
+    more = f" (and {len(own) - 1} more that differ)" if len(own) > 1 else ""
+    return own[0].replace("\t", ", ") + more
+
+
+# -- items: "name=value", of which an entry's texts are made --------------------------------------
+def _name(item: str) -> str:
+    return item.partition("=")[0]
+
+
+def _items(entry: Entry, other: Entry) -> list[str]:
+    """Return the items in which an entry may differ from another one."""
+    steps = entry.steps
+    if not (entry.steps and other.steps):  # of one that took none there are no options to compare
+        steps = entry.steps.partition(";")[0] or (f"{_STEPS}=0" if other.steps else "")
+    found = re.split(r"[;\n]", f"{steps};{entry.digest}" if steps else entry.digest)
+    return [item.strip() for item in found]
+
+
+def _differing(mine: Entry, theirs: Entry, published: Published) -> tuple[list[str], list[str]]:
+    """Return the items that only one of two entries has, as far as they say why."""
+    a, b = _items(mine, theirs), _items(theirs, mine)
+    here, there = [i for i in a if i not in b], [i for i in b if i not in a]
+    shared = {_name(i) for i in here} & {_name(i) for i in there}
+    if shared & {"optimizer", "param_groups"}:  # then some options have another name here or there
+        here, there = ([i for i in items if _name(i) in shared] for items in (here, there))
+    if "layout" in shared:
+        one, other = ({_name(i): i.partition("=")[2] for i in items} for items in (here, there))
+        first = _first_parameter(published(one["layout"]), published(other["layout"]))
+        follows = {"layout", "buckets"} if first or shared - {"layout", "buckets"} else set()
+        here, there = ([i for i in items if _name(i) not in follows] for items in (here, there))
+        if first:
+            here, there = [first[0], *here], [first[1], *there]
+    return here, there
+
+
+def _first_parameter(mine: list[str], theirs: list[str]) -> tuple[str, str] | None:
+    """Return what two layouts have of the first parameter in which they differ.
+
+    mine, theirs: "name<tab>dtype[shape]" of each parameter, in the order of the layout.
+    """
+    here, there = (dict(line.split("\t") for line in lines) for lines in (mine, theirs))
+    if not here or not there:
+        return None
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            one, other = (
+                f"{_PARAMETER}{name}={a[name]}" if name in a else f"{_PARAMETER}{name}=(none)"
+                for a in (here, there)
+            )
+            return one, other
+    return None
+
+
+def _shown(items: list[str]) -> str:
+    """Return the first six of the items."""
+    shown = ", ".join(item for item in items[:6] if item)
+    return (shown or "other contents") + (f" and {len(items) - 6} more" if items[6:] else "")
+
+
+# -- what to do about it --------------------------------------------------------------------------
+_PARAMETER, _STEPS = "parameter ", "optimizer steps"
+# How the name of an item that differs begins -> what must be alike; the first that fits.
+_RULES = {
+    _PARAMETER: "every rank must build the same model: the same layers, sizes, dtypes and frozen "
+    "parameters",
+    "plan.": "every rank must be given the same plan",
+    _STEPS: "every rank must step its optimizer after the same calls, with the same "
+    "class and options",
+    "optimizer": "every rank must make the same optimizer with the same options",
+    "param_groups": "every rank must have the same parameter groups with the same options",
+    "torch": "every host must have the same version of torch",
+    "deterministic": "every rank must call torch.use_deterministic_algorithms alike",
+    "no_sync": "every rank must enter no_sync() for the same batches",
+    "adds to gradients": "every rank must set its gradients to None (zero_grad) after the same "
+    "calls",
+    "inputs_only": "every rank must ask autograd for the same gradients",
+    "accumulated": "every rank must ask autograd for the same gradients",
+    "returned": "every rank must ask autograd for the same gradients",
+    "layout": "every rank must be given the same plan and machine",
+    "buckets to gather again": "every rank must write to parameters, load and refresh() alike",
+}
+_SAME_CALLS = "every rank must make the same calls in the same order, with the same model and plan"
+_OF_A_STEP = frozenset({"forward", "backward", "inference"})
+
+
+def _rule(whats: list[str], names: list[str]) -> str:
+    """Return what must be alike on all ranks, by the calls or by the names of items that differ."""
+    if len(set(whats)) == 1:
+        fits = (rule for begin, rule in _RULES.items() if any(n.startswith(begin) for n in names))
+        is_compile = whats[0].startswith("zerofx.compile")  # else an option of the optimizer
+        return next(fits, _RULES["optimizer"] if is_compile else _SAME_CALLS)
+    kinds = {what.partition(" of ")[0] for what in whats}
+    apart = [what for what in whats if what.partition(" of ")[0] not in _OF_A_STEP]
+    if kinds == {"zerofx.compile"}:
+        return "every rank must compile the same model"
+    if kinds == {"forward", "inference"}:
+        return (
+            "every rank must call the model in the same mode (train() or eval(), torch.no_grad())"
+        )
+    if kinds == {"forward", "backward"}:
+        return "every rank must call backward() after the same forwards, for as many batches"
+    if len(set(apart)) == 1 and kinds & _OF_A_STEP:
+        return (
+            f"every rank must run {apart[0]} at the same point of the loop, also if only one "
+            "rank uses the result"
+        )
+    return _SAME_CALLS
+
+
+def name_ranks(ranks: Iterable[int], one: str = "is", many: str = "are") -> str:
+    """Return "rank 3 is" or "ranks 0, 1, 2 are"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]} {one}"
+    if len(names) > 8:
+        names = [*names[:7], f"... ({len(names)} in all)"]
+    return f"ranks {', '.join(names)} {many}"

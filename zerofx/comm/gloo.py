@@ -1,0 +1,202 @@
+"""The collectives among processes over gloo.
+
+direct   one point-to-point message a pair of ranks, landing in its final place; used by default
+native   one library call: all-gather, broadcast, or an all-to-all whose pieces are then summed here
+         (gloo's own reductions sum in another order, so they are not used; nor is there a native
+         all-reduce for that reason)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx.comm.collectives import (
+    Axis,
+    GroupWork,
+    Lane,
+    Work,
+    all_reduce_bytes,
+    ordered_sum,
+    receive_buffers,
+)
+from zerofx.compat.groups import all_gather_flat, group_backend
+from zerofx.policy import exchange
+from zerofx.policy.borrowing import Loan
+
+_TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
+_BREAK_TAG = 0x7FFFFFFF
+
+Algorithm = Callable[[str, int, int], str]
+"""(kind, bytes of the full buffer, ranks of the axis) -> "direct" or "native"."""
+
+
+def always_direct(kind: str, nbytes: int, ranks: int) -> str:
+    """Choose the direct exchange for every collective."""
+    return "direct"
+
+
+class GlooAxis(Axis):
+    """An axis of processes joined by gloo: one group for gathers, one for reductions."""
+
+    def __init__(
+        self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm
+    ) -> None:
+        super().__init__(rank, size)
+        self._gathers, self._reduces = gathers, reduces
+        # Straight to the backend: torch.distributed's wrappers cost as much as the call itself.
+        self._gather_wire = group_backend(gathers, torch.device("cpu"))
+        self._reduce_wire = group_backend(reduces, torch.device("cpu"))
+        self._peers = [(rank + step) % size for step in range(1, size)]
+        self._lane = lane
+        self._algorithm = algorithm
+        self._scratch = receive_buffers(torch.device("cpu"))
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        size, numel = self.size, shard.numel()
+        assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
+        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
+        if self._algorithm("all_gather", out.nbytes, size) == "native":
+            return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
+        slices = out.view(size, numel).unbind(0)
+        handles = self._exchange(self._gather_wire, [shard] * size, slices, label)
+        mine = slices[self.rank]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        return GroupWork(self._lane, label, handles)
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        size, numel = self.size, out.numel()
+        assert full.numel() == numel * size, f"{label}: {full.numel()} != {size} * {numel}"
+        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
+        is_native = self._algorithm("reduce_scatter", full.nbytes, size) == "native"
+        receives = exchange.reduce_scatter_receives(numel, size, is_native)
+        loans = self._borrow(receives.at_launch, full.dtype)
+        if is_native:
+            landing = loans[0].buffer[: size * numel]
+            parts = list(landing.view(size, numel).unbind(0))
+            handles = [dist.all_to_all_single(landing, full, group=self._reduces, async_op=True)]
+        else:
+            slices = full.view(size, numel).unbind(0)
+            parts = self._parts(loans, slices[self.rank])
+            handles = self._exchange(self._reduce_wire, slices, parts, label)
+
+        def finish() -> None:
+            ordered_sum(parts, out, scale)
+            self._scratch.give_back(loans)
+
+        return GroupWork(self._lane, label, handles, finish)
+
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        full = buf if source is None else source
+        if self.size > 2:
+            return self._all_reduce_by_slices(buf, full, scale, label)
+        # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
+        loans = self._borrow(receives.at_launch, buf.dtype)
+        landing = loans[0].buffer[: buf.numel()]
+        handles = self._exchange(self._reduce_wire, [full] * 2, [landing] * 2, label)
+
+        def finish() -> None:
+            ordered_sum([full, landing], buf, scale)  # a + b is b + a, bit for bit
+            self._scratch.give_back(loans)
+
+        return GroupWork(self._lane, label, handles, finish)
+
+    def _all_reduce_by_slices(self, buf: Tensor, full: Tensor, scale: float, label: str) -> Work:
+        """Each rank sums its own slice and sends it round: 2 * (size - 1) / size of the bytes."""
+        given, slices = full.tensor_split(self.size), buf.tensor_split(self.size)
+        mine = slices[self.rank]
+        numel = mine.numel()
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
+        loans = self._borrow(receives.at_launch, buf.dtype)
+        parts = self._parts(loans, given[self.rank])
+        handles = self._exchange(self._reduce_wire, given, parts, label)
+
+        def finish() -> None:
+            more = self._borrow(receives.at_end, buf.dtype)
+            total = more[0].buffer[:numel]
+            ordered_sum(parts, total, scale)
+            mine.copy_(total)
+            totals = [total] * self.size
+            handles = self._exchange(self._reduce_wire, totals, slices, label)
+            GroupWork(self._lane, label, handles).wait()
+            self._scratch.give_back([*loans, *more])
+
+        return GroupWork(self._lane, label, handles, finish)
+
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        self._scratch.rest(frees)
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        is_source = self.rank == src
+        self._lane.count("broadcast", buf.nbytes * (self.size - 1) if is_source else 0)
+        if self._algorithm("broadcast", buf.nbytes, self.size) == "native":
+            handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
+            return GroupWork(self._lane, label, [handle])
+        nothing = buf.new_empty(0)
+        sends = [buf if is_source else nothing] * self.size
+        receives = [nothing] * self.size
+        if not is_source:
+            receives[src] = buf
+        handles = self._exchange(self._reduce_wire, sends, receives, label)
+        return GroupWork(self._lane, label, handles)
+
+    def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
+        return [self._scratch.borrow(numel, dtype) for numel in sizes]
+
+    def _parts(self, loans: Sequence[Loan[Tensor]], own: Tensor) -> list[Tensor]:
+        """Return where each rank's part lands, in rank order; this rank's part is `own`."""
+        parts = [loan.buffer[: own.numel()] for loan in loans]
+        parts.insert(self.rank, own)
+        return parts
+
+    def _exchange(
+        self, wire: Any, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str
+    ) -> list[Any]:
+        """Post `receives[peer]` and `sends[peer]` for every peer, and return their handles."""
+        handles = []
+        try:
+            for peer in self._peers:
+                landing = receives[peer]
+                if landing.numel():
+                    handles.append(wire.recv([landing], peer, _tag(landing)))
+            for peer in self._peers:
+                leaving = sends[peer]
+                if leaving.numel():
+                    handles.append(wire.send([leaving], peer, _tag(leaving)))
+        except RuntimeError as error:  # the connection is closed already
+            raise self._lane.watch.explain(0, label, error) from error
+        return handles
+
+    def break_off(self) -> None:
+        """End every wait on this axis, in this process, with an error; there is no way back.
+
+        A receive that times out makes gloo close all connections of its group.
+        """
+        for wire in (self._gather_wire, self._reduce_wire):
+            with contextlib.suppress(RuntimeError):  # timing out is its purpose; or it is closed
+                probe = wire.recv([torch.empty(1)], self._peers[0], _BREAK_TAG)
+                probe.wait(timedelta(milliseconds=1))
+
+
+def _tag(message: Tensor) -> int:
+    """Tag a message by its bytes: ranks out of step then wait, and are named, where messages of
+    unequal length under one tag would make gloo abort the process."""
+    return message.nbytes & _TAG_MASK

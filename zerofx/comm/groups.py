@@ -1,0 +1,489 @@
+"""Joining the other ranks: torchrun, the mesh, one process group a purpose, the boards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.collectives import Axis, Lane
+from zerofx.comm.gloo import Algorithm, GlooAxis
+from zerofx.comm.hosts import meet
+from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
+from zerofx.comm.nccl import NcclAxis
+from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
+from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
+from zerofx.errors import DesyncError, PlanError
+from zerofx.layout.buckets import AXES
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TELL_S = 2.0  # how long a rank that has raised tries to reach the store, to say so
+_NAP_S = 0.05  # between two looks whether somebody serves the store of the job
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A rank's axes and their process groups."""
+
+    backend: str
+    axes: dict[str, Axis]
+    whole: Axis
+    lane: Lane
+    agreement: Agreement
+    shard_mesh: DeviceMesh | None
+    give_back: Callable[[], None]
+
+
+def place(device: torch.device | str | None, mesh: DeviceMesh | None = None) -> torch.device:
+    """Return the given device, or one of the mesh's type: CUDA's LOCAL_RANK-th, or the host.
+
+    Without either it is a CUDA device where there is one.
+
+    Raises:
+        PlanError: there is no such device, or it is of another type than the mesh's.
+    """
+    kind = None if mesh is None else mesh.device_type
+    if device is not None:
+        found = _device(device)
+        if kind not in (None, found.type):
+            raise PlanError(
+                f"device is {str(found)!r} but mesh is a mesh of {kind!r} devices. Leave device "
+                f"out, or make the mesh with init_device_mesh({found.type!r}, ...)"
+            )
+        return found
+    on_cuda = torch.cuda.is_available()
+    if dist.is_initialized():
+        on_cuda = on_cuda and "nccl" in str(dist.get_backend())
+    kind = kind or ("cuda" if on_cuda else "cpu")
+    if kind != "cuda":
+        return _device(kind)
+    local = os.environ.get("LOCAL_RANK")
+    return _device("cuda" if local is None else f"cuda:{local}")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(
+            f"device = {device!r} is not a device of torch. Use 'cpu', 'cuda' or 'cuda:0', or "
+            "leave device out"
+        ) from error
+    if found.type == "cuda":
+        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= num:
+            raise PlanError(
+                f"device = {str(found)!r} is not there. torch sees {num} CUDA devices on this "
+                "machine. Use one of these, or device='cpu'"
+            )
+        if found.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+class StartUp:
+    """One start of a world on this rank. Where its body raises, the other ranks are told at once.
+
+    A model is compiled in one: whatever ends that early on this rank (a plan that is refused, a
+    lack of memory, Ctrl-C) ends it on the ranks that wait for this one.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._mesh = mesh
+        self._meeting: Meeting | None = None
+        self._agreement: Agreement | None = None
+
+    def __enter__(self) -> StartUp:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and os.environ.get("WORLD_SIZE") != "1":
+            self._tell(error)
+
+    def initialise(self, device: torch.device | str | None) -> None:
+        """Make the default process group under torchrun if there is none yet, and say so.
+
+        Raises:
+            DesyncError: a rank did not come, or has raised; names it.
+        """
+        if not _is_under_torchrun():
+            return
+        limit_s, here = timeout_s(), place(device)
+        backend = "nccl" if here.type == "cuda" else "gloo"
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
+        self._meeting = meeting = _job().start(limit_s)
+        hosts = meeting.share("process", socket.gethostname())
+        meeting.hosts.update(enumerate(hosts))
+        try:
+            with meeting.making("the process group"):
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("default_pg", meeting.store.raw),
+                    rank=meeting.rank,
+                    world_size=meeting.size,
+                    timeout=timedelta(seconds=limit_s),
+                )
+            meeting.share("process group", "")  # a rank that ends now is missed here, not later
+        except BaseException:  # all ranks have it, or none, so that all can start again
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise
+        if dist.get_rank() == 0:
+            ranks = dist.get_world_size()
+            sys.stderr.write(
+                f"zerofx: made a process group: {backend}, {ranks} ranks, here {here}\n"
+            )
+        self._meeting = None
+
+    def meet(self, everyone: list[int]) -> tuple[Meeting, Agreement, str]:
+        """Meet the ranks of one world, `everyone`; return how they agree, and the world's name."""
+        limit_s = timeout_s()
+        self._meeting, name = _meeting_of_world(everyone, limit_s)
+        met = meet(self._meeting)
+        self._agreement = agreement = Agreement(
+            met.board, met.ranks, limit_s, met.link, self._meeting.store
+        )
+        self._meeting.lost = lambda: agreement.lost(broken=True)
+        return self._meeting, agreement, name
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the other ranks know that this one has raised."""
+        with contextlib.suppress(Exception):  # whatever fails here, the user sees `error`
+            reason = f"raised {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError, OSError):  # a store that is gone tells it too
+                if self._meeting is not None:
+                    self._meeting.tell(f"{self._meeting.name([self._meeting.rank])} {reason}")
+                elif self._agreement is None and not isinstance(error, DesyncError):
+                    patience_s = 0.0 if isinstance(error, KeyboardInterrupt) else _TELL_S
+                    self._tell_those_to_come(reason, patience_s)
+            if self._agreement is not None:
+                self._agreement.quit(f"it {reason}")
+
+    def _tell_those_to_come(self, reason: str, patience_s: float) -> None:
+        """Tell it in the meeting that the other ranks will come to, where this one has not yet."""
+        if not dist.is_initialized():
+            if _is_under_torchrun():
+                _job().tell(reason, patience_s)
+            return
+        everyone = list(range(dist.get_world_size()))
+        if isinstance(self._mesh, DeviceMesh):  # what was passed has not been checked yet
+            everyone = self._mesh.mesh.flatten().tolist()
+        if len(everyone) > 1 and dist.get_rank() in everyone:
+            meeting, _ = _meeting_of_world(everyone, _TELL_S)
+            meeting.tell(f"{meeting.name([meeting.rank])} {reason}")
+
+
+def _is_under_torchrun() -> bool:
+    """Tell whether torchrun's variables are set, and no process group has been made yet."""
+    return not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN)
+
+
+class _Job:
+    """The ranks that torchrun's variables name, and the store through which they find each other.
+
+    The store stays until the process ends. If rank 0 serves it, the other ranks still learn there
+    why a start failed, and all can start again. The n-th starts of all ranks belong together.
+    """
+
+    def __init__(self) -> None:
+        self._size = _from_environment("WORLD_SIZE", 1, 2**31 - 1)
+        self._rank = _from_environment("RANK", 0, self._size - 1)
+        self._address = os.environ["MASTER_ADDR"], _from_environment("MASTER_PORT", 1, 65535)
+        self._uses_agent = _uses_agent()
+        self._store: Any = None
+        self._untold: list[str] = []  # why starts failed here that could not reach the store
+
+    def start(self, limit_s: float) -> Meeting:
+        """Return the meeting of this rank's next start.
+
+        Raises:
+            DesyncError: the store cannot be reached within the limit; says who serves it.
+        """
+        self._connect(limit_s, limit_s)
+        self._catch_up()
+        return self._next_meeting(limit_s)
+
+    def tell(self, reason: str, patience_s: float) -> None:
+        """Let the others raise in their start of this number: this rank's has failed before it met.
+
+        Without a store within `patience_s`, they learn of it with this rank's next start.
+        """
+        self._untold.append(reason)
+        self._connect(_TELL_S, patience_s)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._untold:
+            meeting = self._next_meeting(_TELL_S)
+            meeting.tell(f"{meeting.name([self._rank])} {self._untold.pop(0)}")
+
+    def _next_meeting(self, limit_s: float) -> Meeting:
+        with store_errors():
+            number = BoundedStore(self._store, limit_s).add(self._counter, 1)
+        store = dist.PrefixStore(f"zerofx/start/{number}", self._store)
+        return Meeting(BoundedStore(store, limit_s), self._rank, self._size, limit_s)
+
+    @property
+    def _counter(self) -> str:
+        return f"zerofx/starts/{self._rank}"
+
+    def _connect(self, limit_s: float, patience_s: float) -> None:
+        """Connect to the store, unless it answers already, once its server listens.
+
+        limit_s: how long a request may take. patience_s: how long to wait for the server; Ctrl-C
+        ends that.
+        """
+        try:
+            if self._store is not None:
+                self._store.set_timeout(timedelta(seconds=limit_s))
+                BoundedStore(self._store, limit_s).add(self._counter, 0)
+                return
+        except DesyncError:  # it does not answer
+            raise
+        except RuntimeError:  # its server has ended; there may be another in its place
+            self._store = None
+        serves = self._rank == 0 and not self._uses_agent
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                if not serves:
+                    socket.create_connection(self._address, timeout=_TELL_S).close()
+                left_s = max(deadline - time.monotonic(), _TELL_S)
+                store = within(left_s, store_of_job, left_s)
+                store.set_timeout(timedelta(seconds=limit_s))
+                self._store = store
+                return
+            except (RuntimeError, OSError) as error:
+                if serves or time.monotonic() > deadline:
+                    raise DesyncError(self._unreachable(serves, patience_s, error)) from error
+            time.sleep(_NAP_S)
+
+    def _unreachable(self, serves: bool, waited_s: float, error: Exception) -> str:
+        where = "{}:{}".format(*self._address)
+        if serves:
+            return (
+                f"rank 0 cannot serve the store of the job at {where}: {error}. End the process "
+                "that holds the port, or set MASTER_PORT to another one on all ranks"
+            )
+        server = "torchrun" if self._uses_agent else "rank 0"
+        return (
+            f"{server}, which serves the store of the job at {where}, did not answer rank "
+            f"{self._rank} within {waited_s:g} s (ZEROFX_TIMEOUT_S). Check MASTER_ADDR and "
+            f"MASTER_PORT, and that rank 0 was started: {error}"
+        )
+
+
+_JOBS: dict[tuple[object, ...], _Job] = {}
+
+
+def _job() -> _Job:
+    """Return the job that the environment names now; the store of an earlier one is dropped."""
+    key = os.getpid(), _uses_agent(), *(os.environ[name] for name in _TORCHRUN)
+    if key not in _JOBS:
+        _JOBS.clear()
+        _JOBS[key] = _Job()
+    return _JOBS[key]
+
+
+def _uses_agent() -> bool:
+    """Tell whether torchrun serves the store of the job, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _from_environment(name: str, least: int, most: int) -> int:
+    """Return a number that torchrun sets.
+
+    Raises:
+        PlanError: the variable is something else.
+    """
+    text = os.environ[name]
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise PlanError(
+            f"{name} is {text!r}. It must be a whole number from {least} to {most}. Launch the "
+            "ranks with torchrun, or set it on every rank"
+        )
+    return int(text)
+
+
+def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str]:
+    """Return a meeting through a store that only `everyone` uses, for one world, and its name."""
+    name = f"zerofx/{'-'.join(map(str, everyone))}"
+    store, rank = default_store(), everyone.index(dist.get_rank())
+    with store_errors():  # the number is the same on every rank
+        number = BoundedStore(store, limit_s).add(f"{name}/worlds/{rank}", 1)
+    store = BoundedStore(dist.PrefixStore(f"{name}/{number}", store), limit_s)
+    return Meeting(store, rank, len(everyone), limit_s), str(number)
+
+
+def other_axes(mesh: DeviceMesh | None) -> str:
+    """Name the axes of the whole mesh that a model's own was sliced from, with their sizes.
+
+    Ranks along them hold other parameters, or the same ones; which is not known here.
+    """
+    if mesh is None:
+        return ""
+    root, mine = root_mesh(mesh), mesh.mesh_dim_names or ()
+    if root.size() == mesh.size():
+        return ""
+    sizes = zip(root.mesh_dim_names or (), root.shape, strict=False)
+    return ", ".join(f"{n} ({size})" for n, size in sizes if n not in mine and size > 1)
+
+
+def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:
+    """Raise unless every rank arranges the same ranks in the same replicas and shards."""
+    grids = meeting.share("mesh", str(ranks))
+    other = next((rank for rank, grid in enumerate(grids) if grid != grids[meeting.rank]), None)
+    if other is not None:
+        raise DesyncError(
+            f"{meeting.name([meeting.rank])} calls zerofx.compile with mesh={ranks} while "
+            f"{meeting.name([other])} calls it with mesh={grids[other]}. Pass the same mesh and "
+            "shard_axis_size on every rank."
+        )
+
+
+def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp) -> Axes:
+    """Make the process groups of the grid's axes and meet the other ranks, all in one order.
+
+    Raises:
+        DesyncError: a rank did not come, or has raised; names it.
+    """
+    ranks = grid.tolist()
+    me = dist.get_rank()
+    at = [int(i) for i in (grid == me).nonzero()[0]]
+    everyone = grid.flatten().tolist()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    joined: list[GlooAxis | NcclAxis] = []
+    meeting, agreement, name = start.meet(everyone)
+    _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
+    groups = _take((backend, str(ranks)), meeting) or Groups(name)
+    watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
+    lane = Lane(watchdog)
+
+    def axis(what: str, members: list[int]) -> Axis:
+        if len(members) == 1:
+            return Axis()
+        position = members.index(me)
+        if what not in groups.pairs:
+            with meeting.making(f"the groups of the {what} axis"):
+                groups.pairs[what] = _new_group(members, device), _new_group(members, device)
+        gathers, reduces = groups.pairs[what]
+        made: GlooAxis | NcclAxis
+        if backend == "nccl":
+            made = NcclAxis(position, len(members), gathers, reduces, lane)
+        else:
+            made = GlooAxis(position, len(members), gathers, reduces, lane, algorithm)
+        joined.append(made)
+        return made
+
+    def line(dim: int) -> list[int]:
+        return grid[tuple(slice(None) if d == dim else i for d, i in enumerate(at))].tolist()
+
+    axes = {name: axis(name, line(dim)) for dim, name in reversed([*enumerate(AXES)])}
+    several = [a for a in axes.values() if a.size > 1]
+    whole = several[0] if len(several) == 1 else axis("whole", everyone)
+
+    def break_off() -> None:
+        for each in joined:
+            each.break_off()
+
+    def give_back() -> None:
+        watchdog.stop()
+        if not (lane.in_flight or agreement.has_failed):
+            groups.launched += agreement.board.launched(agreement.board.rank)
+            _keep((backend, str(ranks)), groups)
+
+    watchdog.start(break_off)
+    if groups.mesh is None and axes["shard"].size > 1:
+        groups.mesh = DeviceMesh.from_group(groups.pairs["shard"][0], device.type)
+    return Axes(backend, axes, whole, lane, agreement, groups.mesh, give_back)
+
+
+def _new_group(members: list[int], device: torch.device) -> Any:
+    """Make a group in which only its members take part.
+
+    gloo connects its members at once, for which its timeout is the limit. Later, transfers have
+    a limit of their own as the last resort (NCCL's ends the process); the watchdog comes first.
+    """
+    limit_s = timeout_s()
+    last_s = last_resort_s(limit_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(
+        members,
+        backend=backend,
+        timeout=timedelta(seconds=limit_s if backend == "gloo" else last_s),
+        use_local_synchronization=True,
+    )
+    if backend == "gloo":
+        set_timeout(group, device, last_s)
+    return group
+
+
+# -- groups of worlds that are gone, kept for the next world over the same ranks -----------------
+# A group costs three threads and some descriptors (on NCCL device memory), and cannot be destroyed
+# where a model happens to be collected: torch derives the names of groups from those that exist, so
+# ranks that destroy at different times would name the next one differently and hang; and NCCL wants
+# all ranks in it. So a dropped world's groups are kept, and a new world takes over those that every
+# rank has kept with an equal number of launches, all finished: nothing is then under way in them.
+# Two living worlds never share groups: only each world's own agreement orders its transfers.
+@dataclass
+class Groups:
+    """One world's groups: axis -> (gathers, reduces). `name` is the same on all its ranks.
+
+    `launched` counts this rank's collectives in the worlds that are gone.
+    """
+
+    name: str
+    pairs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    launched: int = 0
+    job: Any = field(default_factory=lambda: dist.group.WORLD)
+
+
+_KEPT: dict[tuple[str, str], list[Groups]] = {}  # by backend and grid of ranks
+
+
+def _keep(kind: tuple[str, str], groups: Groups) -> None:
+    """Keep the groups of a world that has ended with nothing in flight."""
+    _KEPT.setdefault(kind, []).append(groups)
+
+
+def _take(kind: tuple[str, str], meeting: Meeting) -> Groups | None:
+    """Return groups that all ranks have kept, the same on each; None if there are none.
+
+    A collective call among the ranks of the meeting.
+
+    Raises:
+        DesyncError: a rank did not come; names it.
+    """
+    job = dist.group.WORLD
+    for kept in _KEPT.values():  # torch destroys all groups with the default one
+        kept[:] = [groups for groups in kept if groups.job is job]
+    mine = {groups.name: groups for groups in _KEPT.get(kind, [])}
+    texts = meeting.share("spare", json.dumps({name: g.launched for name, g in mine.items()}))
+    offers = [json.loads(text) for text in texts]
+    common = [n for n in offers[0] if all(offer.get(n) == offers[0][n] for offer in offers)]
+    if not common:
+        return None
+    chosen = mine[min(common, key=int)]
+    _KEPT[kind].remove(chosen)
+    return chosen

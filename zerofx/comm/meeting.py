@@ -1,0 +1,286 @@
+"""Ranks that start up together: before they share a board, they see each other through the store.
+
+A wait here polls the store instead of blocking in it. So it has a limit, whatever timeout the store
+was made with, it names the ranks that are missing, and it ends at once when a rank tells that it
+has raised. Single requests have a limit too: a store whose server was stopped never answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from zerofx.comm.differences import name_ranks
+from zerofx.errors import DesyncError, PlanError
+
+T = TypeVar("T")
+STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
+_NAP_S = (2e-3, 0.1)  # first and longest sleep between two looks at the store
+_LEAST_S = 2.0  # what a request gets to be answered in, however late it is made
+_FAREWELL_S = 3.0  # how long ranks wait for each other to say that making something failed
+_YEAR_S = 365 * 86400.0
+
+
+def timeout_s() -> float:
+    """Return how long a rank waits for the others: ZEROFX_TIMEOUT_S seconds, 300 if unset.
+
+    Raises:
+        PlanError: the variable is not a number of seconds above 0, or is more than a year.
+    """
+    text = os.environ.get("ZEROFX_TIMEOUT_S", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _YEAR_S:
+        raise PlanError(
+            f"ZEROFX_TIMEOUT_S is {text!r}. It must be a number of seconds above 0 and at most "
+            f"{_YEAR_S:.0f} (a year). Set it to such a number, or leave it unset for 300."
+        )
+    return seconds
+
+
+class BoundedStore:
+    """A store of torch's, whose requests end within a limit that counts from the last `allow`.
+
+    Inside a request torch neither has a limit nor listens to Ctrl-C, so a thread makes it. After
+    one that was not answered none is made any more: they would queue up after it.
+    """
+
+    def __init__(self, store: Any, limit_s: float) -> None:
+        self.raw, self._limit_s = store, limit_s
+        self._silent = ""
+        self.allow(limit_s)
+
+    def allow(self, seconds: float) -> None:
+        """Let the next requests, all together, take so long from now."""
+        self._until = time.monotonic() + seconds
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self.raw.add, key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self.raw.set, key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        self._ask(self.raw.compare_set, key, expected, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(self.raw.check, keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(self.raw.get, key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._ask(self.raw.multi_get, keys))
+
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
+        """Return what a request does.
+
+        Raises:
+            DesyncError: it was not answered within the limit, or an earlier one was not.
+            RuntimeError: the request's own, as when the server has ended.
+        """
+        if self._silent:
+            raise DesyncError(self._silent)
+        try:
+            return within(max(self._until - time.monotonic(), _LEAST_S), request, *args)
+        except TimeoutError as error:
+            self._silent = (
+                f"the store of the job did not answer within {self._limit_s:g} s "
+                f"(ZEROFX_TIMEOUT_S). The process that serves it ({_server()}) may have been "
+                "stopped. Continue it, or end the job"
+            )
+            raise DesyncError(self._silent) from error
+
+
+def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
+    """Return what `request(*args)` does, made by a thread; Ctrl-C ends the wait for it.
+
+    Raises:
+        TimeoutError: it has not ended within the limit. The thread stays.
+    """
+    answers: list[T] = []
+    errors: list[Exception] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            answers.append(request(*args))
+        except Exception as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="zerofx-store", daemon=True).start()
+    if not ended.wait(limit_s):
+        raise TimeoutError(f"no answer within {limit_s:.1f} s")
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
+class Meeting:
+    """One start-up of `size` ranks that share `store` with no others, seen from rank `rank`.
+
+    hosts: the host of each rank that is known, for messages.
+    lost: asked during every wait for a rank that is known to be lost, once there is a board to see
+        that on.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        size: int,
+        limit_s: float,
+        hosts: dict[int, str] | None = None,
+    ) -> None:
+        self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
+        self.hosts: dict[int, str] = {} if hosts is None else hosts
+        self.lost: Callable[[], str | None] = lambda: None
+
+    def share(self, topic: str, value: str) -> list[str]:
+        """Return what every rank shares under a topic, in rank order, once all have.
+
+        Raises:
+            DesyncError: a rank did not come within the limit, or has raised; names it.
+        """
+        self.store.allow(self.limit_s)
+        with store_errors():
+            self.store.set(f"{topic}/{self.rank}", value)
+            if self.store.add(f"{topic}/count", 1) == self.size:
+                self.store.set(f"{topic}/complete", "")
+        self._await(f"{topic}/complete", topic)
+        with store_errors():
+            return [text.decode() for text in self.store.multi_get(self._keys(topic))]
+
+    def get(self, key: str, source: int) -> str:
+        """Return what rank `source` sets under a key, once it has.
+
+        Raises:
+            DesyncError: it did not within the limit, or a rank has raised; names it.
+        """
+        self._await(key, key, source)
+        with store_errors():
+            return self.store.get(key).decode()
+
+    def tell(self, reason: str) -> None:
+        """Let the ranks that wait in this meeting, or come to it later, raise `reason`.
+
+        The first reason stays.
+        """
+        self.store.allow(_LEAST_S)
+        with contextlib.suppress(RuntimeError):  # without a store they see that by themselves
+            self.store.compare_set("raised", "", reason)
+
+    def fail(self, message: str) -> DesyncError:
+        """Return `message` as an error, after telling it to the other ranks."""
+        self.tell(message)
+        return DesyncError(message)
+
+    def check(self) -> None:
+        """Raise what another rank has told, or a rank that is known to be lost."""
+        with store_errors():
+            told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
+        if told is not None:
+            raise DesyncError(f"{told}; rank {self.rank} waited for it to start up")
+        lost = self.lost()
+        if lost is not None:
+            raise self.fail(f"{lost}; rank {self.rank} waits for it to start up")
+
+    @contextlib.contextmanager
+    def making(self, what: str) -> Iterator[None]:
+        """Run what torch does with all ranks of the meeting; its errors then name who is missing.
+
+        Raises:
+            DesyncError: in place of a RuntimeError of torch.
+        """
+        started = time.monotonic()
+        try:
+            yield
+        except DesyncError:
+            raise
+        except RuntimeError as error:
+            raise self._explain(what, time.monotonic() - started, error) from error
+        with store_errors():
+            self.store.set(f"{what}/{self.rank}", "")
+
+    def name(self, ranks: list[int]) -> str:
+        """Return "rank 1 (host a)" or "ranks 1, 2"; the host where it is known of one rank."""
+        named = name_ranks(ranks, "", "").strip()
+        host = self.hosts.get(ranks[0]) if len(ranks) == 1 else None
+        return named + (f" (host {host})" if host else "")
+
+    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> DesyncError:
+        """Name the ranks that neither made it nor failed: the others fail at about this time."""
+        self.check()
+        with store_errors():
+            self.store.set(f"{what}/{self.rank}", "")
+        deadline = time.monotonic() + _FAREWELL_S
+        while (missing := self._missing(what)) and time.monotonic() < deadline:
+            time.sleep(_NAP_S[1])
+            self.check()
+        doing = f"while rank {self.rank} was making {what}, for {waited_s:.1f} s"
+        if missing:
+            return self.fail(f"{self.name(missing)} did not take part {doing} (ZEROFX_TIMEOUT_S)")
+        return self.fail(
+            f"every rank came {doing}, but they could not be connected: {error}; check the "
+            "..._SOCKET_IFNAME variables and the network between the hosts"
+        )
+
+    def _await(self, key: str, topic: str, source: int | None = None) -> None:
+        self.store.allow(self.limit_s)
+        deadline = time.monotonic() + self.limit_s
+        nap, longest = _NAP_S[0], max(_NAP_S[1], self.size / 2000)
+        while True:
+            with store_errors():
+                if self.store.check([key]):
+                    return
+            self.check()
+            if time.monotonic() > deadline:
+                missing = self._missing(topic) if source is None else [source]
+                late = self.name(missing) if missing else "a rank that ended as it came"
+                raise self.fail(
+                    f"{late} did not come within "
+                    f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S); rank {self.rank} waits for it to "
+                    "start up"
+                )
+            time.sleep(nap)
+            nap = min(longest, nap * 1.5)
+
+    def _keys(self, topic: str) -> list[str]:
+        return [f"{topic}/{rank}" for rank in range(self.size)]
+
+    def _missing(self, topic: str) -> list[int]:
+        """Return the ranks that have shared nothing under a topic."""
+        with store_errors():
+            keys = enumerate(self._keys(topic))
+            return [rank for rank, key in keys if not self.store.check([key])]
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Say what it means when the store no longer answers, and whose process served it."""
+    try:
+        yield
+    except DesyncError:
+        raise
+    except RuntimeError as error:
+        raise DesyncError(f"{store_gone()}: {error}") from error
+
+
+def store_gone() -> str:
+    """Say that the store is gone, and which process serves it, as far as is known."""
+    return f"{STORE_GONE[:-1]}: {_server()})"
+
+
+def _server() -> str:
+    """Name the process that serves the store of the job."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "torchrun's"
+    return "rank 0, unless the script made the store itself"

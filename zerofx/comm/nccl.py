@@ -1,0 +1,65 @@
+"""The collectives among CUDA devices over NCCL: its native calls, each group on its own stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx.comm.collectives import Axis, GroupWork, Lane, Work, all_reduce_bytes
+from zerofx.compat.groups import all_gather_flat, group_backend, reduce_scatter_flat
+from zerofx.policy import exchange
+
+
+class NcclAxis(Axis):
+    """An axis of CUDA devices joined by NCCL; each group runs on a stream of its own.
+
+    `wait` makes the current stream wait for the transfer, never the host, and the groups hold
+    their tensors until then, so buffers need no `record_stream`.
+    """
+
+    def __init__(self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane) -> None:
+        super().__init__(rank, size)
+        self._gathers, self._reduces = gathers, reduces
+        self._lane = lane
+
+    def break_off(self) -> None:
+        """End what runs on this axis's streams; there is no way back."""
+        for group in (self._gathers, self._reduces):
+            group_backend(group, torch.device("cuda")).abort()
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
+        return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
+        handle = reduce_scatter_flat(self._reduces, out, full)
+        return GroupWork(self._lane, label, [handle], lambda: _scale(out, scale))
+
+    def all_reduce(
+        self,
+        buf: Tensor,
+        scale: float = 1.0,
+        label: str = "all-reduce",
+        source: Tensor | None = None,
+    ) -> Work:
+        if source is not None:
+            buf.copy_(source)
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
+        return GroupWork(self._lane, label, [handle], lambda: _scale(buf, scale))
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
+        handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
+        return GroupWork(self._lane, label, [handle])
+
+
+def _scale(buf: Tensor, scale: float) -> None:
+    if scale != 1.0:
+        buf.mul_(scale)

@@ -1,0 +1,93 @@
+"""A step that all ranks take or none: what they tell each other, and whether it failed on one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from zerofx.comm.world import World
+from zerofx.errors import DesyncError, ZerofxError
+
+T = TypeVar("T")
+
+
+def exchange(world: World, value: T, label: str) -> list[T]:
+    """Return every rank's value, in rank order; `label` is for the watchdog.
+
+    Through the world's own broadcasts, so that a mesh that is part of a larger job works, and a
+    stuck rank is named. Pickled: what comes over these wires comes from this very job.
+    """
+    if world.size == 1:
+        return [value]
+    found: list[T] = []
+    data = bytearray(pickle.dumps(value))
+    mine = torch.frombuffer(data, dtype=torch.uint8).to(world.device)
+    for source in range(world.size):
+        num_bytes = torch.tensor([mine.numel()], device=world.device)
+        world.broadcast(num_bytes, source, label).wait()
+        sent = mine
+        if source != world.rank:
+            sent = torch.empty(int(num_bytes), dtype=torch.uint8, device=world.device)
+        world.broadcast(sent, source, label).wait()
+        found.append(pickle.loads(sent.cpu().numpy().tobytes()))
+    return found
+
+
+def together(world: World, what: str, step: Callable[[], T], raises: type[ZerofxError]) -> list[T]:
+    """Run `step` on every rank and return all results, in rank order; no rank goes on alone.
+
+    Raises: on a rank where `step` failed, that error (an OSError as one of `raises`); on the
+        others one of `raises` that names the rank and the error.
+    """
+    problem: Exception | None = None
+    value: T | None = None
+    try:
+        value = step()
+    except DesyncError:  # the ranks have lost each other: no rank can be told
+        raise
+    except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
+        problem = error
+    except BaseException as error:  # Ctrl-C, sys.exit: this rank comes no further
+        world.report_failure(repr(error))
+        raise
+    world.agree(what, "")
+    mine = None if problem is None else _describe(problem)
+    answers = exchange(world, (mine, value), what)
+    if isinstance(problem, OSError) and not isinstance(problem, ZerofxError):
+        raise raises(f"{what}: {mine}") from problem
+    if problem is not None:
+        raise problem
+    for rank, (told, _) in enumerate(answers):
+        if told is not None:
+            raise raises(f"{what}: rank {rank}: {told}")
+    return [value for _, value in answers]  # type: ignore[misc]
+
+
+def tell(world: World, what: str, problem: Exception | None, raises: type[ZerofxError]) -> None:
+    """Tell all ranks whether something went wrong on this one; a collective call.
+
+    Raises: `problem`, or on the other ranks one of `raises` that names the rank and the error.
+    """
+    if isinstance(problem, DesyncError):  # the ranks have lost each other: no rank can be told
+        raise problem
+    if world.all_well(what, problem is None):
+        return
+    world.agree(f"what went wrong in {what}", "")
+    answers = exchange(world, None if problem is None else _describe(problem), what)
+    if problem is not None:
+        raise problem
+    for rank, told in enumerate(answers):
+        if told is not None:
+            raise raises(f"{what}: rank {rank}: {told}")
+
+
+def _describe(problem: Exception) -> str:
+    if isinstance(problem, ZerofxError):
+        return str(problem)
+    if isinstance(problem, OSError):
+        where = f"{problem.filename}: " if problem.filename else ""
+        return f"{where}{problem.strerror or problem}"
+    return f"{type(problem).__name__}: {problem}"

@@ -1,0 +1,296 @@
+"""Who this rank is, and its collectives: one World per compiled model.
+
+Ranks form a grid of (replicate, shard), numbered as `layout.Mesh` says. Values are sharded over the
+shard axis; the replicate axis holds copies of the same shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.comm import groups
+from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import NO_GRAPH
+from zerofx.comm.collectives import KINDS, Axis, Lane, Traffic, Work
+from zerofx.comm.gloo import Algorithm, always_direct
+from zerofx.comm.grid import rank_grid
+from zerofx.comm.meeting import timeout_s
+from zerofx.comm.steps import StepLog
+from zerofx.errors import DesyncError, PlanError
+from zerofx.layout.buckets import AXES, Mesh
+from zerofx.policy import reduction
+
+
+class Then(Work):
+    """A second collective that starts when the first has finished."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._first = first
+        self._second: Callable[[], Work] | None = second
+
+    def wait(self) -> None:
+        if self._second is None:
+            return
+        self._first.wait()
+        second, self._second = self._second, None
+        second().wait()
+
+
+class World:
+    """This rank's place among the ranks, its collectives and what it sent in them.
+
+    `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
+    DeviceMesh, None where that axis has one rank. `other_axes` names the axes of a larger mesh that
+    this world is a slice of. `label`s name a collective in errors. `give_back` is called once the
+    world is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        backend: str,
+        axes: Mapping[str, Axis],
+        whole: Axis,
+        lane: Lane | None = None,
+        agreement: Agreement | None = None,
+        shard_mesh: DeviceMesh | None = None,
+        give_back: Callable[[], None] | None = None,
+        other_axes: str = "",
+    ) -> None:
+        self.device = device
+        self.backend = backend
+        self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
+        self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
+        self.size = self.mesh.num_ranks
+        self._axes, self._whole, self._shard = dict(axes), whole, axes["shard"]
+        self.shard_rank, self.shard_size = self._shard.rank, self._shard.size
+        self.replicate_rank, self.replicate_size = axes["replicate"].rank, axes["replicate"].size
+        self._legs = [(axes[leg.axis], leg.kind) for leg in reduction.legs(self.mesh)]
+        if not self._legs:
+            self._legs = [(self._shard, "reduce_scatter")]
+        self.shard_mesh, self.other_axes = shard_mesh, other_axes
+        self.counters = lane.counters if lane else {kind: Traffic() for kind in KINDS}
+        self._lane, self._agreement = lane, agreement
+        self.steps = StepLog()
+        if agreement is not None:
+            weakref.finalize(self, _say_goodbye, agreement)
+        if give_back is not None:
+            weakref.finalize(self, give_back)
+
+    @classmethod
+    def single(cls, device: torch.device | str | None = None, other_axes: str = "") -> World:
+        """Return the world of one process, without a process group."""
+        return cls(
+            device=groups.place(device),
+            backend="single",
+            axes={name: Axis() for name in AXES},
+            whole=Axis(),
+            other_axes=other_axes,
+        )
+
+    @classmethod
+    def connect(
+        cls,
+        device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
+        shard_size: int | None = None,
+        algorithm: Algorithm = always_direct,
+        start: groups.StartUp | None = None,
+        replicates: bool = False,
+    ) -> World:
+        """Return the world this process is in; a collective call where there are several ranks.
+
+        Uses the process group that exists; else, under torchrun, initialises one; else this is one
+        process. `mesh` is 1-D (shard) or 2-D (replicate, shard); without one all ranks are used, in
+        contiguous groups of `shard_size` that hold the shards, replicated across the groups. If
+        `replicates`, nothing is sharded, and all ranks of the mesh are replicas.
+        `algorithm` chooses how gloo moves the bytes of each collective. `start`: the start-up that
+        this is a part of, if the other ranks are to be told of what raises after this too.
+
+        Raises:
+            PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks, or
+                ZEROFX_TIMEOUT_S is not a number of seconds.
+            DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised.
+        """
+        if start is None:
+            with groups.StartUp(mesh) as start:
+                return cls.connect(device, mesh, shard_size, algorithm, start, replicates)
+        timeout_s()  # raises where it is no number, before anything waits
+        start.initialise(device)
+        if not dist.is_initialized():
+            if mesh is not None:
+                raise PlanError(
+                    "mesh was given, but this process has no process group. Launch it with "
+                    "torchrun, or leave mesh out"
+                )
+            if shard_size not in (None, 1):
+                raise PlanError(
+                    f"shard_axis_size is {shard_size} but this is a single process; launch it with "
+                    "torchrun, or leave shard_axis_size out"
+                )
+            return cls.single(device)
+        grid, others = rank_grid(mesh, shard_size, replicates), groups.other_axes(mesh)
+        if grid.numel() == 1:
+            return cls.single(device, others)
+        here = groups.place(device)
+        axes = groups.join(grid, here, algorithm, start)
+        return cls(
+            device=here,
+            backend=axes.backend,
+            axes=axes.axes,
+            whole=axes.whole,
+            lane=axes.lane,
+            agreement=axes.agreement,
+            shard_mesh=axes.shard_mesh,
+            give_back=axes.give_back,
+            other_axes=others,
+        )
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
+        """Fill `out` [shard_size * k] with the `shard` [k] of every rank of the shard axis."""
+        return self._shard.all_gather(out, shard, label)
+
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+    ) -> Work:
+        """Set `out` [k] to scale * the sum over all ranks of this rank's slice of `full`.
+
+        The sum runs in rank order over one axis after the other, as `policy/reduction.py` says.
+
+        Shapes: full [shard_size * k]; `out` is no part of it where there are several ranks.
+        """
+        first, *later = self._legs
+        work = _launch(first, out, full, 1.0 if later else scale, label)
+        for leg in later:
+            its_scale = scale if leg is later[-1] else 1.0
+            work = Then(work, partial(_launch, leg, out, out, its_scale, label))
+        return work
+
+    def all_reduce(self, buf: Tensor, scale: float = 1.0, label: str = "all-reduce") -> Work:
+        """Set `buf` [n] in place to scale * the sum over all ranks, in rank order."""
+        return self._whole.all_reduce(buf, scale, label)
+
+    def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
+        """Set `buf` on every rank to its value on rank `src`."""
+        return self._whole.broadcast(buf, src, label)
+
+    def rest(self, frees: Callable[[int], bool]) -> None:
+        """Free receive buffers for whose bytes `frees` holds, until they are next needed."""
+        for axis in (*self._axes.values(), self._whole):
+            axis.rest(frees)
+
+    def drain(self) -> None:
+        """Wait for everything still in flight: after an exception, before buffers are used again.
+
+        After a DesyncError what is in flight is given up: it would never end. Nor is one raised
+        here over the exception that `report_failure` told of; the next call raises it.
+
+        Raises:
+            DesyncError: as for any wait.
+        """
+        in_flight = self._lane.in_flight if self._lane else {}
+        agreement = self._agreement
+        try:
+            while in_flight and not (agreement and agreement.has_failed):
+                next(iter(in_flight)).wait()
+        except DesyncError:
+            if agreement is None or not agreement.has_broken_off:
+                raise
+        finally:
+            in_flight.clear()
+
+    def agree(self, what: str, digest: str, graph: bytes = NO_GRAPH) -> None:
+        """Return once every rank is about to do `what` with the same `digest`.
+
+        Ranks with equal input sizes must have equal graphs too (`graph`, see `Agreement.agree`),
+        and every rank must have taken the same optimizer steps since the last agreement.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        if self._agreement is not None:
+            self._agreement.agree(what, digest, graph, self.steps.take())
+
+    def publish(self, digest: str, text: str) -> None:
+        """Let ranks that announce another digest look at the text that this one stands for."""
+        if self._agreement is not None:
+            self._agreement.publish(digest, text)
+
+    def all_well(self, what: str, is_well: bool) -> bool:
+        """Return, once every rank has come to `what`, whether all is well on each of them.
+
+        Costs what an agreement does: no collective.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        if self._agreement is None:
+            return is_well
+        return self._agreement.all_well(what, is_well, self.steps.take())
+
+    def agree_but_for(
+        self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH
+    ) -> set[str]:
+        """Return, once every rank is about to do `what` with the same `digest`, all their choices.
+
+        choice: a "name=value" item, in which ranks may differ. Costs what an agreement does, and
+            compares `graph` and optimizer steps as one.
+
+        Raises:
+            DesyncError: a rank is about to do something else, has left, died, or did not come.
+        """
+        if self._agreement is None:
+            return {choice}
+        return self._agreement.agree_but_for(what, digest, choice, graph, self.steps.take())
+
+    def report_failure(self, reason: str) -> None:
+        """Tell the other ranks that an exception has ended the call that was last agreed on.
+
+        They raise within about a second, naming this rank and the reason, if they wait for what it
+        has not launched, or have finished the call. Ranks that failed alike may go on.
+        """
+        if self._agreement is not None:
+            self._agreement.break_off(reason)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Do something long before the next call: the other ranks' limit does not run meanwhile.
+
+        They wait as long as this process lives and answers; `what` completes "rank 0 is busy ...".
+        """
+        with self._agreement.heartbeat.busy(what) if self._agreement else contextlib.nullcontext():
+            yield
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one makes no further call; they raise if they wait."""
+        if self._agreement is not None:
+            self._agreement.leave(reason)
+
+
+def _launch(leg: tuple[Axis, str], out: Tensor, source: Tensor, scale: float, label: str) -> Work:
+    """Launch one leg of a reduction of `source` into `out`."""
+    axis, kind = leg
+    if kind == "reduce_scatter":
+        return axis.reduce_scatter(out, source, scale, label)
+    return axis.all_reduce(out, scale, label, None if source is out else source)
+
+
+def _say_goodbye(agreement: Agreement) -> None:
+    """Leave when the world is dropped or the process ends, with the reason if it is known."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        agreement.leave(f"it ended with {type(error).__name__}: {error}")
+    else:
+        agreement.leave("its process ended, or its model was deleted")

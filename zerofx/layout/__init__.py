@@ -1,0 +1,1 @@
+"""What lies where, decided before capture: tiers, tiles, buckets, and how they are built."""

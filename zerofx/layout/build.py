@@ -1,0 +1,135 @@
+"""How a layout is made: parameters by unit into buckets, small neighbours merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.tiles import Tile
+
+ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
+
+
+@dataclass(frozen=True)
+class UnitParam:
+    """What the layout needs to know of one parameter (tied parameters once, under one name)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    requires_grad: bool = True
+    compute_dtype: torch.dtype | None = None  # None: as dtype
+    reduce_dtype: torch.dtype | None = None
+    tile: Tile | None = None  # it is that tile of a parameter
+
+    @property
+    def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of its shard, its gathered copy and its gradient on the way."""
+        return self.dtype, self.compute_dtype or self.dtype, self.reduce_dtype or self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameter."""
+        return math.prod(self.shape) * self.formats[1].itemsize
+
+
+def align_numel(itemsize: int) -> int:
+    """Return the elements of a format that fill the alignment of a rank's slice."""
+    return max(1, ALIGN_BYTES // itemsize)
+
+
+def _aligned(numel: int, itemsize: int) -> int:
+    step = align_numel(itemsize)
+    return -(-numel // step) * step
+
+
+def make_bucket(
+    index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False
+) -> Bucket:
+    """Lay `params` (of equal formats) out in one flat buffer, padded to shard_size equal slices."""
+    slices, units, offset = [], dict[str, None](), 0
+    members = list(params)
+    formats = members[0].formats
+    itemsize = min(f.itemsize for f in formats)
+    for p in members:
+        assert p.formats == formats, f"bucket {index} mixes {formats} and {p.formats} ({p.name})"
+        slices.append(ParamSlice(p.name, p.shape, offset, p.tile))
+        units.setdefault(p.unit)
+        # an empty parameter takes room too: offsets tell the parameters of a bucket apart
+        offset += _aligned(max(math.prod(p.shape), 1), itemsize)
+    per_rank = _aligned(-(-max(offset, 1) // shard_size), itemsize)
+    if members[0].tile is not None:  # or its ranges would not lie one behind another
+        whole = math.prod(members[0].shape)
+        assert len(members) == 1 and per_rank * shard_size == whole, (members[0].name, per_rank)
+    return Bucket(
+        index=index,
+        units=tuple(units),
+        dtype=formats[0],
+        compute_dtype=formats[1],
+        reduce_dtype=formats[2],
+        params=tuple(slices),
+        numel=per_rank * shard_size,
+        persistent=persistent,
+        trainable=any(p.requires_grad for p in members),
+    )
+
+
+def unit_layout(
+    params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0
+) -> Layout:
+    """Return the unmerged layout: one bucket a unit, format and trainability.
+
+    Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
+    """
+    groups: dict[tuple, list[UnitParam]] = {}
+    for p in params:
+        if p.nbytes < persist_below and p.tile is None:
+            key = ("", p.formats, p.requires_grad, True)
+        else:
+            key = (p.unit, p.formats, p.requires_grad, False)
+        groups.setdefault(key, []).append(p)
+    buckets = [
+        make_bucket(i, members, shard_size, persistent=key[3])
+        for i, (key, members) in enumerate(groups.items())
+    ]
+    return Layout(tuple(buckets), Mesh.of(shard=shard_size, replicate=replicate_size))
+
+
+def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:
+    """Merge neighbouring buckets of one format and trainability up to `bucket_bytes`.
+
+    Order is registration order, so every rank and every run merges alike. Tiles stay apart.
+    """
+    by_name = {p.name: p for p in params}
+    merged: list[tuple[list[UnitParam], bool]] = []
+    size: list[int] = []
+    for b in layout.buckets:
+        members = [by_name[n] for n in b.names]
+        last = merged[-1][0] if merged else None
+        fits = (
+            last is not None
+            and not b.persistent
+            and not merged[-1][1]
+            and b.tile is None
+            and last[0].tile is None
+            and last[0].formats == (b.dtype, b.compute_dtype, b.reduce_dtype)
+            and any(p.requires_grad for p in last) == b.trainable
+            and size[-1] + b.full_bytes <= bucket_bytes
+        )
+        if fits:
+            assert last is not None
+            last.extend(members)
+            size[-1] += b.full_bytes
+        else:
+            merged.append((members, b.persistent))
+            size.append(b.full_bytes)
+    buckets = [
+        make_bucket(i, members, layout.shard_size, persistent)
+        for i, (members, persistent) in enumerate(merged)
+    ]
+    return Layout(tuple(buckets), layout.mesh)

@@ -1,0 +1,112 @@
+"""A model's programs under one budget: what shows of the loop after they were compiled, and slots
+that they share.
+
+A budget is solved at a signature's first call. That the loop accumulates shows later, when a
+forward finds gradients of an earlier one; that another program needs larger slots, later still.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import zip_longest
+
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import forward_slots
+from zerofx.ir.program import Loop, Planned, Pool
+from zerofx.model.allocations import compiled_regions
+from zerofx.passes.decide import budget_bytes
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
+from zerofx.runtime.engine import Engine
+
+log = logging.getLogger("zerofx")
+ADDING, SUMMING = Loop(2), Loop(3, no_sync=True)  # of more micro-batches none holds more
+
+
+def can_accumulate(plan: Plan) -> bool:
+    """Tell whether a plan has a budget that a loop of several backwards a step could exceed."""
+    return plan.memory_budget is not None and plan.update == "step"
+
+
+def loop_so_far(engine: Engine, known: Loop) -> Loop:
+    """Return what a forward that begins now shows of the loop, at least what is known."""
+    gradients = engine.gradients
+    if known.no_sync or gradients.no_sync or gradients.holds_sums:
+        return SUMMING
+    return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
+
+
+def fits(program: Planned, loop: Loop) -> bool:
+    """Tell whether a training program stays under its budget in such a loop."""
+    budget = program.plan.memory_budget
+    return budget is None or _peak_bytes(program, loop) <= budget
+
+
+def _peak_bytes(program: Planned, loop: Loop) -> int:
+    """Return what a rank holds at most, with the regions as they were compiled."""
+    return memory(program, compiled=compiled_regions(program), **asdict(loop)).peak_bytes
+
+
+def slots_of(program: Planned) -> Pool:
+    """Return the slots that one program needs."""
+    return Pool(program.slot_bytes, forward_slots(program))
+
+
+def joined(pools: Iterable[Pool]) -> Pool:
+    """Return the slots that serve all of these, one program at a time."""
+    sizes: list[int] = []
+    stay: frozenset[int] = frozenset()
+    for pool in pools:
+        sizes = list(map(max, zip_longest(sizes, pool.sizes, fillvalue=0)))
+        stay |= pool.stay
+    return Pool(tuple(sizes), stay)
+
+
+def excess_bytes(program: Planned) -> int:
+    """Return by how much a training program, its regions compiled, takes more than its budget.
+
+    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
+    """
+    budget = budget_bytes(program.plan)
+    if budget is None or not program.is_training or program.plan.kernels != "inductor":
+        return 0
+    return max(0, _peak_bytes(program, program.loop) - budget)
+
+
+def margin_for(program: Planned, excess: int) -> int:
+    """Return how much of the budget to leave, so that a program so much smaller is looked for."""
+    budget = budget_bytes(program.plan)
+    assert budget is not None
+    return budget - memory(program, **asdict(program.loop)).peak_bytes + excess
+
+
+def warn_of_regions(program: Planned) -> None:
+    """Warn where no choice keeps the compiled regions within the budget."""
+    if program.plan.kernels == "inductor":
+        _warn(
+            program, "compiled by Inductor,", "raise the budget to it, or use kernels='aten', "
+            "which keeps it to the byte",
+        )  # fmt: skip
+
+
+def warn_of_slots(programs: Iterable[Planned]) -> None:
+    """Warn where an earlier program takes too much beside the slots of one compiled after it."""
+    for program in programs:
+        _warn(
+            program, "beside the slots that a later program of the model needs,", "pad inputs to "
+            "fewer shapes, so that one program serves them, or raise the budget to it",
+        )  # fmt: skip
+
+
+def _warn(program: Planned, why: str, way_out: str) -> None:
+    budget = program.plan.memory_budget
+    if budget is None or not program.is_training:
+        return
+    peak = _peak_bytes(program, program.loop)
+    if peak > budget:
+        log.warning(
+            "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",
+            why, program.model_name, format_bytes(peak), peak, format_bytes(budget), way_out,
+        )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What ranks compare before they run together, as text that an error can show."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.compat.graphs import OpOverload, argument_names
+from zerofx.ir.meta import info
+from zerofx.ir.program import Planned, Program
+from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.ir.text import describe, escaped, short_dtype
+from zerofx.layout.buckets import Layout
+from zerofx.plan.plan import Plan
+
+
+def collective_digest(program: Planned) -> str:
+    """Describe what ranks must agree on: the sequence of collectives, the plan, the versions.
+
+    Shapes of activations are left out: ranks with other sequence lengths may run together.
+    """
+    launches = [
+        (name, str(n.target), n.args[1:4] if kind_of(n) is Kind.LAUNCH else len(n.args[0]))
+        for name, gm in program.graphs.items()
+        for n in gm.graph.nodes
+        if (spec := spec_of(n)) is not None and spec.is_agreed
+    ]
+    sequence = hashlib.sha256(repr(launches).encode()).hexdigest()[:12]
+    return (
+        f"collectives={len(launches)}:{sequence};model={program.model_name};"
+        f"{describe_layout(program.layout, program.plan)}"
+    )
+
+
+def describe_layout(layout: Layout, plan: Plan) -> str:
+    """Describe what shards depend on, as the items that an agreement's error can show."""
+    digest = layout_digest(layout)
+    fields = ";".join(f"plan.{k}={v}" for k, v in sorted(plan.to_dict().items()))
+    return (
+        f"buckets={len(layout.buckets)};layout={digest};{fields};torch={torch.__version__};"
+        f"deterministic={torch.are_deterministic_algorithms_enabled()}"
+    )
+
+
+def layout_digest(layout: Layout) -> str:
+    """Return what stands for a layout among the items of `describe_layout`."""
+    return hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+
+
+def describe_parameters(layout: Layout) -> str:
+    """Return the parameters of a layout, "name<tab>dtype[shape]" per line.
+
+    It is what ranks whose layouts differ look at, to name the first parameter that does.
+    """
+    return "\n".join(
+        f"{escaped(name)}\t{short_dtype(bucket.dtype)}{list(param.whole_shape)}"
+        + ("" if bucket.trainable else " frozen")
+        for name, [(bucket, param), *_] in layout.owned.items()
+    )
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def describe_graph(program: Program) -> str:
+    """Return what a program computes, one operator per line, with the user's line after a tab.
+
+    Tensors appear as the number of the line that makes them, devices without their number. Names of
+    process groups are left out, which differ between the replicas of a tensor-parallel model, and
+    so are values of tensors that the model holds itself: a rank may hold its own.
+    """
+    lines: list[str] = []
+    for gm in program.graphs.values():
+        number: dict[fx.Node, int] = {}
+
+        def text(value: Any, number: dict[fx.Node, int] = number) -> str:
+            if isinstance(value, fx.Node):
+                return f"%{number[value]}"
+            if isinstance(value, (tuple, list)):
+                return f"[{', '.join(text(v) for v in value)}]"
+            if isinstance(value, torch.device):
+                return value.type
+            return str(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+        for node in gm.graph.nodes:
+            where = info(node)
+            if node.op == "placeholder":
+                role = where.role.value if where.role else "input"
+                name, called = f"{role} {where.name}", _form(node.meta.get("val"))
+            elif node.op == "call_function":
+                is_op = isinstance(node.target, OpOverload)
+                name = str(node.target) if is_op else getattr(node.target, "__name__", "call")
+                names = argument_names(node.target) if is_op else ()
+                shown = [v for i, v in enumerate(node.args) if names[i : i + 1] != ("group_name",)]
+                named = [f"{k}={text(v)}" for k, v in node.kwargs.items() if k != "group_name"]
+                called = ", ".join([*map(text, shown), *named])
+            else:
+                name, called = node.op, text(node.args) if node.op == "output" else ""
+            module = f" in {where.module}" if where.module else ""
+            lines.append(f"{name}({called}){module}" + (f"\t{where.line}" if where.line else ""))
+            number[node] = len(number)
+    return "\n".join(lines)
+
+
+def graph_hashes(sizes: str, captured: str) -> bytes:
+    """Return 8 bytes that stand for the sizes of a call's inputs, and 8 for its graph.
+
+    The user's lines are left out: a rank's source may have another comment.
+    """
+    texts = sizes.encode(), re.sub(r"\t.*", "", captured).encode()
+    return b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return describe(value)

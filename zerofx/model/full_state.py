@@ -1,0 +1,232 @@
+"""A compiled model's state under the names that the model gives it, whole or in pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zerofx.compat.modules import note_state_metadata, state_metadata
+from zerofx.errors import ShardError
+from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.state import FullReader, flat_state, full_state, sharded_state
+
+if TYPE_CHECKING:
+    from zerofx.model.module import CompiledModule
+
+
+# -- The state_dict of a model that lives on NVMe: each parameter is gathered when it is read ------
+
+
+_NONE = object()
+
+
+class LazyState(OrderedDict[str, Any]):
+    """Full plain tensors under the model's own names, each made when its key is read.
+
+    Nothing is kept: every read makes a new tensor, so that a loop over `items()` holds one at a
+    time. On several ranks a read is a collective call, which all ranks make in the same order; one
+    that reads something else, or goes on alone, is named. Pickles (`torch.save`), copies, `dict()`
+    and `load_state_dict` see an ordinary dict, all of whose values are then there at once.
+
+    Values are those of the moment of `state_dict()`: once the parameters have changed, reads raise.
+    """
+
+    def __init__(self, state: Mapping[str, Any], names: Mapping[str, str], store: ShardStore):
+        """Take over a state dict. names: its keys that stand for parameters -> which of them."""
+        super().__init__((key, None if key in names else value) for key, value in state.items())
+        self._store, self._names = store, dict(names)
+        self._metadata = state_metadata(state)  # load_state_dict asks for it
+        self._reader = FullReader(store)
+        self._epoch = self._now()
+
+    def _now(self) -> int:
+        self._store.settle()
+        self._store.poll_writes()
+        return self._store.epoch
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._names:
+            return super().__getitem__(key)
+        if self._now() != self._epoch:
+            raise ShardError(
+                f"{key}: the parameters have changed since this state_dict() was made, which reads "
+                "them from NVMe only now; make it anew, or keep all its values at once by "
+                "dict(model.state_dict())"
+            )
+        return self._reader.read(self._names[key])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.__dict__.get("_names", {}).pop(key, None)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._names.pop(key, None)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def pop(self, key: str, default: Any = _NONE) -> Any:  # type: ignore[override]
+        if key not in self and default is not _NONE:
+            return default
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self, last: bool = True) -> tuple[str, Any]:
+        key = next(reversed(self) if last else iter(self))
+        return key, self.pop(key)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
+        """Return all values at once, in an ordinary dict."""
+        found: OrderedDict[str, Any] = OrderedDict()
+        made: dict[str, Any] = {}  # by parameter: tied keys share theirs
+        for key in self:
+            name = self._names.get(key)
+            found[key] = made[name] if name in made else self[key]
+            if name is not None:
+                made[name] = found[key]
+        if self._metadata is not None:
+            note_state_metadata(found, self._metadata)
+        return found
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copy().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return f"LazyState({len(self)} entries, {len(self._names)} read when asked for)"
+
+
+# -- A compiled model's state under the names that the model gives it, whole or in pieces ----------
+
+
+def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    """Return the model's own state dict with full tensors on the host; see `LazyState` for NVMe."""
+    if kwargs.pop("keep_vars", False):
+        raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
+    store = model._engine.store
+    state = model._model.state_dict(*args, keep_vars=True, **kwargs)
+    is_part = bool(args) or kwargs.get("destination") is not None  # of an outer module's state
+    if store.homes.nvme is None or is_part:
+        return filled(store, state, full_state)
+    names = _names(store, state)
+    return LazyState(_on_host(state, names), names, store)
+
+
+def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[str, Any]]) -> Any:
+    """Put `values` (by canonical name) in place of the parameters in a state dict."""
+    found, names = values(store), _names(store, state)
+    _on_host(state, names)
+    for key, name in names.items():
+        state[key] = found[name]
+    return state
+
+
+def sharded_state_of(model: CompiledModule, flat: bool = False) -> dict[str, Any]:
+    """Return the state in this rank's shards; buffers where they are, so that a load fills them."""
+    store = model._engine.store
+    store.check_bindings()
+    shards: dict[str, Any] = dict(flat_state(store) if flat else sharded_state(store))
+    state = model._model.state_dict(keep_vars=True)
+    names = _names(store, state)
+    return {
+        key: shards[names[key]] if key in names else _detached(value)
+        for key, value in state.items()
+    }
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _names(store: ShardStore, state: Any) -> dict[str, str]:
+    """Return the keys that stand for parameters, each with the parameter's canonical name."""
+    known = {id(p): name for name, p in store.params.items()}
+    return {key: known[id(value)] for key, value in state.items() if id(value) in known}
+
+
+def _on_host(state: Any, names: dict[str, str]) -> Any:
+    """Put plain tensors on the host in place of all others: copies, as parameters are."""
+    for key, value in state.items():
+        if key not in names and isinstance(value, Tensor):
+            state[key] = value.detach().to("cpu", copy=True)
+    return state
+
+
+def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDict[str, Any]:
+    """Return the model's full state on rank 0 (empty elsewhere), or on every rank.
+
+    A collective call: every rank must make it. Rank 0 holds all of it at once, on several ranks
+    also where it lives on NVMe; `iter_state_dict` gives one value at a time.
+    """
+    store = model._engine.store
+    if not rank0_only or store.world.size == 1:
+        found: OrderedDict[str, Any] = state_of(model)
+        return found
+    if store.world.rank != 0:
+        full_state(store, rank0_only=True)
+        return OrderedDict()
+    state = model._model.state_dict(keep_vars=True)
+    found = filled(store, state, lambda store: full_state(store, rank0_only=True))
+    return found
+
+
+def iter_state_dict(model: CompiledModule, rank0_only: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the items of `state_dict()` one by one, so that the model is never whole on a host.
+
+    A collective call that lasts to the end of the loop: every rank must take all items. Parameters
+    come in the order of their buckets, each gathered once, then what else the state dict has. With
+    `rank0_only` the other ranks take part and are given nothing.
+
+    Raises:
+        DesyncError: a rank did something else before it had taken all; names it and the bucket.
+    """
+    store = model._engine.store
+    is_for_us = not rank0_only or store.world.rank == 0
+    state = model._model.state_dict(keep_vars=True)
+    names = _names(store, state)
+    keys: dict[str, list[str]] = {}
+    for key, name in names.items():
+        keys.setdefault(name, []).append(key)
+    reader = FullReader(store)
+    for name in store.layout.owned:
+        value = reader.read(name)
+        for key in keys.get(name, ()) if is_for_us else ():
+            yield key, value
+        del value  # before the next is made
+    for key, value in _on_host(state, names).items() if is_for_us else ():
+        if key not in names:
+            yield key, value

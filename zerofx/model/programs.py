@@ -1,0 +1,577 @@
+"""The programs of one model: compiled at a signature's first call, adopted, bound to its shards."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from zerofx.capture import call as trees
+from zerofx.capture import capture
+from zerofx.capture.model_state import ModelState
+from zerofx.capture.signature import Signature, describe_difference, describe_sizes
+from zerofx.codegen.emit import fingerprint, render, write
+from zerofx.codegen.load import check_fits, load
+from zerofx.compat.modules import own_buffers
+from zerofx.compat.tensors import version_of
+from zerofx.errors import ArgumentError, BudgetError
+from zerofx.ir.graphs import alias_source
+from zerofx.ir.meta import Role, info, nbytes, value
+from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
+from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
+from zerofx.ir.verify import verify
+from zerofx.layout.tiers import Tier
+from zerofx.model.blame import Blame
+from zerofx.model.budget import (
+    can_accumulate,
+    excess_bytes,
+    fits,
+    joined,
+    loop_so_far,
+    margin_for,
+    slots_of,
+    warn_of_regions,
+    warn_of_slots,
+)
+from zerofx.model.digest import collective_digest, describe_graph, graph_hashes
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
+from zerofx.passes.placement import compute_dtype
+from zerofx.runtime.cuda_graph.recorded import Recorded, Room
+from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.regions.cache import prepare_regions
+from zerofx.runtime.regions.keys import cache_dir
+from zerofx.runtime.regions.load import import_file
+from zerofx.runtime.step import Contract, Executable, Reach
+from zerofx.runtime.store.tree import check_summable
+
+# -- A program tied to a model: the user's call in, the user's result out --------------------------
+
+
+class Bound:
+    """Calls an executable with the user's arguments and rebuilds the user's result.
+
+    slots: what its program needs.
+    last_use: the number of its latest call, among those of all programs of the model.
+    """
+
+    def __init__(self, program: Planned, executable: Executable, slots: Pool) -> None:
+        self.program, self.executable, self.slots = program, executable, slots
+        self.last_use = -1
+        calling = program.calling
+        self._leaves = executable.contract.outputs
+        self._num_outputs = calling.out_spec.num_leaves
+        self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outs = self.executable(_leaves(args, kwargs))
+        if self._is_single:
+            return outs[0]
+        calling = self.program.calling
+        results: list[Any] = [calling.constants.get(i) for i in range(self._num_outputs)]
+        for leaf, out in zip(self._leaves, outs, strict=True):
+            results[leaf] = out
+        return trees.unflatten(results, calling.out_spec)
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    flat = [*args, *kwargs.values()]
+    if all(type(v) is Tensor for v in flat):
+        return flat
+    return trees.flatten((args, kwargs))[0]
+
+
+# -- What the functions of a program take and give, as the runtime needs to know it ----------------
+
+
+def contract(program: Planned, sizes: str = "") -> Contract:
+    """Return what the program's functions take and give; `sizes` are those of its inputs."""
+    specs = program.outputs[FORWARD]
+    outputs = [s for s in specs if s.role is Role.OUTPUT]
+    calling = program.calling
+    tangents: dict[int, Any] = {}
+    input_grads: list[int] = []
+    if program.is_training:
+        for node in program.placeholders(BACKWARD, Role.TANGENT):
+            val = value(node)
+            tangents[info(node).index] = (tuple(val.shape), tuple(val.stride()), val.dtype)
+        input_grads = [s.index for s in program.outputs[BACKWARD] if s.role is Role.INPUT_GRAD]
+    updates: list[tuple[str, str | int]] = [
+        ("buffer", s.name) for s in specs if s.role is Role.BUFFER_UPDATE
+    ]
+    updates += [("input", s.index) for s in specs if s.role is Role.INPUT_UPDATE]
+    return Contract(
+        outputs=tuple(s.index for s in outputs),
+        differentiable=frozenset(calling.differentiable),
+        names=dict(enumerate(calling.output_names)),
+        tangents=tangents,
+        input_grads=tuple(input_grads),
+        updates=tuple(updates),
+        guarded=_guarded(program),
+        shared=_shared(program),
+        returned=_returned(program),
+        detached=_detached(program, input_grads),
+        constant=frozenset(i for i, s in enumerate(outputs) if s.index in calling.detached),
+        reach=_reach(program, tuple(tangents)) if program.is_training else {},
+        is_training=program.is_training,
+        draws=frozenset(
+            name
+            for name, gm in program.graphs.items()
+            if any(info(n).is_random for n in gm.graph.nodes)
+        ),
+        label=program.model_name,
+        digest=collective_digest(program),
+        graph=graph_hashes(sizes, program.captured),
+    )
+
+
+def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
+    """Return which gradients come from each of these outputs, found by walking from its tangent.
+
+    A gradient that no tangent leads to is zero whatever a loss uses, and counts for all outputs.
+    """
+    bits = {leaf: 1 << i for i, leaf in enumerate(outputs)}
+    everything = (1 << len(outputs)) - 1
+    masks: dict[fx.Node, int] = {}  # of each node: the tangents that lead to it
+    params: dict[str, int] = {}
+    for node in program.graph(BACKWARD).nodes:
+        if info(node).role is Role.TANGENT:
+            masks[node] = bits[info(node).index]
+            continue
+        masks[node] = functools.reduce(operator.or_, (masks[a] for a in node.all_input_nodes), 0)
+        if kind_of(node) is Kind.PACK:
+            _, grads, offsets = node.args
+            owners = {p.offset: p.owner for p in program.layout.buckets[info(node).index].params}
+            for grad, offset in zip(grads, offsets, strict=True):
+                name = owners[offset]
+                params[name] = params.get(name, 0) | (masks[grad] or everything)
+    pairs = zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True)
+    inputs = {s.index: masks[n] or everything for s, n in pairs if s.role is Role.INPUT_GRAD}
+    return {
+        leaf: Reach(
+            frozenset(name for name, mask in params.items() if mask & bit),
+            frozenset(index for index, mask in inputs.items() if mask & bit),
+        )
+        for leaf, bit in bits.items()
+    }
+
+
+def written_out(program: Planned) -> dict[str, int]:
+    """Return the bytes of each value that forward lets wait on NVMe, by name."""
+    launches = [(n, spec_of(n)) for n in program.graph(FORWARD).nodes]
+    nodes = [n for n, spec in launches if spec and spec.is_copy and spec.lands is Tier.NVME]
+    return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
+
+
+def _results(program: Planned, role: Role) -> list[Any]:
+    """Return forward's results of one role, in order."""
+    pairs = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
+    return [result for spec, result in pairs if spec.role is role]
+
+
+def _guarded(program: Planned) -> tuple[tuple[str, str | int], ...]:
+    """Return whose memory the saved values lie in, as far as the user can write to it."""
+    outputs: dict[fx.Node, int] = {}
+    for position, node in enumerate(_results(program, Role.OUTPUT)):
+        outputs.setdefault(alias_source(node), position)
+    found: dict[tuple[str, str | int], None] = {}
+    for node in _results(program, Role.SAVED):
+        root = alias_source(node) if isinstance(node, fx.Node) else None
+        if root is None:
+            continue
+        if info(root).role is Role.INPUT:
+            found["input", info(root).index] = None
+        elif info(root).role is Role.BUFFER:
+            found["buffer", info(root).name] = None
+        elif root in outputs:
+            found["output", outputs[root]] = None
+    return tuple(found)
+
+
+def _shared(program: Planned) -> tuple[int, ...]:
+    """Return the positions of saved values that are outputs too."""
+    outputs = set(_results(program, Role.OUTPUT))
+    return tuple(i for i, n in enumerate(_results(program, Role.SAVED)) if n in outputs)
+
+
+def _returned(program: Planned) -> dict[int, int]:
+    """Return the positions of outputs that are inputs as they stand, with the inputs' leaves."""
+    outputs = enumerate(_results(program, Role.OUTPUT))
+    return {i: info(n).index for i, n in outputs if info(n).role is Role.INPUT}
+
+
+def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
+    """Return the positions of outputs in the memory of inputs that get no gradient."""
+    roots = enumerate(alias_source(n) for n in _results(program, Role.OUTPUT))
+    inputs = {i: info(n).index for i, n in roots if info(n).role is Role.INPUT}
+    return frozenset(i for i, leaf in inputs.items() if leaf not in input_grads)
+
+
+# -- The programs of one model ---------------------------------------------------------------------
+
+
+log = logging.getLogger("zerofx")
+CORRECTIONS = 3  # of a budget, once the regions are compiled
+KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or not
+Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
+
+
+class Programs(list[Planned]):
+    """The programs of a model; says why there is none yet."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self:
+            raise IndexError("no program yet: one is compiled at the first call of each signature")
+        return super().__getitem__(index)
+
+
+class Constants:
+    """The tensors whose values a program has baked in, at the versions that it was captured at.
+
+    It keeps none of them alive: what has gone cannot be read again.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        counted = [t for t in tensors if not t.is_inference()]  # those count no versions
+        self._read = [(weakref.ref(t), version_of(t)) for t in counted]
+
+    def __bool__(self) -> bool:
+        return bool(self._read)
+
+    def have_changed(self) -> bool:
+        """Tell whether one was written to since."""
+        for ref, version in self._read:
+            tensor = ref()
+            if tensor is not None and version_of(tensor) != version:
+                return True
+        return False
+
+
+class ProgramTable:
+    """Finds the program of a call; compiles it where there is none.
+
+    `bound` has what is ready to run, tied to shards and buffers, in the order in which it was
+    bound: at most Plan.max_programs. A further one takes the place of the least recently used.
+    `known` has what was compiled, without slots, recordings or loaded regions: binding it again
+    costs no capture and no passes. It is bounded too. Each rank decides for itself what to give up,
+    since neither compiling nor binding is a collective call.
+
+    A table of a model's deep copy begins with what the original knows; `bound` is each model's own.
+    `recorder` records every call for replay; Plan(cuda_graph=True) makes one of CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        engine: Engine,
+        other: ProgramTable | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model, self._setting, self._engine = model, setting, engine
+        self.state = ModelState(model)
+        self.bound: dict[Key, Bound] = {}
+        # A copy of the model has copies of the tensors that a program read.
+        known = other.known.items() if other else ()
+        self.known: dict[Key, tuple[Planned, Path]] = {
+            key: made for key, made in known if other and key not in other._constants
+        }
+        # signature -> what runs instead
+        self._adopted: dict[str, Planned] = dict(other._adopted) if other else {}
+        if recorder is None and setting.plan.cuda_graph:
+            recorder = CudaRecorder(engine.world.device)
+        self._room = Room(engine, recorder) if recorder is not None else None
+        self._watches = can_accumulate(setting.plan)
+        self._constants: dict[Key, Constants] = {}  # of programs that read some
+        self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
+        self._uses = count()
+        self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
+
+    def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """Return what runs a call, compiled now if it is the first of its signature.
+
+        Under a budget a program is compiled again once the loop turns out to accumulate gradients,
+        if it would take too much beside them.
+        """
+        if key in self._constants and self._constants[key].have_changed():
+            self._forget(key)
+        bound = self.bound.get(key)
+        if bound is not None:
+            bound.last_use = next(self._uses)
+            if not (self._watches and bound.program.is_training):
+                return bound
+        setting = self._setting
+        if self._watches:
+            setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
+        if bound is None or not self._holds(bound.program, setting.loop):
+            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
+                try:
+                    bound = self.compile(key, args, kwargs, setting)
+                except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
+                    self._engine.world.report_failure(repr(error))
+                    raise
+            bound.last_use = next(self._uses)
+        self._setting = setting
+        return bound
+
+    def _holds(self, program: Planned, loop: Loop) -> bool:
+        """Tell whether a program stays under its budget in a loop; if so, note the loop.
+
+        What was adopted is taken as it is.
+        """
+        if program.loop.accumulation < loop.accumulation:
+            if program.signature not in self._adopted and not fits(program, loop):
+                return False
+            program.loop = loop
+        return True
+
+    def compile(
+        self,
+        key: Key,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting | None = None,
+    ) -> Bound:
+        """Compile a call, write the directory, and bind it, in place of what it had before.
+
+        Raises:
+            BudgetError: nothing meets the budget; what the call had before stays.
+        """
+        if key not in self.bound:
+            self._make_room(key)
+            if key in self.known and (self.known[key][1] / "schedule.py").is_file():
+                return self._bind(key)
+        others = [b.slots for k, b in self.bound.items() if k != key]
+        setting = replace(setting or self._setting, pool=joined(others))
+        captured, key = self._capture(args, kwargs, setting, key)
+        bound = self._install(key, self._planned(captured, setting))
+        for _ in range(CORRECTIONS):
+            excess = excess_bytes(bound.program)
+            if not excess or bound.program.signature in self._adopted:
+                break
+            setting = replace(setting, margin_bytes=margin_for(bound.program, excess))
+            try:
+                made = self._planned(captured, setting)
+            except BudgetError:  # there is no smaller one: the warning says by how much
+                break
+            bound = self._install(key, made)
+        warn_of_regions(bound.program)
+        return bound
+
+    def _install(self, key: Key, made: Planned) -> Bound:
+        """Write a program's directory and bind it, in place of what its call had before."""
+        if key in self.bound:
+            self._give_up(key)
+        directory = made.directory or _write(made)
+        log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
+        self.known[key] = made, directory
+        return self._bind(key)
+
+    def _make_room(self, key: Key) -> None:
+        """Give up the least recently used programs, so that one more stays within the plan's bound.
+
+        Says once what varies from call to call.
+        """
+        limit = self._setting.plan.max_programs
+        if len(self.bound) < limit:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            before = reversed(self.bound)  # of those alike, the latest
+            said = [describe_difference(key[0], other[0], self.state) for other in before]
+            varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
+            log.warning(
+                "%s needs more programs than Plan.max_programs = %d allows. The latest call "
+                "differs from the one most like it in %s. From here on a further program takes the "
+                "place of the least recently used one, which is made ready again when its call "
+                "comes back. Let what varies take few values (pad inputs to a few shapes), or "
+                "raise max_programs.",
+                type(self._model).__name__, limit, varies,
+            )  # fmt: skip
+        used = sorted(self.bound, key=lambda k: self.bound[k].last_use)
+        self._give_up(*used[: len(used) - limit + 1])
+
+    def _give_up(self, *keys: Key) -> None:
+        """Unbind programs: their slots, files, recordings and loaded regions go.
+
+        A call whose forward has run keeps its program, which takes its slots again for backward.
+        """
+        engine = self._engine
+        for key in keys:
+            bound = self.bound.pop(key)
+            bound.executable.slots = bound.slots.sizes
+            engine.values.forget(written_out(bound.program))
+        pool = joined(b.slots for b in self.bound.values())
+        if pool != Pool(engine.slots.sizes, engine.forward_slots):
+            engine.forget_slots()
+            engine.reserve(pool.sizes, pool.stay)
+            for each in self.bound.values():
+                each.program.pool = pool
+
+    def _forget(self, key: Key) -> None:
+        """Drop a program that has old values of tensors baked in."""
+        del self._constants[key]
+        if not self._has_warned_of_constants:
+            self._has_warned_of_constants = True
+            log.warning(
+                "%s: a tensor that forward reads, and that is neither an argument nor a parameter "
+                "nor a buffer, was changed in place. Its calls are captured again each time. "
+                "Register it with register_buffer.",
+                type(self._model).__name__,
+            )
+        if key in self.bound:
+            self._give_up(key)
+        self.known.pop(key, None)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
+    ) -> tuple[Captured, Key]:
+        """Capture a call; return its program, and the key of the next call like it.
+
+        The key is another if forward has changed settings that are part of it.
+        """
+        for name, param in self._engine.store.params.items():
+            check_summable(name, param)  # it may have been frozen when it was sharded
+        plan, device = setting.plan, self._engine.world.device
+        prepare_regions(plan.kernels, device)
+        read: list[Tensor] = []
+        captured = capture(
+            self._model,
+            args,
+            kwargs,
+            differentiate=plan.differentiate,
+            outputs=plan.outputs,
+            units=plan.units,
+            device=device,
+            compute_dtype=compute_dtype(plan.precision),
+            constants=read,
+        )
+        if changed := self.state.leave_out_changed():
+            log.warning(
+                "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
+                "capture only, and what is read there is baked into the program. Keep what changes "
+                "from call to call in a buffer, or pass it as an argument.",
+                type(self._model).__name__, ", ".join(changed),
+            )  # fmt: skip
+        if (leaked := self.state.leaked()) and not self._has_warned_of_leaks:
+            self._has_warned_of_leaks = True
+            log.warning(
+                "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
+                "so that they have no values, and no later call will. Return them from forward.",
+                type(self._model).__name__, ", ".join(leaked),
+            )  # fmt: skip
+        *_, attributes = self.state.read()
+        key = key[0]._replace(attributes=attributes), key[1]
+        if constants := Constants(read):
+            self._constants[key] = constants
+        if self._engine.world.size > 1:
+            captured.captured = describe_graph(captured)
+        return captured, key
+
+    def _planned(self, captured: Captured, setting: Setting) -> Planned:
+        """Run the passes on a captured call, unless a program was adopted for it."""
+        program = run(captured, setting)
+        return self._instead_of(program) if program.signature in self._adopted else program
+
+    def adopt(self, program: Planned, allow_changed_math: bool) -> Planned:
+        """Verify a program, and let it take over the calls of its signature."""
+        if allow_changed_math:
+            program = replace(program, reference=Unproved.GIVEN_UP)
+        verify(program)
+        check_fits(program, self._engine.layout, self._engine.world.size)
+        self._adopted[program.signature] = program
+        for key, (compiled, _) in list(self.known.items()):
+            if compiled.signature == program.signature:
+                mine = self._instead_of(compiled)
+                self.known[key] = mine, mine.directory or _write(mine)
+                if key in self.bound:  # bound again by its next call
+                    self._give_up(key)
+        return program
+
+    def drop(self) -> None:
+        """Forget every program: the model is another one now."""
+        self._give_up(*self.bound)
+        self.known.clear()
+        self._constants.clear()
+
+    def _instead_of(self, compiled: Planned) -> Planned:
+        """Return the adopted program, called as the compiled one is."""
+        adopted = self._adopted[compiled.signature]
+        return replace(adopted, calling=compiled.calling, captured=describe_graph(adopted))
+
+    def _bind(self, key: Key) -> Bound:
+        """Import the emitted schedule and tie it to this model's shards and buffers."""
+        program, directory = self.known[key] = self.known.pop(key)  # the latest
+        spare = [k for k in self.known if k not in self.bound and k != key]
+        for old in spare[: max(0, len(self.known) - KEPT * self._setting.plan.max_programs)]:
+            del self.known[old]
+        slots = slots_of(program)
+        self._reserve(program, slots)
+        self._engine.reserve_values(written_out(program), program.model_name)
+        module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
+        backward = module.backward if program.is_training else None
+        made, forward = contract(program, describe_sizes(key[0])), module.forward
+        self._engine.world.publish(made.graph[8:].hex(), program.captured)
+        if self._room is not None:
+            stored = (
+                _buckets(program, BACKWARD, lambda op: op.kind is Kind.STORE)
+                if program.is_training
+                else []
+            )
+            refreshed = _buckets(program, FORWARD, lambda op: op.is_gather and op.stays)
+            recorded = Recorded(self._room, made, (forward, backward), refreshed, stored)
+            forward, backward = recorded.forward, recorded.backward
+        buffers, blame = self._buffers_of(program), Blame(program, directory)
+        executable = Executable(forward, backward, made, self._engine, buffers, blame)
+        self.bound[key] = bound = Bound(program, executable, slots)
+        if self.on_bound is not None:
+            self.on_bound(bound)
+        return bound
+
+    def _reserve(self, program: Planned, slots: Pool) -> None:
+        """Make room for a program's slots, which the others' memory then counts too."""
+        engine = self._engine
+        engine.reserve(slots.sizes, slots.stay)
+        program.pool = pool = Pool(engine.slots.sizes, engine.forward_slots)
+        others = [b.program for b in self.bound.values() if b.program.pool != pool]
+        for other in others:
+            other.pool = pool
+        warn_of_slots(others)
+
+    def _buffers_of(self, program: Planned) -> Callable[[], dict[str, Tensor]]:
+        owners: list[tuple[str, dict[str, Any], str]] = []
+        for name in program.buffers:
+            path, _, key = name.rpartition(".")
+            owners.append((name, own_buffers(self._model.get_submodule(path)), key))
+        return lambda: {name: held[key] for name, held, key in owners}
+
+
+def _buckets(program: Planned, graph: str, test: Callable[[OpSpec], bool]) -> list[int]:
+    """Return the buckets for which a graph calls an op that passes a test."""
+    called = [(n, spec_of(n)) for n in program.graph(graph).nodes]
+    return [bucket_of(n) for n, spec in called if spec is not None and test(spec)]
+
+
+def _write(program: Planned) -> Path:
+    files = render(program)
+    return write(files, cache_dir() / "programs" / fingerprint(files))
+
+
+def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
+    """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentError(
+            f"a program was expected, and this is a {type(directory).__name__}. Give the directory "
+            "that program.emit(directory) wrote"
+        )
+    return load(directory, allow_changed_math)

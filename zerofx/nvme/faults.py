@@ -1,0 +1,110 @@
+"""What went wrong on disk, in words: file, offset, bytes, whose they are, and the fix."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerofx.errors import NvmeError
+from zerofx.plan.sizes import format_bytes
+
+_ELSEWHERE = "or choose another path"
+WAYS_OUT = {
+    errno.ENOSPC: f"free space on that file system, {_ELSEWHERE}",
+    errno.EDQUOT: f"raise the disk quota, {_ELSEWHERE}",
+    errno.EFBIG: f"raise the limit on file sizes (ulimit -f), {_ELSEWHERE}",
+    errno.EIO: f"the device reports a fault: see the kernel's log, {_ELSEWHERE}",
+    errno.EROFS: f"remount the file system writable, {_ELSEWHERE}",
+    errno.EACCES: f"give this user the rights to it, {_ELSEWHERE}",
+    errno.EPERM: f"give this user the rights to it, {_ELSEWHERE}",
+    errno.ENOENT: "give a path that exists",
+    errno.ENOTDIR: "give a path whose folders exist",
+    errno.EISDIR: "give the path of a file",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or close some",
+    errno.ENOLCK: f"file locks are needed: mount the file system with them, {_ELSEWHERE}",
+    errno.EOPNOTSUPP: _ELSEWHERE.removeprefix("or "),
+}
+_OTHERWISE = f"see the kernel's log, {_ELSEWHERE}"
+
+
+def sized(nbytes: int) -> str:
+    """Return bytes for people and exactly: `1.5 KiB (1536 bytes)`; small ones exactly only."""
+    return f"{nbytes} bytes" if nbytes < 1024 else f"{format_bytes(nbytes)} ({nbytes} bytes)"
+
+
+def reason(error: OSError) -> str:
+    """Return `No space left on device (ENOSPC)`."""
+    if error.errno is None:
+        return str(error)
+    return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+
+
+def way_out(error: OSError) -> str:
+    """Return what to do about an error of the operating system."""
+    return WAYS_OUT.get(error.errno or 0, _OTHERWISE)
+
+
+def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> NvmeError:
+    """Return the error of an operation on a whole file or folder."""
+    text = f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}"
+    return NvmeError(text, error.errno)
+
+
+class Stretch(NamedTuple):
+    """Some bytes of a file: what an error names."""
+
+    path: str
+    offset: int
+    nbytes: int
+    label: str
+
+    def __str__(self) -> str:
+        whose = f" of {self.label}" if self.label else ""
+        return f"{self.path}, {sized(self.nbytes)}{whose} at offset {self.offset}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a request failed; a fresh exception is made of it for each who waits."""
+
+    text: str
+    cause: BaseException | None = None
+
+    def error(self) -> NvmeError:
+        """Return the exception, with its cause."""
+        error = NvmeError(self.text, getattr(self.cause, "errno", None))
+        error.__cause__ = self.cause
+        return error
+
+
+class EndOfFile(Exception):
+    """A read reached the end of its file, or a write made no progress; `at` is where."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+class Damaged(Exception):
+    """Data do not have the checksum that they were written with; carries the text."""
+
+
+def fault_of(is_write: bool, where: Stretch, error: BaseException) -> Fault:
+    """Return the fault of a transfer that raised `error`."""
+    doing = "write" if is_write else "read"
+    if isinstance(error, Damaged):
+        return Fault(f"{doing} of {where}: {error}")
+    if isinstance(error, EndOfFile):
+        if is_write:
+            text = f"the file system takes no bytes at offset {error.at}; {_OTHERWISE}"
+        else:
+            text = (
+                f"the file ends at offset {error.at}; it was cut short by somebody else, or never "
+                "held these bytes: write them first"
+            )
+        return Fault(f"{doing} of {where}: {text}")
+    if isinstance(error, OSError):
+        return Fault(f"{doing} of {where}: {reason(error)}; {way_out(error)}", error)
+    return Fault(f"{doing} of {where}: {type(error).__name__}: {error}", error)

@@ -1,0 +1,130 @@
+"""Any file, and tensors moved to and from it without blocking."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from zerofx.errors import NvmeError
+from zerofx.nvme.engine import IOEngine, default_engine
+from zerofx.nvme.faults import path_error
+from zerofx.nvme.handle import Handle
+from zerofx.nvme.request import Request
+
+_MODES = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+}
+
+
+class File:
+    """A file of raw bytes: tensors go to and from byte offsets of it.
+
+    path: of the file.
+    mode: "r" to read, "r+" to change, "w" to make it or empty it.
+    engine: the threads that move the bytes; by default one engine of the whole process.
+    direct: past the page cache (O_DIRECT) where the file system allows it; what does not begin or
+        end at a page of 4096 bytes goes through the cache as far as it has to.
+
+    Requests on the same bytes keep their order. A tensor must stay as it is until its request has
+    ended. Tensors of `aligned_empty` and pinned ones move without a copy in memory.
+
+    Example:
+        >>> x = torch.randn(1000, 1000)
+        >>> with zerofx.nvme.File(path, "w") as file:
+        ...     written = file.submit_write(x, offset=0)
+        ...     y = file.read(torch.empty(1000, 1000))  # waits for the write too: the same bytes
+        ...     written.wait()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "r",
+        *,
+        engine: IOEngine | None = None,
+        direct: bool = True,
+    ) -> None:
+        if mode not in _MODES:
+            raise NvmeError(f"mode = {mode!r}; allowed are {', '.join(map(repr, _MODES))}")
+        self.path, self.mode = os.path.abspath(path), mode
+        self._handle = Handle(self.path, _MODES[mode], direct=direct)
+        self._engine = engine or default_engine()
+
+    def submit_read(self, out: Tensor, offset: int = 0, label: str = "") -> Request:
+        """Begin to fill `out`, a contiguous host tensor, from the bytes at `offset`.
+
+        label: whose bytes they are, for errors.
+
+        Raises:
+            NvmeError: the tensor or offset cannot be used; what the disk says comes at `wait()`.
+        """
+        return self._engine.submit_read(self._handle, out, offset, label)
+
+    def submit_write(self, tensor: Tensor, offset: int = 0, label: str = "") -> Request:
+        """Begin to write a contiguous host tensor to the bytes at `offset`.
+
+        Raises:
+            NvmeError: as for `submit_read`, or the file is open for reading.
+        """
+        if self.mode == "r":
+            raise NvmeError(f"{self.path}: open for reading; open it with 'r+' or 'w' to write")
+        return self._engine.submit_write(self._handle, tensor, offset, label)
+
+    def read(self, out: Tensor, offset: int = 0, label: str = "") -> Tensor:
+        """Fill `out` from the bytes at `offset`, and return it."""
+        return self.submit_read(out, offset, label).wait()
+
+    def write(self, tensor: Tensor, offset: int = 0, label: str = "") -> None:
+        """Write a tensor to the bytes at `offset`; `flush` makes the device hold them."""
+        self.submit_write(tensor, offset, label).wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; raise the first fault that was not waited for."""
+        self._engine.wait(self._handle)
+
+    def flush(self) -> None:
+        """Wait, and make the device hold everything that was written."""
+        self._engine.flush(self._handle)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the space of `nbytes` now, so that no later write finds the device full.
+
+        It also lets writes run side by side that would otherwise make the file longer one by one.
+        """
+        self._handle.need_open()
+        try:
+            os.posix_fallocate(self._handle.buffered, 0, nbytes)
+        except OSError as error:
+            raise path_error(f"cannot reserve {nbytes} bytes in", self.path, error) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file now."""
+        self._handle.need_open()
+        return os.fstat(self._handle.buffered).st_size
+
+    @property
+    def is_direct(self) -> bool:
+        """Say whether transfers go past the page cache."""
+        return self._handle.is_direct
+
+    def close(self) -> None:
+        """Wait for what is under way, close, and raise the first fault that was not reported."""
+        if self._handle.is_closed:
+            return
+        try:
+            self._engine.finish(self._handle)
+        finally:
+            self._handle.close()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
+            self._engine.drain(self._handle)
+            self._handle.failed.clear()
+        self.close()

@@ -1,0 +1,301 @@
+"""How user-written fields are checked: one reader per kind; each error names the field and the fix.
+
+A reader takes (where, value), returns the value in its one stored form, or raises PlanError.
+`spec_field` ties a reader to a dataclass field; `read_fields` runs them from `__post_init__`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from zerofx.errors import PlanError
+from zerofx.plan.sizes import parse_bytes
+
+Reader = Callable[[str, Any], Any]
+
+
+class Patterns(Mapping[str, Any]):
+    """Name patterns and what they choose: ordered, immutable, hashable.
+
+    `match(name)` gives the choice of the first pattern that covers `name` (see `covers`).
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, choices: Mapping[str, Any]) -> None:
+        self._pairs = tuple(choices.items())
+
+    def __getitem__(self, pattern: str) -> Any:
+        return dict(self._pairs)[pattern]
+
+    def __iter__(self) -> Any:
+        return (pattern for pattern, _ in self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._pairs))
+
+    def __eq__(self, other: object) -> bool:
+        # Order decides which pattern matches first, so unlike dicts it counts.
+        return self._pairs == other._pairs if isinstance(other, Patterns) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(dict(self._pairs))
+
+    def match(self, name: str) -> Any | None:
+        """Return the choice of the first pattern that covers `name`, None where none does."""
+        return next((choice for pattern, choice in self._pairs if covers(pattern, name)), None)
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Say whether `pattern` names `name` itself or a module that contains it.
+
+    `*` and `?` stay within one dotted component: `blocks.*` covers `blocks.3` and, as its
+    content, `blocks.3.mlp.fc1`; `*.mlp` covers neither.
+    """
+    want, have = pattern.split("."), name.split(".")
+    return len(want) <= len(have) and all(map(fnmatchcase, have, want))
+
+
+def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
+    """Build the error of one bad value: field, value, allowed values, fix."""
+    return PlanError(
+        f"{where} = {value!r}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest known name, else the list of all."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+
+
+def check_names(what: str, given: Iterable[object], known: Iterable[str]) -> None:
+    """Refuse the first name in `given` that is not known, naming the nearest known one."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise PlanError(f"unknown {what} field {name!r}{nearest(str(name), known)}")
+
+
+def one_of(*choices: Any) -> Reader:
+    """Read one of `choices`, of the same type (True is not 1)."""
+
+    def read(where: str, value: Any) -> Any:
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return choice
+        texts = [c for c in choices if isinstance(c, str)]
+        close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+        way_out = f"did you mean {close[0]!r}?" if close else ""
+        raise refuse(where, value, "are " + ", ".join(map(repr, choices)), way_out)
+
+    return read
+
+
+def flag(where: str, value: Any) -> bool:
+    """Read True or False."""
+    return one_of(False, True)(where, value)
+
+
+def whole(least: int) -> Reader:
+    """Read a whole number of at least `least`."""
+
+    def read(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise refuse(where, value, f"are whole numbers from {least}")
+        return value
+
+    return read
+
+
+def real(least: float, most: float = float("inf"), above: bool = False) -> Reader:
+    """Read a number in [least, most], or in (least, most] where `above`."""
+
+    def read(where: str, value: Any) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (above and value == least):
+            bounds = f"above {least:g}" if above else f"from {least:g}"
+            limit = f" to {most:g}" if most != float("inf") else ""
+            raise refuse(where, value, f"are numbers {bounds}{limit}")
+        return float(value)
+
+    return read
+
+
+def size(least: int) -> Reader:
+    """Read a number of bytes of at least `least` (see `parse_bytes`)."""
+
+    def read(where: str, value: Any) -> int:
+        num_bytes = parse_bytes(value, where)
+        if num_bytes < least:
+            raise refuse(where, value, f"are sizes from {least} B")
+        return num_bytes
+
+    return read
+
+
+def text(where: str, value: Any) -> str:
+    """Read a non-empty string (a path object counts)."""
+    value = str(value) if isinstance(value, Path) else value
+    if not isinstance(value, str) or not value:
+        hint = f"if it is a name, quote it: '{value}'" if type(value) in (int, float, bool) else ""
+        raise refuse(where, value, "is a non-empty string", hint)
+    return value
+
+
+def optional(reader: Reader) -> Reader:
+    """Read None, or what `reader` reads."""
+    return lambda where, value: None if value is None else reader(where, value)
+
+
+def either(word: str, reader: Reader) -> Reader:
+    """Read the word itself, or what `reader` reads."""
+
+    def read(where: str, value: Any) -> Any:
+        if isinstance(value, str) and value == word:
+            return word
+        try:
+            return reader(where, value)
+        except PlanError as error:
+            raise PlanError(f"{error}; or {word!r}") from None
+
+    return read
+
+
+def patterns(choice: Reader) -> Reader:
+    """Read a mapping from name patterns to what `choice` reads."""
+
+    def read(where: str, value: Any) -> Patterns:
+        if not isinstance(value, Mapping) or not value:
+            raise refuse(where, value, "is a non-empty mapping from name patterns to choices")
+        return Patterns({text(where, p): choice(f"{where}[{p!r}]", c) for p, c in value.items()})
+
+    return read
+
+
+def spec_field(default: Any, reader: Reader) -> Any:
+    """Declare a dataclass field with its default and its reader."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
+
+
+def read_fields(spec: Any, name: str) -> None:
+    """Put every field of a frozen dataclass in its stored form, from `__post_init__`."""
+    for f in dataclasses.fields(spec):
+        value = f.metadata["reader"](f"{name}.{f.name}", getattr(spec, f.name))
+        object.__setattr__(spec, f.name, value)
+
+
+_STR, _NULL, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "bool"))
+_INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the plain scalars of version 1.2: `off`, dates and `1:30` are text.
+
+    The keys of a mapping are names, so that each is the text that was written (`0`, `on`, `null`).
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping from names; a name that is given twice is an error."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    said = f"{key.value!r} is given twice; keep one"
+                    raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
+                seen.add(key.value)
+        self.flatten_mapping(node)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                key.tag = _STR
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader`, or a reader of YAML 1.1, would take for something else."""
+
+
+for _tag, _form, _first in (
+    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    (_INT, r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        _FLOAT,
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    (_MERGE, r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
+_Loader.add_constructor(_MERGE, yaml.SafeLoader.construct_yaml_str)  # `<<` that is no key
+
+
+def write_yaml(value: Any, *, is_flow: bool = False) -> str:
+    """Return plain values as YAML that `read_mapping` and `read_value` read back equal.
+
+    is_flow: on one line, as a command line takes it.
+    """
+    width = 10**6 if is_flow else 80
+    said = yaml.dump(value, None, _Dumper, sort_keys=False, default_flow_style=is_flow, width=width)
+    return said.removesuffix("...\n").strip() if is_flow else said
+
+
+def read_value(source: str, what: str) -> Any:
+    """Parse one YAML value, such as that of `--set field=value`; `what` starts every error."""
+    try:
+        return yaml.load(source, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise PlanError(f"{what} is not YAML: {error}") from error
+
+
+def read_mapping(source: str, what: str, is_json: bool = False) -> dict[str, Any]:
+    """Parse YAML or JSON text that must hold a mapping; `what` starts every error."""
+    if is_json:
+        try:
+            content = json.loads(source, object_pairs_hook=_once)
+        except ValueError as error:
+            raise PlanError(f"{what} is not JSON: {error}") from error
+    else:
+        content = read_value(source, what)
+    if not isinstance(content, dict):
+        raise PlanError(f"{what} holds {type(content).__name__}, not a mapping of fields")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is given twice; keep one")
+    return dict(pairs)
+
+
+def load_mapping(path: Path, what: str) -> dict[str, Any]:
+    """Read the mapping in a `.yaml`, `.yml` or `.json` file, naming the file in every error."""
+    what = f"{what} file {path}"
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise PlanError(f"{what}: the name must end in .yaml, .yml or .json")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{what}: {error.strerror}; give an existing file") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{what} is not UTF-8 text: {error}") from error
+    return read_mapping(source, what, is_json=path.suffix == ".json")

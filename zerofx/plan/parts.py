@@ -1,0 +1,241 @@
+"""The plan's structured fields: `Precision`, `Offload`, and the readers of the pattern fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from zerofx.errors import PlanError
+from zerofx.plan.fields import (
+    Patterns,
+    check_names,
+    flag,
+    one_of,
+    optional,
+    patterns,
+    read_fields,
+    real,
+    refuse,
+    spec_field,
+    text,
+    whole,
+)
+
+_dtype = one_of("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """What fp16's loss is multiplied by: so much that small gradients are not rounded to zero.
+
+    dynamic: double (`growth`) after `growth_interval` steps without an overflow, and halve
+        (`backoff`), down to `minimum`, at the `hysteresis`-th overflow after a rise.
+    initial: the scale at the start; the only one if not dynamic.
+    """
+
+    dynamic: bool = spec_field(True, flag)
+    initial: float = spec_field(65536.0, real(0, above=True))
+    growth_interval: int = spec_field(2000, whole(1))
+    growth: float = spec_field(2.0, real(1, above=True))
+    backoff: float = spec_field(0.5, real(0, 1, above=True))
+    minimum: float = spec_field(1.0, real(0, above=True))
+    hysteresis: int = spec_field(1, whole(1))
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan.precision.loss_scale")
+        if self.dynamic and self.initial < self.minimum:
+            raise PlanError(
+                f"Plan.precision.loss_scale.initial = {self.initial} is below minimum = "
+                f"{self.minimum}; raise the one or lower the other"
+            )
+
+    @classmethod
+    def read(cls, where: str, value: Any) -> LossScale | str | None:
+        """Read None, "external", "dynamic", a fixed factor, a mapping of fields, or a LossScale."""
+        if value is None or value == "external" or isinstance(value, cls):
+            return value
+        if value == "dynamic":
+            return cls()
+        if isinstance(value, Mapping):
+            check_names("loss_scale", value, [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return cls(dynamic=False, initial=real(0, above=True)(where, value))
+        raise refuse(where, value, "are 'dynamic', a factor, 'external', a mapping or a LossScale")
+
+    def to_plain(self) -> Any:
+        """Return "dynamic", the fixed factor, or the fields that were set."""
+        if not self.dynamic:
+            return self.initial
+        fields = dataclasses.fields(self)
+        chosen = {
+            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
+        }
+        return chosen or "dynamic"
+
+
+_tier = one_of("none", "cpu", "nvme")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """In which number format a step computes, reduces gradients, and keeps the master weights.
+
+    loss_scale: for fp16 compute, which needs one: `"dynamic"`, a fixed factor, a LossScale or a
+        dict of its fields; `"external"` where `torch.amp.GradScaler` scales the loss.
+    """
+
+    compute: str = spec_field("fp32", _dtype)
+    reduce: str = spec_field("fp32", _dtype)
+    master: str = spec_field("fp32", _dtype)
+    loss_scale: LossScale | str | None = spec_field(None, LossScale.read)
+
+    # bf16 reduces in fp32, because a sum over ranks in 8 bits of mantissa loses the small terms;
+    # fp16 has 11 and its loss scale, and halves the traffic as in the ZeRO paper.
+    NAMED: ClassVar[dict[str, dict[str, str]]] = {
+        "fp32": {},
+        "bf16": {"compute": "bf16"},
+        "fp16": {"compute": "fp16", "reduce": "fp16", "loss_scale": "dynamic"},
+    }
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan.precision")
+        if self.loss_scale is not None and self.compute != "fp16":
+            raise PlanError(
+                f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
+                f"{self.compute!r}: only fp16 underflows; drop loss_scale or compute in fp16"
+            )
+        if self.loss_scale is None and self.compute == "fp16":
+            raise PlanError(
+                "Plan.precision.loss_scale = None contradicts compute = 'fp16', whose gradients "
+                "underflow; use loss_scale='dynamic', a fixed factor, or 'external' where "
+                "torch.amp.GradScaler scales the loss"
+            )
+        if self.master not in ("fp32", self.compute):
+            raise PlanError(
+                f"Plan.precision.master = {self.master!r} contradicts compute = {self.compute!r}: "
+                f"master weights are fp32 or the compute format; use one of these"
+            )
+
+    @classmethod
+    def read(cls, where: str, value: Any) -> Precision:
+        """Read a name, a mapping of fields, or a Precision."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            check_names("precision", value, [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        if isinstance(value, str):
+            return cls(**cls.NAMED[one_of(*cls.NAMED)(where, value)])
+        raise refuse(where, value, "are 'fp32', 'bf16', 'fp16', a mapping or a Precision")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether zerofx itself scales the loss."""
+        return self.loss_scale not in (None, "external")
+
+    def to_plain(self) -> Any:
+        """Return the name of this precision where it has one, else its fields."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.loss_scale, LossScale):
+            fields["loss_scale"] = self.loss_scale.to_plain()
+        names = (name for name, named in self.NAMED.items() if Precision(**named) == self)
+        return next(names, fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What leaves the device between uses, and to which tier: `"none"`, `"cpu"`, `"nvme"`.
+
+    path: folder on the NVMe device, needed by and only by that tier.
+    delayed: apply the host optimizer's result one step late, beside the next step's compute. This
+        changes the mathematics: gradients are those of the parameters before the last update, and
+        so is what the model computes in evaluation, while state_dict and save have the newest.
+        model.parameters(), state_dict, load_state_dict, save, load, deepcopy and refresh() wait for
+        updates under way; parameters that are held from before may be under update.
+    device_fraction: the part of the optimizer states that stays on the device.
+    """
+
+    parameters: str = spec_field("none", _tier)
+    optimizer: str = spec_field("none", _tier)
+    activations: str = spec_field("none", _tier)
+    path: str | None = spec_field(None, optional(text))
+    delayed: bool = spec_field(False, flag)
+    device_fraction: float = spec_field(0.0, real(0, 1))
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan.offload")
+        if ("nvme" in self.tiers.values()) != (self.path is not None):
+            raise PlanError(
+                f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: tier "
+                "'nvme' needs a path and no other tier does; set path, or change the tier"
+            )
+        for name in ("delayed", "device_fraction"):
+            if getattr(self, name) and self.optimizer == "none":
+                raise PlanError(
+                    f"Plan.offload.{name} = {getattr(self, name)!r} contradicts optimizer = "
+                    f"'none': it describes the offloaded optimizer; set optimizer to 'cpu' or "
+                    f"'nvme', or drop {name}"
+                )
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Map what can be offloaded to its tier."""
+        return {k: getattr(self, k) for k in ("parameters", "optimizer", "activations")}
+
+    @property
+    def is_used(self) -> bool:
+        """Say whether anything is offloaded."""
+        return set(self.tiers.values()) != {"none"}
+
+    @classmethod
+    def read(cls, where: str, value: Any) -> Offload:
+        """Read None or "none", a mapping of fields, or an Offload."""
+        if isinstance(value, cls):
+            return value
+        if value is None or value == "none":
+            return cls()
+        if isinstance(value, Mapping):
+            check_names("offload", value, [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        raise refuse(
+            where, value, "are 'none', a mapping or an Offload", 'for example {"optimizer": "cpu"}'
+        )
+
+    def to_plain(self) -> Any:
+        """Return "none", or the fields that were set."""
+        fields = dataclasses.fields(self)
+        chosen = {
+            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
+        }
+        return chosen or "none"
+
+
+def read_activations(where: str, value: Any) -> str | float | Patterns:
+    """Read `"keep"`, `"recompute"`, `"auto"`, a fraction, or a choice by name pattern."""
+    if isinstance(value, Mapping):
+        return patterns(one_of("keep", "recompute", "offload"))(where, value)
+    if isinstance(value, str):
+        return one_of("keep", "recompute", "auto")(where, value)
+    if isinstance(value, (int, float)):
+        return real(0, 1)(where, value)
+    allowed = "are 'keep', 'recompute', 'auto', a fraction from 0 to 1, or {name pattern: choice}"
+    raise refuse(where, value, allowed)
+
+
+def read_tiling(where: str, value: Any) -> str | Patterns:
+    """Read `"off"`, `"auto"`, or a number of tiles by name pattern."""
+    if isinstance(value, Mapping):
+        return patterns(whole(1))(where, value)
+    return one_of("off", "auto")(where, value)
+
+
+def read_units(where: str, value: Any) -> str | tuple[str, ...]:
+    """Read `"auto"`, one name pattern, or a list of them."""
+    if isinstance(value, str):
+        return value if value == "auto" else (text(where, value),)
+    if not isinstance(value, Sequence) or not value:
+        raise refuse(where, value, "are 'auto' or a non-empty list of module name patterns")
+    return tuple(text(where, pattern) for pattern in value)

@@ -1,0 +1,1 @@
+"""Compiled regions: loaded, cached, under which keys, and the search for a NaN in them."""

@@ -1,0 +1,329 @@
+"""The cache of compiled regions: each compiled by Inductor once per structure, then loaded.
+
+A region that Inductor cannot compile runs as ATen, with one warning. The cache remembers it: the
+other ranks of the host and later runs neither try again nor run something else. What the machine
+is to blame for (no space, no memory, a compiler that does not work) is an error, and is not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, TextIO
+
+import torch
+from torch import fx
+
+from zerofx.collector import paused_collector
+from zerofx.comm.meeting import timeout_s
+from zerofx.compat.direct import replace_file
+from zerofx.compat.graphs import OpNamespace
+from zerofx.compat.inductor import (
+    compile_region,
+    first_line,
+    import_inductor,
+    inductor_problem,
+    is_fault_of_machine,
+    load_artifact,
+    probe_compiler,
+    wrapper_of,
+)
+from zerofx.errors import ProgramError
+from zerofx.runtime.regions.keys import artifact_key, cache_dir, compiled_by, mark_of_use
+
+log = logging.getLogger("zerofx")
+
+LOCK_WAIT_S = 60.0
+"""How long a process waits for another one that compiles the same region, unless ZEROFX_TIMEOUT_S
+is less. Then it compiles the region itself: work done twice, at worst."""
+_STUCK_S = 2.0  # how long Inductor's own locks are waited for once the one of a region was in vain
+_NAP_S = (0.01, 0.25)  # between two tries to take a lock: at first, and at most
+
+Region = Callable[[list[torch.Tensor]], Any]
+
+
+class CompileCount:
+    """How many regions this process compiled and how many it took from the cache."""
+
+    compiled = 0
+    cached = 0
+
+
+_PROBE: list[threading.Thread] = []
+
+
+def prepare_regions(kernels: str, device: torch.device) -> None:
+    """Begin, in the background, what compiling regions needs and capture does not wait for.
+
+    With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
+    in which this process has a capture and the passes to run. Where regions were compiled before,
+    these are likely among them, and loading them needs neither the answer nor Inductor itself.
+    """
+    if kernels != "inductor" or device.type != "cpu" or _PROBE or mark_of_use().exists():
+        return
+    if inductor_problem():
+        return
+    import_inductor()
+    _PROBE.append(threading.Thread(target=probe_compiler, args=(lock_limit_s(),), daemon=True))
+    _PROBE[0].start()
+
+
+@paused_collector()
+def compile_all(
+    modules: dict[str, ModuleType], units: Mapping[str, str] | None = None
+) -> dict[str, Region]:
+    """Compile or load every region; ranks of one host share the work, one region at a time each.
+
+    units: region -> the module of the model that it computes, for warnings.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    names = sorted(modules)
+    turn = rank * len(names) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    done: dict[str, Region] = {}
+    waiting = names[turn:] + names[:turn]
+    failed: dict[str, str] = {}
+    for patient in (False, True):  # first what no other process compiles, then wait for the rest
+        for name in list(waiting):
+            path = _path(modules[name])
+            region = _compiled(name, modules[name], path, patient)
+            if region is not None:
+                done[name] = region
+                waiting.remove(name)
+                if reason := _failure(path):
+                    failed[name] = reason
+    if failed and rank == 0:  # the other ranks of this host read the same cache
+        _warn(failed, units or {})
+    return done
+
+
+def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
+    """Say which regions run as ATen, of which module each is, and why, in one warning."""
+    said = [f"{name} (of {units.get(name) or 'the model'}): {why}" for name, why in failed.items()]
+    log.warning(
+        "Inductor cannot compile %d of this program's regions, which run as ATen; results may "
+        "differ in the last bits from those of hosts where it can. It is tried again with another "
+        "version of torch or zerofx, or after *.failed is removed from %s. Set kernels='aten' to "
+        "silence this.\n  %s",
+        len(failed), cache_dir() / "regions", "\n  ".join(said),
+    )  # fmt: skip
+
+
+def _path(module: ModuleType) -> Path:
+    device = module.INPUTS[0][3] if module.INPUTS else "cpu"
+    path = artifact_path(Path(str(module.__file__)).read_text(), device)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def artifact_path(source: str, device: str) -> Path:
+    """Return where the compiled form of a region's source lies, or would lie."""
+    return cache_dir() / "regions" / f"{artifact_key(source, device)}.bin"
+
+
+def generated_source(path: Path) -> tuple[Path | None, bool]:
+    """Return where Inductor's source for an artifact lies, and whether that is known for good.
+
+    Nothing is generated for a region of views alone, or one that Inductor cannot compile.
+    """
+    source = Path(wrapper_of(str(path)))
+    if source.exists():
+        return source, True
+    return None, _num_bytes(path) == 0 and _is_known(path)
+
+
+def compile_missing(name: str, module: ModuleType) -> None:
+    """Compile a region whose generated source is not in the cache."""
+    path, limit_s = _path(module), lock_limit_s()
+    with _lock(path.with_suffix(".lock"), limit_s) as held:
+        if not generated_source(path)[1]:
+            _compile(name, module, path, limit_s if held else _STUCK_S)
+
+
+def _compiled(name: str, module: ModuleType, path: Path, patient: bool) -> Region | None:
+    limit_s = lock_limit_s()
+    if not _is_known(path):
+        with _lock(path.with_suffix(".lock"), limit_s if patient else 0.0) as held:
+            if not (held or patient):
+                return None
+            if not _is_known(path):
+                return _compile(name, module, path, limit_s if held else _STUCK_S)
+    num_bytes = _num_bytes(path)
+    if num_bytes == 0:  # nothing to compile: it runs as it is
+        region = getattr(module, name)
+    else:
+        region = load_artifact(str(path), limit_s) if num_bytes else None
+    if region is None:  # another torch wrote it, or another process removed it: compile it again
+        with _lock(path.with_suffix(".lock"), limit_s) as held:
+            return _compile(name, module, path, limit_s if held else _STUCK_S)
+    CompileCount.cached += 1
+    return region
+
+
+def lock_limit_s() -> float:
+    """Return how long a lock of the cache is waited for: `LOCK_WAIT_S` or ZEROFX_TIMEOUT_S."""
+    return min(LOCK_WAIT_S, timeout_s())
+
+
+@contextlib.contextmanager
+def _lock(path: Path, limit_s: float) -> Iterator[bool]:
+    """Lock a region for the block; yield whether that was possible within `limit_s`.
+
+    The lock only spares others the work: artifacts appear whole or not at all, so that a process
+    that was stopped while it held the lock, or hangs, need not be waited for.
+    """
+    with _opened(path) as handle:
+        if not _take(handle, limit_s):
+            if limit_s:
+                _warn_of_holder(path, handle.read(), limit_s)
+            yield False
+            return
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} of {socket.gethostname()}")
+        handle.flush()
+        yield True
+
+
+def _take(handle: TextIO, limit_s: float) -> bool:
+    nap, longest = _NAP_S
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(nap, left))
+            nap = min(longest, nap * 1.5)
+        else:
+            return True
+
+
+def _warn_of_holder(path: Path, holder: str, limit_s: float) -> None:
+    log.warning(
+        "%s was locked for %g s by %s, which may have been stopped. This process compiles the "
+        "region itself. Continue or end that process to have regions compiled once.",
+        path, limit_s, holder or "another process",
+    )  # fmt: skip
+
+
+def _opened(lock: Path) -> TextIO:
+    """Open a lock file, whose text names the process that locked it last."""
+    try:
+        handle = open(lock, "a+")  # noqa: SIM115  (the caller closes it)
+        handle.seek(0)
+        return handle
+    except OSError as e:
+        if e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise ProgramError(
+            f"a region is to be compiled, and the cache {lock.parent} cannot be written to "
+            f"({e.strerror}); set ZEROFX_CACHE_DIR to a directory of your own"
+        ) from e
+
+
+def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Region:
+    """Compile a region; wait at most `limit_s` for each of Inductor's own locks."""
+    for probe in _PROBE:
+        probe.join()
+    mark_of_use().touch()
+    gm = _as_graph(getattr(module, name), len(module.INPUTS))
+    if _failure(path):  # of another version; the artifact first, for ranks that look now
+        path.unlink(missing_ok=True)
+        _failed(path).unlink(missing_ok=True)
+    try:
+        compiled = compile_region(gm, module.INPUTS, str(path), limit_s)
+    except Exception as e:
+        reason = first_line(e)
+        if is_fault_of_machine(e, limit_s):
+            raise ProgramError(
+                f"region {name} could not be compiled on this machine: {reason}. Run `zerofx "
+                "doctor` to see what is missing, or set kernels='aten' to run without a compiler."
+            ) from e
+        note = {"error": reason, "compiled_by": compiled_by()}
+        replace_file(_failed(path), json.dumps(note).encode())
+        compiled = None
+    if compiled is None:  # remembered as an empty artifact, unless another process compiled it
+        if not _num_bytes(path):
+            replace_file(path, b"")
+        return getattr(module, name)  # type: ignore[no-any-return]
+    CompileCount.compiled += 1
+    return compiled
+
+
+def _num_bytes(path: Path) -> int | None:
+    """Return the size of an artifact: 0 if there is nothing to load, None if there is no file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _failed(path: Path) -> Path:
+    """Return where it is kept why the region of an empty artifact could not be compiled."""
+    return path.with_suffix(".failed")
+
+
+def _failure(path: Path) -> str:
+    """Return why a region could not be compiled, empty where it was."""
+    if _num_bytes(path):
+        return ""
+    try:
+        return str(json.loads(_failed(path).read_text(encoding="utf-8"))["error"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _is_known(path: Path) -> bool:
+    """Tell whether there is an artifact, or a failure that this version would repeat."""
+    num_bytes = _num_bytes(path)
+    if num_bytes is None or num_bytes:
+        return bool(num_bytes)
+    try:
+        note = json.loads(_failed(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return True
+    except ValueError:
+        return False
+    return isinstance(note, dict) and note.get("compiled_by") == compiled_by()
+
+
+class _Traced:
+    """Stands for `aten` while a region is traced: a call becomes a node, whatever its arguments."""
+
+    def __init__(self, tracer: fx.proxy.GraphAppendingTracer, target: Any) -> None:
+        self._tracer, self._target = tracer, target
+
+    def __getattr__(self, name: str) -> _Traced:
+        return _Traced(self._tracer, getattr(self._target, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self._tracer.create_proxy("call_function", self._target, args, kwargs)
+
+
+def _as_graph(function: Any, num_inputs: int) -> fx.GraphModule:
+    """Turn a region's source back into a graph: it runs on proxies, and each call is a node."""
+    tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+    args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
+    recorded = {
+        name: _Traced(tracer, value) if isinstance(value, OpNamespace) else value
+        for name, value in function.__globals__.items()
+    }
+    body = FunctionType(function.__code__, recorded, function.__name__)
+    results = body(args)
+    if not isinstance(results, (tuple, list)):
+        results = (results,)
+    tracer.graph.output(tuple(r.node for r in results))
+    gm = fx.GraphModule(torch.nn.Module(), tracer.graph)
+    gm.graph.lint()
+    return gm

@@ -1,0 +1,95 @@
+"""Where compiled regions are kept, and under which keys: all that their machine code depends on."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+
+import torch
+
+from zerofx.errors import ProgramError
+
+
+def cache_dir() -> Path:
+    """Return this user's cache of compiled regions and emitted programs, private to them."""
+    base = os.environ.get("ZEROFX_CACHE_DIR")
+    root = Path(base) if base else Path.home() / ".cache" / "zerofx"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = root.stat()
+    if found.st_uid != os.getuid():
+        raise ProgramError(
+            f"the cache {root} belongs to another user; set ZEROFX_CACHE_DIR to one of your own"
+        )
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        _make_private(root, found.st_mode)
+    return root
+
+
+def _make_private(root: Path, mode: int) -> None:
+    """Close the cache to others; what they could only read may stay on a read-only file system."""
+    try:
+        root.chmod(stat.S_IMODE(mode) & stat.S_IRWXU)
+    except OSError as e:
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ProgramError(
+                f"others may write to the cache {root} (mode {stat.S_IMODE(mode):o}), whose code "
+                f"this process would run, and its mode cannot be changed ({e.strerror}); "
+                "set ZEROFX_CACHE_DIR to a directory of your own"
+            ) from e
+
+
+def artifact_key(source: str, device: str) -> str:
+    """Return the cache key of a region: its code, torch's version, and the machine's flags.
+
+    Comments are left out: they name the user's lines, which move when a file is edited.
+    """
+    facts = [ast.dump(ast.parse(source)), *_surroundings(device), *_threads(device)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def compiled_by() -> str:
+    """Return a digest of how regions are compiled: what one version cannot, the next may."""
+    folder = Path(__file__).parents[2] / "compat"
+    said = [(folder / f"{name}.py").read_text() for name in ("inductor", "strides")]
+    return hashlib.sha256("".join(said).encode()).hexdigest()[:16]
+
+
+def mark_of_use() -> Path:
+    """Return the file that says that regions were compiled here, by such a process as this."""
+    return cache_dir() / "regions" / f"{artifact_key('', 'cpu')}.used"
+
+
+def _threads(device: str) -> list[int | None]:
+    """Return what CPU kernels are written for, which may change from one compile to the next."""
+    return [torch.get_num_threads(), os.cpu_count()] if device == "cpu" else []
+
+
+@functools.cache
+def _surroundings(device: str) -> list[str]:
+    """Return what a compiled region depends on besides its source and the number of threads.
+
+    Kernels of a CPU are compiled for its very model, as extension modules of this Python.
+    """
+    package = Path(__file__).parents[2]
+    ours = (package / "kernels" / "recurrent.py").read_text()  # ops that regions may call
+    found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
+    if device != "cpu":
+        return [*found, torch.cuda.get_device_name()]
+    return [*found, torch.backends.cpu.get_cpu_capability(), _cpu_model()]
+
+
+def _cpu_model() -> str:
+    """Return the processor's name and instructions, "" where the system does not tell."""
+    said = Path("/proc/cpuinfo")
+    if not said.exists():
+        return platform.processor()
+    first = said.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model", "flags", "Features")))

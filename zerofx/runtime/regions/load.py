@@ -1,0 +1,199 @@
+"""Load an emitted program's other files: constants, kernels, and regions, as ATen or compiled."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import linecache
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zerofx.compat.graphs import OpNamespace
+from zerofx.compat.inductor import inductor_problem
+from zerofx.compat.strides import has_strides, laid_out
+from zerofx.errors import NonFiniteError, ProgramError
+from zerofx.runtime.regions.cache import Region, compile_all
+
+log = logging.getLogger("zerofx")
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Import one emitted file under a name of its own.
+
+    Always from the source: cached bytecode could be older than an edit made within one second.
+    """
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+    except SyntaxError as e:
+        raise ProgramError(
+            f"{path}:{e.lineno}: {e.msg}; correct the edit, or emit the program again"
+        ) from e
+    exec(code, module.__dict__)
+    return module
+
+
+class Reader(Protocol):
+    """Stands in for what loads a schedule's other files: how a schedule is read, not run."""
+
+    def regions(self, directory: Path) -> Any: ...
+
+    def constants(self, directory: Path) -> Any: ...
+
+    def kernels(self, directory: Path) -> Any: ...
+
+
+_READER: ContextVar[Reader | None] = ContextVar("reader", default=None)
+
+
+@contextlib.contextmanager
+def read_by(reader: Reader) -> Iterator[None]:
+    """Give what is imported inside the reader's regions and constants."""
+    token = _READER.set(reader)
+    try:
+        yield
+    finally:
+        _READER.reset(token)
+
+
+def load_constants(schedule_file: str) -> Any:
+    """Return the program's constants by name."""
+    directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader.constants(directory)
+    return import_file(directory / "constants.py", "zerofx_constants")
+
+
+def load_kernels(schedule_file: str) -> Any:
+    """Return the program's fused kernels by name."""
+    directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader.kernels(directory)
+    return import_file(directory / "kernels.py", "zerofx_kernels")
+
+
+def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
+    """Return the program's regions by name, each a function of one list that it empties.
+
+    `kernels` defaults to what fingerprint.json says; "inductor" compiles each file once and
+    caches the result per user, "aten" runs the file as it stands.
+    """
+    directory = Path(schedule_file).parent
+    if (reader := _READER.get()) is not None:
+        return reader.regions(directory)
+    facts = json.loads((directory / "fingerprint.json").read_text())
+    kernels = kernels or facts["kernels"]
+    found = SimpleNamespace()
+    paths = sorted((directory / "regions").glob("*.py"))
+    modules = {p.stem: import_file(p, f"zerofx_region_{p.stem}") for p in paths}
+    if kernels == "inductor" and not _has_compiler():
+        kernels = "aten"
+    units = facts.get("regions", {})
+    compiled = compile_all(modules, units) if kernels == "inductor" else {}
+    for name, module in modules.items():
+        plain = _checked(module, name) if facts["debug"] else getattr(module, name)
+        strides = getattr(module, "OUTPUTS", None)  # programs emitted earlier do not say
+        setattr(found, name, following(compiled.get(name) or plain, strides))
+    return found
+
+
+def following(function: Region, strides: Sequence[tuple[int, ...]] | None) -> Region:
+    """Return a region whose results have these strides, on which the rest of the program relies.
+
+    An operator may return others than its fake kernel says, and so may a compiled region. The first
+    call shows which results are to be copied into place; without any, later calls look at nothing.
+    """
+    if not strides:  # programs emitted by earlier versions do not say
+        return function
+    differing: list[int] | None = None
+
+    def run(args: list[Tensor]) -> Any:
+        nonlocal differing
+        made = function(args)
+        if differing is None:  # an edited region may have other results than it was emitted with
+            pairs = enumerate(zip(made, strides, strict=False))
+            alike = [(i, m, s) for i, (m, s) in pairs if m.dim() == len(s)]
+            differing = [i for i, m, s in alike if not has_strides(m, s)]
+        if not differing:
+            return made
+        made = list(made)
+        for i in differing:
+            made[i] = laid_out(made[i], strides[i])
+        return made
+
+    return run
+
+
+@functools.cache  # said once per process
+def _has_compiler() -> bool:
+    problem = inductor_problem()
+    if problem:
+        log.warning("kernels='inductor' falls back to ATen: %s", problem)
+    return not problem
+
+
+# -- Plan(debug=True) ----------------------------------------------------------------------------
+class _Checked:
+    """Stands for `aten` in a region: runs each op and looks for NaN in what it returns."""
+
+    def __init__(self, target: Any, region: str) -> None:
+        self._target, self._region = target, region
+
+    def __getattr__(self, name: str) -> _Checked:
+        return _Checked(getattr(self._target, name), self._region)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._target(*args, **kwargs)
+        made = results if isinstance(results, (tuple, list)) else (results,)
+        if any(_has_nan(r) for r in made) and not any(_has_nan(a) for a in args):
+            self._report(sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno)
+        return results
+
+    def _report(self, filename: str, line: int) -> None:
+        text = linecache.getline(filename, line).strip()
+        raise NonFiniteError(
+            f"{self._region}: NaN first appears in {self._target} from inputs without one, at\n"
+            f"  {filename}:{line}\n  {text}\n"
+            "(the comment names the module and your line); set debug=False to train through it"
+        )
+
+
+def _has_nan(value: Any) -> bool:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and bool(value.isnan().any())
+
+
+def _checked(module: ModuleType, name: str) -> FunctionType:
+    """Return the module's region with every op watched; the source and its lines stay the same."""
+    function = getattr(module, name)
+    watched = {
+        key: _Checked(value, name) if isinstance(value, OpNamespace) else value
+        for key, value in function.__globals__.items()
+    }
+    return FunctionType(function.__code__, watched, name)
+
+
+# -- Constants of an emitted program: tensors that the model's forward holds itself ----------------
+
+
+def constant(
+    values: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], device: str
+) -> Tensor:
+    """Make a tensor from nested lists, or from the base64 of its contiguous bytes."""
+    kind = getattr(torch, dtype)
+    if isinstance(values, str):
+        read = torch.frombuffer(bytearray(base64.b64decode(values)), dtype=kind).view(shape)
+    else:
+        read = torch.tensor(values, dtype=kind)
+    return torch.empty_strided(shape, stride, dtype=kind, device=device).copy_(read.view(shape))

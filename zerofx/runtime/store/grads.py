@@ -1,0 +1,291 @@
+"""The gradients of one model on one rank: flat shards, and the views or wrappers that show them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.compat.tensors import keep_version, require_grad, storage_uses
+from zerofx.errors import GradientError
+from zerofx.layout.tiers import Tier
+from zerofx.policy import resting
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece
+from zerofx.runtime.tiers.homes import regrow, shrink
+
+
+class GradShard:
+    """The reduced gradient of one bucket on one rank, and what each `p.grad` shows of it.
+
+    `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
+    nothing is sharded) a plain view of it.
+
+    pieces: of the parameters. allocate: returns memory for the flat shard.
+    sleep, wake: free it between steps, its address kept, and make it usable again; None where it is
+        not to be freed.
+    buckets: several are the tiles of one parameter, whose gradients come one by one in each
+    backward: the first decides for all whether they are added, the last one is published.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        pieces: Sequence[ParameterPiece],
+        allocate: Callable[[], Tensor],
+        buckets: Sequence[int] = (),
+        sleep: Callable[[Tensor], None] | None = shrink,
+        wake: Callable[[Tensor], None] = regrow,
+    ) -> None:
+        self.params, self._pieces = params, pieces
+        self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
+        self._buckets = buckets
+        self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
+        self._decided: tuple[Tensor, bool]
+        self._asleep = False
+        self._adopt(allocate())
+
+    def _adopt(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            self.flat = flat
+            self.views = [p.show(p.within(flat)) for p in self._pieces]
+            self._locals = [p.local(v) for p, v in zip(self._pieces, self.views, strict=True)]
+        self._quiet = self._references()
+
+    def _references(self) -> list[int]:
+        """Count who refers to the views, their local tensors and their storage."""
+        counts = [sys.getrefcount(v) for v in self.views]
+        counts += [sys.getrefcount(t) for t in self._locals]
+        counts.append(storage_uses(self.flat))
+        return counts
+
+    def _is_held(self) -> bool:
+        """Whether anyone but us and `p.grad` still refers to a gradient of an earlier step.
+
+        Raised counts of views that are some p.grad now are theirs by right.
+        """
+        counts = self._references()
+        num = len(self.views)
+        if counts[-1] != self._quiet[-1]:
+            return True
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            published = param.grad is view
+            if not published and (
+                counts[i] > self._quiet[i] or counts[num + i] > self._quiet[num + i]
+            ):
+                return True
+        return False
+
+    def rest(self) -> None:
+        """Free the flat's memory while no gradient is set or held elsewhere; views stay."""
+        if self._sleep is None or self._asleep or any(p.grad is not None for p in self.params):
+            return
+        if not self._is_held():  # counted before the storage object below is one more reference
+            self._sleep(self.flat)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._wake_up(self.flat)
+            self._asleep = False
+
+    def drop(self) -> None:
+        """Set every p.grad to None and free the flat's memory."""
+        self.clear()
+        self.rest()
+
+    def clear(self) -> None:
+        """Set every p.grad to None."""
+        for param in self.params:
+            param.grad = None
+
+    def target(self, bucket: int) -> tuple[Tensor, bool]:
+        """Return the flat shard to reduce into, and whether to add to what it holds."""
+        if len(self._buckets) <= 1:
+            return self._target()
+        if not self._expected:
+            self._decided, self._expected = self._target(), {*self._buckets}
+        assert bucket in self._expected, f"bucket {bucket} is reduced twice in one backward"
+        return self._decided
+
+    def abandon(self) -> None:
+        """Take it that no more tiles of this backward come."""
+        self._expected.clear()
+
+    def _target(self) -> tuple[Tensor, bool]:
+        """Decide where all of it is reduced into, and whether to add.
+
+        Where some p.grad are set and others are not, the others' ranges are zeroed and the
+        user's own tensors copied in, so that adding is right for all; `publish` copies the sums
+        back into these. What the user still holds of an earlier step is left to them.
+        """
+        self._wake()
+        grads = [p.grad for p in self.params]
+        if all(map(is_, grads, self.views)):
+            return self.flat, True
+        if not any(g is not None for g in grads):
+            del grads
+            if self._is_held():
+                self._adopt(self._allocate())
+            return self.flat, False
+        if self._is_held():
+            self._adopt(self._allocate())
+        with torch.no_grad():
+            rows = zip(self._pieces, self.views, self._locals, grads, strict=True)
+            for piece, view, local, grad in rows:
+                if grad is None:
+                    local.zero_()
+                elif grad is not view:
+                    local.copy_(piece.local(grad))
+        return self.flat, True
+
+    def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
+        """Set p.grad of every parameter among `names` that requires one, once all tiles are in.
+
+        A tensor of the user's own stays p.grad, with the new values.
+        """
+        self._expected.discard(bucket)
+        if self._expected:
+            return
+        trained = require_grad(self.params)
+        rows = zip(self.params, self._pieces, trained, self.views, all_names, strict=True)
+        for param, piece, is_trained, view, name in rows:
+            if is_trained and (names is None or name in names):
+                before = param.grad
+                if before is None:
+                    piece.publish(param, view)
+                elif before is not view:
+                    with torch.no_grad():
+                        piece.local(before).copy_(piece.local(view))
+
+
+class StoreGrads:
+    """One flat gradient per block of buckets, made when the first of it arrives.
+
+    params, pieces: of the store, by canonical name.
+    flats: the flat shard of each block. shards: the gradients, by block.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        pieces: Mapping[str, ParameterPiece],
+        flats: Sequence[Tensor],
+    ) -> None:
+        self._ledger, self._layout, self._homes = ledger, ledger.layout, ledger.homes
+        self._params, self._pieces, self._flats = params, pieces, flats
+        self.shards: dict[int, GradShard] = {}
+
+    def target(self, bucket: int) -> tuple[Tensor, bool]:
+        """Return (flat tensor to receive the reduced gradient, whether to add to it).
+
+        Ranges of parameters that the program has no gradient for must receive zeros.
+        """
+        flat, accumulate = self._shard(bucket).target(bucket)
+        return self._layout.part(flat, bucket), accumulate
+
+    def views(self, bucket: int) -> list[Tensor]:
+        """Return what p.grad of the bucket's parameters shows, in order; of no tiled one."""
+        return self._shard(bucket).views
+
+    def publish(self, bucket: int, names: Collection[str] | None = None) -> None:
+        """Set p.grad of the bucket's parameters (those among `names`) that require one.
+
+        That of a tiled parameter is set when the last tile's gradient has come.
+        """
+        self._shard(bucket).publish(bucket, names, self._layout.owners[self._block(bucket)])
+
+    def abandon(self) -> None:
+        """Forget which tiles' gradients have come: the rest of them will not."""
+        for shard in self.shards.values():
+            shard.abandon()
+
+    def drop(self, bucket: int) -> None:
+        """Free a bucket's gradients; its p.grad are None."""
+        self._shard(bucket).drop()
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether an earlier backward has left gradients; looks at one parameter per bucket."""
+        return any(shard.params[0].grad is not None for shard in self.shards.values())
+
+    def rest(self) -> None:
+        """Free gradient shards that no p.grad shows, as `policy/resting.py` has it."""
+        if self._ledger.updates is not None:
+            return  # freed by each update
+        for shard in self.shards.values():
+            shard.rest()
+
+    # -- updates inside backward ----------------------------------------------------------------
+    def begin_updates(self) -> None:
+        """Check that a backward may update parameters, where that is what backward does."""
+        updates = self._ledger.updates
+        if updates is None:
+            return
+        trained = [n for n, p in self._params.items() if p.requires_grad]
+        updates.begin(trained)
+        for name in trained:
+            if self._params[name].grad is not None:
+                raise GradientError(
+                    f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
+                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
+                )
+
+    def prepare_update(self, bucket: int) -> None:
+        """Begin to bring what a bucket's update takes into host memory, if it is on NVMe."""
+        b = self._layout.buckets[bucket]
+        if b.home is Tier.NVME:
+            assert self._homes.nvme is not None
+            self._homes.nvme.prefetch(bucket, b.dtype)
+
+    def may_update_beside(self, names: Collection[str]) -> bool:
+        """Tell whether the updates of these parameters need nothing of the main thread."""
+        updates = self._ledger.updates
+        return updates is not None and not updates.communicates(names)
+
+    def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
+        """Take a bucket's gradients, those of `names`, from its parameters.
+
+        Returns:
+            What lets the optimizers update the bucket with them, and frees them.
+        """
+        updates = self._ledger.updates
+        assert updates is not None
+        trained = [n for n in names if self._params[n].requires_grad]
+        update = updates.take(self._ledger, bucket, trained)
+        shard, flat = self._shard(bucket), self._flats[self._block(bucket)]
+        shard.clear()
+
+        def run() -> None:
+            with keep_version(flat):  # it tells what others write
+                update()
+            shard.rest()
+
+        return run
+
+    # -- a block's shard ------------------------------------------------------------------------
+    def _block(self, bucket: int) -> int:
+        return self._layout.block_of[bucket]
+
+    def _shard(self, bucket: int) -> GradShard:
+        block = self._block(bucket)
+        shard = self.shards.get(block)
+        if shard is None:
+            names, members = self._layout.owners[block], self._layout.blocks[block]
+            first = members[0]
+            sleep, wake = self._homes.sleep_and_wake(first)
+            in_backward = self._ledger.updates is not None
+            is_freed = resting.frees_gradient(self._layout, first, in_backward)
+            shard = GradShard(
+                [self._params[n] for n in names],
+                [self._pieces[n] for n in names],
+                lambda: self._homes.gradient(first, self._layout.block_numel(members)),
+                [b.index for b in members],
+                sleep if is_freed else None,
+                wake,
+            )
+            self.shards[block] = shard
+        return shard

@@ -1,0 +1,126 @@
+"""Full tensors out of and into shards, and what torch.distributed.checkpoint saves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zerofx.comm.together import tell
+from zerofx.errors import NvmeError
+from zerofx.layout.buckets import Bucket
+from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
+
+if TYPE_CHECKING:
+    from zerofx.runtime.store.shards import ShardStore
+
+
+def full_tensor(store: ShardStore, name: str) -> Tensor:
+    """Return the whole of one parameter, where its pieces live; a collective call."""
+    store.settle()
+    return store.pieces[name].whole(store.local_view(name))
+
+
+def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
+    """Return all of a bucket, flat; a collective call, which `what` names for errors.
+
+    What lives on NVMe is read directly, so that it is proved and no page of a mapping is held.
+    """
+    world, shard = store.world, store.shards[bucket.index]
+    store.ledger.check_whole(what)
+    world.agree(what, f"bucket {bucket.index} ({bucket.label()})")
+    problem = None
+    try:
+        shard = store.homes.fetch(shard)
+    except NvmeError as error:
+        problem = error
+    if store.homes.nvme is not None:
+        tell(world, what, problem, NvmeError)
+    if not store.is_sharded:
+        return shard
+    full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
+    world.all_gather(full, shard.to(world.device)).wait()
+    return full
+
+
+class FullReader:
+    """Reads parameters whole, on the host, each when it is asked for; each read is collective.
+
+    The last bucket that was gathered is kept, so that reading in order gathers each once.
+    """
+
+    def __init__(self, store: ShardStore) -> None:
+        self._store = store
+        self._last: tuple[int, Tensor] | None = None
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """Return one parameter whole, in memory of its own."""
+        self._store.settle()
+        where, first = self._store.layout.owned[name][0]
+        whole = torch.empty(first.whole_shape, dtype=where.dtype)
+        for bucket, param in self._store.layout.owned[name]:
+            rows = slice(None) if param.tile is None else slice(*param.tile.rows)
+            part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
+            (whole if param.tile is None else whole[rows]).copy_(part)
+            if param is bucket.params[-1]:
+                self._last = None  # it would stay on the device as long as this reader does
+        return whole
+
+    def _gathered(self, bucket: Bucket, name: str) -> Tensor:
+        if self._last is None or self._last[0] != bucket.index:
+            self._last = None  # its memory first
+            full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict{_TOGETHER}")
+            self._last = bucket.index, full
+        return self._last[1]
+
+
+_TOGETHER = " (from NVMe all ranks read it together; to save on one: zerofx.full_state_dict)"
+
+
+@torch.no_grad()
+def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor on the host), gathering one bucket at a time; a collective call.
+
+    With `rank0_only` the other ranks take part and yield nothing. The order is the layout's.
+    """
+    world, layout = store.world, store.layout
+    store.settle()
+    for bucket in layout.buckets:
+        full = gather_bucket(store, bucket, "state_dict (or a save)")
+        if rank0_only and world.rank != 0:
+            continue
+        for param in bucket.params:
+            view = full[param.offset : param.end].view(param.shape)
+            if param.tile is None:
+                yield param.name, view.to("cpu", copy=True)
+                continue
+            if param.tile.index == 0:
+                whole = torch.empty(param.tile.shape, dtype=view.dtype)
+            first, end = param.tile.rows
+            whole[first:end].copy_(view)
+            if param.tile.index == param.tile.count - 1:
+                yield param.owner, whole
+
+
+def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Return all parameters whole, on the host, in registration order; a collective call."""
+    found = dict(iter_full_state(store, rank0_only))
+    return {name: found[name] for name in store.params if name in found}
+
+
+def sharded_state(store: ShardStore) -> dict[str, Tensor]:
+    """Return what torch.distributed.checkpoint saves and loads of every parameter, by name.
+
+    Values share memory with the parameters, so that loading fills them in place: sharded tensors,
+    or plain ones where the shard axis has one rank. The order is that of registration.
+    """
+    store.settle()
+    return {name: param.detach() for name, param in store.params.items()}
+
+
+def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
+    """Return every parameter as one flat tensor of its elements: the form of zerofx 0.1.0."""
+    return {name: flat_piece(param) for name, param in sharded_state(store).items()}

@@ -1,0 +1,1 @@
+"""The sharded parameter as users see it."""

@@ -1,0 +1,214 @@
+"""How torch.distributed.checkpoint stores a sharded tensor: as boxes of the tensor's own shape.
+
+A rank owns flat ranges of a row-major tensor. Each range is cut into boxes (slices along every
+dimension), which is what distributed checkpoints consist of. So every reader finds a tensor of the
+global shape, whichever way it shards it: FSDP2, DTensor, another world size or another stage.
+
+`FlatPiece` is the older form, one flat tensor of the elements, in which snapshots of zerofx 0.1.0
+hold parameters and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
+from zerofx.errors import ShardError
+from zerofx.layout.tiles import Range, say
+from zerofx.runtime.tensors.refuse import op_name
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from zerofx.runtime.tensors.piece import ParameterPiece
+    from zerofx.runtime.tensors.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A contiguous box of a row-major tensor, and where it begins in the rank's flat piece."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], ranges: Sequence[Range]) -> tuple[Box, ...]:
+    """Return boxes that make up the flat `ranges` of a tensor of `shape`, in memory order.
+
+    Each box is contiguous in memory, and a range becomes at most 2 * ndim - 1 of them: the rest of
+    its first row, whole rows, and the beginning of its last row, where both rests are ranges of a
+    tensor with one dimension less. A tensor without elements is one empty box.
+    """
+    if not prod(shape):
+        return (Box((0,) * len(shape), tuple(shape), 0),)
+    found: list[Box] = []
+    position = 0
+    for start, stop in ranges:
+        for offsets, sizes in _cut(tuple(shape), start, stop):
+            found.append(Box(offsets, sizes, position))
+            position += prod(sizes)
+    return tuple(found)
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, sizes) of the boxes of elements start:stop."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    per_row = prod(inner)
+    (first, head), (last, tail) = divmod(start, per_row), divmod(stop, per_row)
+    if first == last:
+        yield from _within(first, inner, head, tail)
+        return
+    if head:
+        yield from _within(first, inner, head, per_row)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    if tail:
+        yield from _within(last, inner, 0, tail)
+
+
+def _within(
+    row: int, shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in _cut(shape, start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+# -- what torch.distributed.checkpoint asks of a tensor (its _Checkpointable protocol) -------------
+def write_items(tensor: ShardedTensor, name: str) -> list[Any]:
+    """Return what this rank can write of a tensor: one item per box."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=tensor.dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, tensor.shape),
+        )
+        for chunk in chunks(tensor)
+    ]
+
+
+def chunks(tensor: ShardedTensor) -> list[Any]:
+    """Return where this rank's boxes lie; none if it owns nothing of the tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        for box in tensor.zfx.boxes
+    ]
+
+
+def box_at(tensor: ShardedTensor, offsets: Sequence[int]) -> torch.Tensor:
+    """Return the box that begins at `offsets`: a view of the rank's piece."""
+    for box in tensor.zfx.boxes:
+        if box.offsets == tuple(offsets):
+            local = local_tensor(tensor)
+            return local[box.start : box.start + box.numel].view(box.sizes)
+    raise AssertionError(f"{tensor!r} has no box at {list(offsets)}")
+
+
+# -- the form of zerofx 0.1.0 ----------------------------------------------------------------------
+class FlatPiece(torch.Tensor):
+    """One flat 1-D tensor of `total` elements of which this rank has `local`, which are `ranges`.
+
+    torch.distributed.checkpoint saves it as exactly these chunks and loads it from any other cut,
+    since it reads the overlaps. The random states of all ranks are saved so, and snapshots of
+    zerofx 0.1.0 hold parameters and optimizer states in this form. Equal chunks on several ranks
+    (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
+    one; nothing can be computed with it.
+    """
+
+    local: torch.Tensor
+    ranges: tuple[Range, ...]
+    total: int
+
+    @staticmethod
+    def of(local: torch.Tensor, ranges: tuple[Range, ...], total: int) -> FlatPiece:
+        """Return the piece; it shares memory with `local`, whose elements are these ranges."""
+        length = sum(stop - start for start, stop in ranges)
+        assert local.shape == (length,) and ranges[-1][1] <= total, (local.shape, ranges, total)
+        out = make_subclass(FlatPiece, local)
+        out.local, out.ranges, out.total = local, ranges, total
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if op_name(func) in ("device", "dtype", "layout", "is_meta", "requires_grad"):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ShardError(
+            f"{op_name(func)} of a FlatPiece: it only can be given to "
+            "torch.distributed.checkpoint's save and load; use zerofx.full_state_dict(model)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FlatPiece({self.local.dtype}, elements {say(self.ranges)} of {self.total})"
+
+    def size(self, dim: int | None = None) -> Any:
+        return torch.Size([self.total]) if dim is None else self.total
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        """Return where each range lies; of an empty tensor its one empty chunk."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        ranges = [r for r in self.ranges if r[1] > r[0] or not self.total]
+        return [ChunkStorageMetadata(torch.Size([a]), torch.Size([b - a])) for a, b in ranges]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks() if self.local.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        sizes = [stop - start for start, stop in self.ranges]
+        for (start, _), part in zip(self.ranges, self.local.split(sizes), strict=True):
+            if index.offset == torch.Size([start]):
+                return part
+        raise AssertionError(f"{self!r} has no chunk at {index}")
+
+
+def flat_piece(tensor: torch.Tensor) -> FlatPiece:
+    """Return a parameter, or an optimizer state of its shape, as one flat tensor of its elements.
+
+    That is how snapshots of zerofx 0.1.0 hold it. It shares memory with `tensor`, so that loading
+    fills it in place.
+    """
+    piece: ParameterPiece | None = getattr(tensor, "zfx", None)
+    if piece is not None and piece.is_cut:
+        return FlatPiece.of(local_tensor(tensor), piece.ranges, piece.shape.numel())
+    return FlatPiece.of(tensor.detach().view(-1), ((0, tensor.numel()),), tensor.numel())

@@ -1,0 +1,407 @@
+"""What a compiled model's parameters know: the model's ledger, and the piece of each parameter.
+
+A parameter and every tensor that is cut like it (gradients, optimizer states) carry their piece as
+`zfx`. Callers ask the piece, and not the parameter's class: its name, its ledger, its bucket, what
+this rank holds of a tensor, what the user sees of flat memory, how the whole is gathered.
+
+    piece = piece_of(param)               # None for a parameter of no compiled model
+    piece.local(param.grad)               # the plain tensor of what this rank holds
+    piece.show(flat[start:stop])          # flat memory, cut or shaped like the parameter
+    piece.whole(flat[start:stop])         # all of it, on every rank; a collective call
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from zerofx.compat.tensors import shard_mesh, shard_spec
+from zerofx.errors import NvmeError, ShardError
+from zerofx.layout.buckets import Bucket, Layout, ParamSlice
+from zerofx.layout.tiles import Range, cut, say, spread
+from zerofx.runtime.store.updates import Updates
+from zerofx.runtime.tensors.checkpoint import Box, boxes_of
+from zerofx.runtime.tiers.homes import Homes
+from zerofx.runtime.tiers.host_updates import HostUpdates
+
+if TYPE_CHECKING:
+    from zerofx.comm.world import World
+
+# id of an alias -> the alias, what shares it out, the parameter's name
+_handed_out: dict[int, tuple[weakref.ref[Tensor], DataAliases, str]] = {}
+
+
+class DataAliases:
+    """What `p.data` handed out of one model's parameters and is alive, by parameter.
+
+    It keeps its values when `p.data` is replaced, as in eager PyTorch. There the tensor that was
+    assigned becomes the parameter's memory, and the earlier `p.data` keeps the old memory. Loops
+    that average weights rely on that (`backup = p.data; p.data = average; ...; p.data = backup`).
+    Here a parameter stays in its flat shard, so that the values are copied in, and what was handed
+    out before moves to memory of its own.
+
+    tied: parameters that were given the `p.data` of another one which still has it: in eager
+        PyTorch they would share memory from then on. By name, (the other's owner, its name).
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, set[int]] = {}
+        self.tied: dict[str, tuple[DataAliases, str]] = {}
+        self._borrowers: dict[str, list[tuple[DataAliases, str]]] = {}
+
+    def hand_out(self, name: str, alias: Any) -> Any:
+        """Return `alias` of a parameter's memory, and know it as long as it lives."""
+        number, ids = id(alias), self._ids.setdefault(name, set())
+
+        def forget(_: Any) -> None:
+            _handed_out.pop(number, None)
+            ids.discard(number)
+
+        _handed_out[number] = weakref.ref(alias, forget), self, name
+        ids.add(number)
+        return alias
+
+    def take_back(self, name: str) -> Iterator[Any]:
+        """Yield the living aliases of a parameter, which are no longer its aliases after that."""
+        for number in list(self._ids.get(name, ())):
+            alias = _handed_out.pop(number)[0]()
+            if alias is not None:
+                yield alias
+        self._ids.pop(name, None)
+
+    def note_assignment(self, name: str, value: Any) -> None:
+        """Note whether `p.data = value` ties two parameters; end the ties that it undoes."""
+        self.tied.pop(name, None)
+        for borrower, other in self._borrowers.pop(name, ()):
+            if borrower.tied.get(other) == (self, name):
+                del borrower.tied[other]
+        found = _handed_out.get(id(value))
+        if found is not None and found[1:] != (self, name):
+            _, owner, other = found
+            self.tied[name] = owner, other
+            owner._borrowers.setdefault(other, []).append((self, name))
+
+
+_NUMBERS = itertools.count()
+P = TypeVar("P", bound="ParameterPiece")
+
+
+class Ledger:
+    """The world and the write counts that a store shares with every tensor made from it.
+
+    `seen_writes` counts the writes to parameters that were seen, `own_writes` those that our
+    optimizers made. `handouts` counts plain aliases given away (`to_local()`), through which later
+    writes cannot be seen, and every backward after the first of them: an optimizer may step through
+    the alias. The ledger refers to no parameter, so that dropping a model frees its shards at once.
+
+    number: grows from model to model, so that all ranks have two of them in one order.
+    homes: hands out memory for what lives with a bucket, on the bucket's tier.
+    pending: updates on the host that run next to the schedule.
+    updates: who updates the parameters inside backward, if the plan has updates there.
+    half_made: what ended an update over NVMe on some rank, as all of them know; until a load.
+    aliases: of parameters, as `p.data` handed them out.
+    copies: of each resident bucket that is computed with in another format, this rank's slice.
+    """
+
+    def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
+        self.layout = layout
+        self.world = world
+        self.number = next(_NUMBERS)
+        self.is_delayed = False  # set by the engine: updates run beside the next step
+        self.seen_writes = 0
+        self.own_writes = 0
+        self.handouts = 0
+        self.homes = Homes(world.device, lambda: self.foreign_writes)
+        self.pending = HostUpdates()
+        self.updates = Updates() if in_backward else None
+        self.aliases = DataAliases()
+        self.copies: dict[int, CastCopy] = {}
+        self.half_made: str | None = None
+        self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
+
+    def check_whole(self, what: str) -> None:
+        """Refuse to use parameters some of which an update that failed has not reached.
+
+        Raises:
+            NvmeError: on all ranks alike, so that they stay together.
+        """
+        if self.half_made is not None:
+            raise NvmeError(
+                f"{what}: the last update failed before it had reached all parameters "
+                f"({self.half_made}); zerofx.load an earlier state before going on"
+            )
+
+    def note_write(self) -> None:
+        """Count a write that somebody else than an optimizer of ours has made."""
+        self.seen_writes += 1
+
+    def note_update(self) -> None:
+        """Count a write that an optimizer of ours has made."""
+        self.own_writes += 1
+
+    @property
+    def writes(self) -> int:
+        """A number that grows with every write to parameters that was seen."""
+        return self.seen_writes + self.own_writes
+
+    @property
+    def foreign_writes(self) -> int:
+        """A number that grows with every write that was or may have been made by others."""
+        return self.seen_writes + self.handouts
+
+    def note_backward(self) -> None:
+        """Take it that after this backward parameters change through an alias, if one is out."""
+        if self.handouts:
+            self.handouts += 1
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The shard axis as a DeviceMesh, for DTensor's bookkeeping only."""
+        if self.world.shard_mesh is not None:
+            return self.world.shard_mesh
+        return shard_mesh(self.world.device.type, self.layout.shard_size, self.world.shard_rank)
+
+
+class CastCopy:
+    """This rank's slice of a bucket's resident copy: its shard's elements in the compute dtype.
+
+    Current as long as it is known to hold the shard, rounded: `mark` says that it does now, and any
+    write that is counted later makes it stale. Once an alias has been handed out none is current,
+    since writes through it are not all seen.
+    """
+
+    def __init__(self, ledger: Ledger, full: Tensor, bucket: Bucket) -> None:
+        self._ledger = ledger
+        self._full = weakref.ref(full)  # the engine's: a parameter that outlives it frees this
+        self._start, _ = ledger.layout.shard_bounds(bucket, ledger.world.shard_rank)
+        self._writes = -1
+
+    @property
+    def full(self) -> Tensor | None:
+        """The whole resident copy; None once the model is gone."""
+        return self._full()
+
+    @property
+    def is_current(self) -> bool:
+        ledger = self._ledger
+        is_marked = self._writes == ledger.writes and not ledger.handouts
+        return is_marked and self.full is not None
+
+    def mark(self) -> None:
+        """Note that the slice now holds exactly what the shard holds."""
+        self._writes = self._ledger.writes
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return the place of elements start:stop of the shard."""
+        full = self.full
+        assert full is not None, "a part of a resident copy was asked for whose model is gone"
+        return full[self._start + start : self._start + stop]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterPiece(ABC):
+    """The flat elements of one parameter that this rank owns: a range, or one of each tile.
+
+    `ranges` are half-open and count elements of the flattened parameter, in the order in which they
+    lie in memory; `shard_offset` counts elements of the rank's flat shard of `bucket`, the first
+    tile's where there are tiles. Gradients and optimizer states of a parameter share its piece.
+
+    is_cut: the tensors are sharded; otherwise this rank owns all elements, and they are plain.
+    """
+
+    ledger: Ledger
+    bucket: Bucket
+    param: ParamSlice
+    shard_offset: int
+    ranges: tuple[Range, ...]
+    length: int
+    shape: torch.Size
+    _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False)
+
+    is_cut: ClassVar[bool]
+
+    @classmethod
+    def of(cls: type[P], ledger: Ledger, name: str) -> P:
+        """Return the piece of parameter `name` that the ledger's rank owns."""
+        layout, rank = ledger.layout, ledger.world.shard_rank
+        bucket, param = layout.owned[name][0]
+        offset, _, _ = layout.piece(bucket, param, rank)
+        ranges = layout.ranges(name, rank)
+        length = sum(stop - start for start, stop in ranges)
+        return cls(ledger, bucket, param, offset, ranges, length, torch.Size(param.whole_shape))
+
+    # -- what each of the two kinds does in its own way -------------------------------------------
+    @abstractmethod
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return the plain tensor of what this rank holds of a parameter, gradient or state."""
+
+    @abstractmethod
+    def show(self, flat: Tensor) -> Tensor:
+        """Return what users see of this rank's elements: cut or shaped like the parameter."""
+
+    @abstractmethod
+    def publish(self, param: Tensor, gradient: Tensor) -> None:
+        """Set `param.grad` to a gradient that `show` has made."""
+
+    # -- which elements -----------------------------------------------------------------------
+    @cached_property
+    def name(self) -> str:
+        return self.param.owner
+
+    @cached_property
+    def index(self) -> int:
+        """How many parameters of the bucket come before this one."""
+        return self.bucket.params.index(self.param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterPiece:
+        """Return the piece itself: copies of a tensor belong to the same parameter."""
+        return self
+
+    def within(self, shard: Tensor) -> Tensor:
+        """Return the parameter's range of the rank's flat shard of its bucket, or of its tiles."""
+        return shard[self.shard_offset : self.shard_offset + self.length]
+
+    def cut(self, full: Tensor) -> Tensor:
+        """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        return cut(full, self.ranges)
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The same elements as boxes of the parameter's own shape, in memory order."""
+        return boxes_of(self.shape, self.ranges)
+
+    def says(self) -> str:
+        """Name the elements that this rank owns, for errors."""
+        return say(self.ranges)
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        """Return the DTensorSpec of a tensor of this shape (made once per dtype)."""
+        spec = self._specs.get(dtype)
+        if spec is None:
+            spec = self._specs[dtype] = shard_spec(self.ledger.mesh, self.shape, dtype)
+        return spec
+
+    def ranges_of(self, shard_rank: int) -> tuple[Range, ...]:
+        """Return the half-open flat ranges of the parameter that `shard_rank` owns."""
+        return self.ledger.layout.ranges(self.name, shard_rank)
+
+    def same_cut(self, other: ParameterPiece) -> bool:
+        """Whether element i of one local tensor is the same global element as i of the other.
+
+        True between the layouts of a model and of its copy, where both are cut alike.
+        """
+        return self is other or (
+            self.shape == other.shape
+            and self.ranges == other.ranges
+            and self.ledger.layout.shard_size == other.ledger.layout.shard_size
+            and all(
+                self.ranges_of(r) == other.ranges_of(r)
+                for r in range(self.ledger.layout.shard_size)
+            )
+        )
+
+    # -- collective calls ---------------------------------------------------------------------
+    @torch.no_grad()
+    def whole(self, local: Tensor, what: str = "full_tensor") -> Tensor:
+        """Return the plain full tensor of which `local` is this rank's piece; a collective call.
+
+        Pieces are padded to the longest one, since an all-gather takes equal shares. Where one rank
+        owns everything, the others still send that much: small parameters only. They travel between
+        devices, also where they live elsewhere; the whole lies where the pieces do.
+        """
+        ledger = self.ledger
+        world, size = ledger.world, ledger.layout.shard_size
+        if size == 1:
+            return local.clone().view(self.shape)
+        world.agree(f"{what} of {self.name}", "")
+        ranges = [self.ranges_of(r) for r in range(size)]
+        lengths = [sum(stop - start for start, stop in mine) for mine in ranges]
+        longest = max(lengths)
+        share = local.new_zeros(longest, device=world.device)
+        share[: self.length].copy_(local)
+        parts = share.new_empty(size * longest)
+        world.all_gather(parts, share).wait()
+        full = local.new_empty(self.shape.numel())
+        for rank, (mine, length) in enumerate(zip(ranges, lengths, strict=True)):
+            spread(full, mine, parts[rank * longest :][:length])
+        return full.view(self.shape)
+
+    @torch.no_grad()
+    def whole_of_rows(self, rows: Tensor) -> Tensor:
+        """Return the plain full tensor of which `rows` are this rank's; a collective call.
+
+        The rows are those that torch's `Shard(0)` gives each rank of the shard axis: all but the
+        last ranks have ceil(shape[0] / size), so that the padded shares in rank order are the
+        tensor.
+
+        Raises:
+            ShardError: the rows are not those of a tensor of the parameter's shape; on all ranks
+                alike.
+        """
+        ledger = self.ledger
+        world, size = ledger.world, ledger.layout.shard_size
+        count, *inner = self.shape
+        longest = -(-count // size)
+        start = min(world.shard_rank * longest, count)
+        expected = [min(longest, count - start), *inner]
+        what = f"taking in rows of {self.name} of a full state dict"
+        if not world.all_well(what, list(rows.shape) == expected):
+            raise ShardError(
+                f"{self.name} has global shape {list(self.shape)}, but the full state dict has "
+                f"another: this rank was given rows of shape {list(rows.shape)} of it and expected "
+                f"{expected}; load a state dict of the same model"
+            )
+        share = rows.new_zeros((longest, *inner), device=world.device)
+        share[: rows.shape[0]].copy_(rows)
+        parts = share.new_empty((size * longest, *inner))
+        world.all_gather(parts.view(-1), share.view(-1)).wait()
+        return parts[:count]
+
+    def gather_partials(self, partials: Tensor, what: str) -> Tensor:
+        """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order.
+
+        It lies where `partials` do, which is off the device for a parameter that lives there.
+        """
+        world, size = self.ledger.world, self.ledger.layout.shard_size
+        world.agree(what, f"{self.name}, {partials.numel()} values")
+        mine = partials.contiguous().to(world.device)
+        out = mine.new_empty(size * mine.numel())
+        world.all_gather(out, mine).wait()
+        return out.view(size, -1).to(partials.device)
+
+
+class WholePiece(ParameterPiece):
+    """The piece of a parameter that this rank holds whole: its tensors are plain ones."""
+
+    is_cut = False
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def show(self, flat: Tensor) -> Tensor:
+        return flat.view(self.shape)
+
+    def publish(self, param: Tensor, gradient: Tensor) -> None:
+        param.grad = gradient
+
+
+def piece_of(tensor: Any) -> ParameterPiece | None:
+    """Return the piece of a compiled model's parameter, or of a tensor that is cut like one.
+
+    None for all others: parameters of no compiled model, and plain gradients and states.
+    """
+    return getattr(tensor, "zfx", None)
+
+
+def is_cut(tensor: Any) -> bool:
+    """Say whether a tensor is sharded, so that this rank holds a part of it."""
+    piece = piece_of(tensor)
+    return piece is not None and piece.is_cut

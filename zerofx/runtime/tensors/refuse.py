@@ -1,0 +1,72 @@
+"""The errors for what a piece of a parameter cannot do: each names the fix."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from zerofx.errors import ShardError
+
+if TYPE_CHECKING:
+    from zerofx.runtime.tensors.piece import ParameterPiece
+
+ACCEPTED_OPTIMIZERS = (
+    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, ASGD and Rprop"
+)
+
+
+def op_name(func: Any) -> str:
+    """Return how a user calls `func`: `view`, `__getitem__`, or the name of a property."""
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__"):
+        return str(getattr(func.__self__, "__name__", name))
+    return str(name)
+
+
+def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
+    """Return the error for `op` on a tensor cut like `piece`; `why` replaces the usual reason."""
+    reason = why or (
+        f"needs the whole tensor, but this rank holds elements {piece.says()} of its "
+        f"{piece.shape.numel()} {list(piece.shape)}"
+    )
+    optimizer = _calling_optimizer()
+    if optimizer is not None:
+        return ShardError(
+            f"{piece.name}: {op} {reason}; {optimizer} needs whole matrices or vectors of "
+            "parameters and is not supported on sharded parameters: use one of "
+            f"{ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+        )
+    return ShardError(
+        f"{piece.name}: {op} {reason}; use p.full_tensor() or zerofx.full_state_dict(model) on "
+        "all ranks, or p.to_local() for the piece"
+    )
+
+
+def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
+    """Raise for what needs the norm of a whole model of which a world holds a part."""
+    raise ShardError(
+        f"{name}: {doing} would take another norm on each rank along the mesh axes {other_axes}. "
+        "The model is compiled over a slice of that mesh, and which of its parameters these ranks "
+        "share is not known here. Add the squares of torch.nn.utils.get_total_norm over those "
+        "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
+    )
+
+
+def _calling_optimizer() -> str | None:
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refuse_hook(name: str, method: str) -> NoReturn:
+    """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
+    raise ShardError(
+        f"{name}: {method} on a compiled model's parameter would never run, since the program "
+        "assigns p.grad itself. Hook the tensor inside forward, or change p.grad after backward()."
+    )

@@ -1,0 +1,1 @@
+"""What people use around training: the core imports none of it."""

@@ -1,0 +1,189 @@
+"""Probes of compute and memory: what regions are made of, at some sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zerofx.tools.calibrate.probe import Probe, Work, in_turn
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDTHS = (32, 64, 128, 256, 512, 1024)  # of a linear, with 4 times as many columns
+ROWS = 256
+LENGTHS = (64, 256, 512)
+HEADS, HEAD_WIDTH = 4, 64
+# Bytes of one tensor: from the first-level cache to well beyond the last.
+TENSOR_BYTES = (16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
+COMPILED_BYTES = (128 << 10, 1 << 20, 16 << 20)
+NORM_WIDTH = 256
+IMAGES, CHANNELS, HEIGHT = 8, 64, 8  # of batch norms and pools: the width fills a tensor's bytes
+WINDOW, STRIDE = 3, 2
+UPDATE_NUMELS = (10_000, 100_000, 1_000_000, 10_000_000)
+COPY_BYTES = (64 << 10, 1 << 20, 8 << 20, 32 << 20)
+
+
+def matmuls() -> list[Probe]:
+    """Return linears with their two backward products, by width and format."""
+    probes = []
+    for name, dtype in FORMATS.items():
+        for width in WIDTHS:
+            flops = 2.0 * ROWS * width * 4 * width
+            make = partial(in_turn, partial(_linear, width, dtype))
+            probes.append(Probe(f"matmul.{name}", flops, 3 * flops, make))
+    return probes
+
+
+def _linear(width: int, dtype: torch.dtype) -> Work:
+    x, w = torch.randn(ROWS, width).to(dtype), torch.randn(4 * width, width).to(dtype)
+    grad = torch.randn(ROWS, 4 * width).to(dtype)
+
+    def work() -> object:
+        return F.linear(x, w), torch.mm(grad, w), torch.mm(grad.t(), x)
+
+    return work
+
+
+def attentions() -> list[Probe]:
+    """Return causal attention, forward and backward, by length and format."""
+    probes = []
+    for name, dtype in FORMATS.items():
+        for length in LENGTHS:
+            product = 2.0 * HEADS * length * length * HEAD_WIDTH
+            make = partial(in_turn, partial(_attention, length, dtype))
+            probes.append(Probe(f"attention.{name}", 2 * product, 7 * product, make))
+    return probes
+
+
+def _attention(length: int, dtype: torch.dtype) -> Work:
+    shape = (1, HEADS, length, HEAD_WIDTH)
+    q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
+    grad = torch.randn(shape).to(dtype)
+
+    def work() -> object:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    return work
+
+
+# -- pointwise work and reductions ------------------------------------------------------------
+def pointwise(a: Tensor, b: Tensor) -> Tensor:
+    """Read two, write one."""
+    return a + b
+
+
+def heavy(a: Tensor, b: Tensor) -> Tensor:
+    """Read one, write one, and take an exponential of each element."""
+    return torch.sigmoid(a)
+
+
+def reduction(a: Tensor, b: Tensor) -> Tensor:
+    """Read one twice, write one: a norm over rows."""
+    return F.layer_norm(a.view(-1, NORM_WIDTH), (NORM_WIDTH,))
+
+
+def batch_norm(a: Tensor, b: Tensor) -> Tensor:
+    """Read one twice, write one: a norm over samples and pixels."""
+    return F.batch_norm(a.view(IMAGES, CHANNELS, -1), None, None, training=True)
+
+
+def batch_norm_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Norm what lies with its channels last, as compiled convolutions leave it."""
+    pixels = a.view(IMAGES, -1, CHANNELS).transpose(1, 2)
+    return F.batch_norm(pixels, None, None, training=True)
+
+
+def pool(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the largest elements of windows, and where they are."""
+    images = a.view(IMAGES, CHANNELS // 2, HEIGHT, -1)
+    return torch.ops.aten.max_pool2d_with_indices(images, [WINDOW] * 2, [STRIDE] * 2, [1, 1])
+
+
+def layout(a: Tensor, b: Tensor) -> Tensor:
+    """Put the weights of 3 x 3 windows in an order with channels last."""
+    weights = a[: a.numel() // (9 * CHANNELS) * 9 * CHANNELS].view(-1, CHANNELS, 3, 3)
+    return weights.clone(memory_format=torch.channels_last)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "pointwise": pointwise, "heavy": heavy, "reduction": reduction, "batch_norm": batch_norm,
+    "pool": pool,
+}  # fmt: skip
+COMPILED = KERNELS | {"batch_norm": batch_norm_of_rows, "layout": layout}
+# Tensors read and written; of the others the elements that are worked on, one for one of `a`'s.
+PASSED = {"pointwise": 3, "reduction": 2, "batch_norm": 2, "layout": 2}
+COLD = ("layout",)  # weights, which other layers' have driven from the caches
+SLOW = ("batch_norm", "pool")  # op by op: their rates end before the largest tensors
+ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2}
+
+
+def operands(nbytes: int) -> tuple[Tensor, Tensor]:
+    """Return two flat tensors of so many bytes."""
+    return torch.randn(nbytes // 4), torch.randn(nbytes // 4)
+
+
+def memories(
+    how: str, kinds: Iterable[str], sizes: tuple[int, ...],
+    function_of: Callable[[str, int], Callable],
+) -> list[Probe]:  # fmt: skip
+    """Return probes of passes over memory, exponentials and pools, as one kind of kernels does."""
+    probes = []
+    for kind in kinds:
+        for size in sizes:
+            make = partial(_memory, function_of, kind, size)
+            if kind in COLD:
+                make = partial(in_turn, make)
+            if kind in ELEMENTS:
+                worked = ELEMENTS[kind] * size / 4
+                probes.append(Probe(f"{kind}.{how}", worked, worked, make))
+            else:
+                moved = PASSED[kind] * size
+                probes.append(Probe(f"memory.{kind}.{how}", moved, moved, make))
+    return probes
+
+
+def _memory(function_of: Callable[[str, int], Callable], kind: str, size: int) -> Work:
+    a, b = operands(size)
+    function = function_of(kind, size)
+    return lambda: function(a, b)
+
+
+def aten() -> list[Probe]:
+    """Return pointwise work op by op."""
+    small, large = [k for k in KERNELS if k in SLOW], [k for k in KERNELS if k not in SLOW]
+    probes = memories("aten", small, TENSOR_BYTES[:-1], lambda kind, size: KERNELS[kind])
+    return probes + memories("aten", large, TENSOR_BYTES, lambda kind, size: KERNELS[kind])
+
+
+# -- overheads, copies, updates ---------------------------------------------------------------
+def others() -> list[Probe]:
+    """Return the launch of an op, copies between tensors, and optimizer steps."""
+    probes = [Probe("launch", 1, 1, _launch), Probe("stream", 1, 3 * (64 << 20), _stream)]
+    probes += [Probe("host_copy", size, size, partial(_copy, size)) for size in COPY_BYTES]
+    return probes + [Probe("host_update", n, n, partial(_update, n)) for n in UPDATE_NUMELS]
+
+
+def _launch() -> Work:
+    a, b = torch.randn(8), torch.randn(8)
+    return lambda: torch.add(a, b)
+
+
+def _stream() -> Work:
+    """Add into memory that is there: no page is touched for the first time."""
+    (a, b), out = operands(64 << 20), torch.empty((64 << 20) // 4)
+    return lambda: torch.add(a, b, out=out)
+
+
+def _copy(size: int) -> Work:
+    a, b = operands(size)
+    return lambda: b.copy_(a)
+
+
+def _update(numel: int) -> Work:
+    param = torch.zeros(numel, requires_grad=True)
+    param.grad = torch.full((numel,), 1e-3)
+    return torch.optim.AdamW([param], fused=True).step

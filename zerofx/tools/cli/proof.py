@@ -1,0 +1,70 @@
+"""Prove a program on paper, and hold real training against plain training."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from zerofx.tools.cli.app import (
+    Batch,
+    HardwareName,
+    Json,
+    Model,
+    PlanFile,
+    Seq,
+    Set,
+    Stage,
+    app,
+)
+from zerofx.tools.cli.programs import plan_of, program_of, refuse_directory
+
+
+@app.command(rich_help_panel="Prove it")
+def verify(
+    model: Model,
+    worlds: Annotated[
+        list[int] | None, typer.Option("--world", min=1, help="ranks; repeatable [default: 2]")
+    ] = None,
+    plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
+    is_run: Annotated[
+        bool, typer.Option("--run", help="train too, on real ranks, beside plain training")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="of --run")] = 3,
+    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step, of --run")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="all but the last backward under no_sync, of --run")
+    ] = False,
+    same_batch: Annotated[
+        bool, typer.Option("--same-batch", help="every rank gets the example call as it is")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(help="relative error of a tensor [default: by the precision]")
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Prove the program for every rank; with --run, hold real training against plain training."""
+    from zerofx.tools.trial.launch import run_trial
+    from zerofx.tools.trial.settings import Settings
+    from zerofx.tools.views.proof import ProofView
+
+    chosen, found = plan_of(plan, stage, set_), []
+    each: list[int | None] = [*worlds] if worlds else [None]
+    for world in each:
+        view: Any = ProofView.of(program_of(model, world, chosen, hardware, batch, seq))
+        found.append(view)
+        if is_run:
+            refuse_directory(model)
+            settings = Settings(
+                model, chosen.to_dict(), view.world, steps, batch, seq, accumulation, no_sync,
+                same_batch, tolerance,
+            )  # fmt: skip
+            found.append(run_trial(settings))
+    if as_json:
+        typer.echo(json.dumps([view.to_dict() for view in found], indent=1))
+    else:
+        typer.echo("\n".join(map(str, found)))
+    if not all(getattr(view, "is_equal", True) for view in found):
+        raise typer.Exit(1)

@@ -1,0 +1,129 @@
+"""Search for the fastest plans that fit a hardware, and write one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerofx.errors import PlanError
+from zerofx.hardware import Hardware, hardware_names, load_hardware
+from zerofx.tools.cli.app import (
+    RANKS,
+    Batch,
+    HardwareName,
+    Json,
+    Model,
+    PlanFile,
+    Seq,
+    Set,
+    Stage,
+    World,
+    app,
+    done,
+    say,
+)
+from zerofx.tools.cli.programs import hardware_of, plan_of, show
+
+Tokens = Annotated[
+    int | None, typer.Option("--batch-tokens", min=1, help="tokens of a step of all ranks")
+]
+Samples = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="samples of a step of all ranks")
+]
+Nvme = Annotated[str, typer.Option("--nvme", help="the folder that plans name for that tier")]
+
+
+@app.command(rich_help_panel="Know before you run")
+def search(
+    model: Model, hardware: HardwareName = None, world: World = None, batch_tokens: Tokens = None,
+    global_batch: Samples = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
+    batch: Batch = 1, seq: Seq = 128, nvme: Nvme = "/nvme", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Find the fastest plans that fit; what --plan, --stage and --set say stays as it is."""
+    from zerofx.tools.search import search as searched
+
+    view = searched(
+        model, hardware=hardware_of(hardware), world_size=world or RANKS,
+        global_samples=global_batch, batch_tokens=batch_tokens, plan=_settled(plan, stage, set_),
+        batch=batch, seq=seq, nvme=nvme, says=say,
+    )  # fmt: skip
+    show(view, as_json)
+
+
+@app.command(rich_help_panel="Know before you run")
+def plan_for(
+    devices: Annotated[str, typer.Argument(help='how many of what: "8x H100", "512x V100"')],
+    model: Annotated[str, typer.Option("--target", help="a model, as for the other commands")],
+    out: Annotated[Path | None, typer.Option(help="file to write [default: print it]")] = None,
+    batch_tokens: Tokens = None, global_batch: Samples = None, plan: PlanFile = None,
+    stage: Stage = None, set_: Set = None, batch: Batch = 1, seq: Seq = 128, nvme: Nvme = "/nvme",
+) -> None:  # fmt: skip
+    """Write the fastest plan that fits as YAML, ready for zerofx.compile."""
+    from zerofx.tools.search import search as searched
+
+    world, hardware = read_devices(devices)
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise PlanError(f"plan-for: --out {out} must end in .yaml or .yml")
+    view = searched(
+        model, hardware=hardware, world_size=world, global_samples=global_batch,
+        batch_tokens=batch_tokens, plan=_settled(plan, stage, set_), batch=batch, seq=seq,
+        nvme=nvme, says=say,
+    )  # fmt: skip
+    done()
+    for note in view.notes:
+        typer.echo(note, err=True)
+    if out is None:
+        typer.echo(view.to_yaml(), nl=False)
+        return
+    try:
+        out.write_text(view.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"plan-for: {out} cannot be written: {error.strerror}") from error
+    typer.echo(f"{out}: {view.best.choice.words()}")
+
+
+def _settled(file: Path | None, stage: int | None, fields: list[str] | None) -> dict[str, Any]:
+    """Return the plan fields that were named, also those that have their default value."""
+    from zerofx.plan.fields import load_mapping
+
+    chosen = plan_of(file, stage, fields).to_dict()
+    names = list(load_mapping(file, "plan")) if file else []
+    names += [text.partition("=")[0].strip() for text in fields or []]
+    names += ["stage"] if stage is not None else []
+    return {name: chosen[name] for name in names}
+
+
+# -- A number of devices and their name, as people write them: `8x H100` ---------------------------
+
+
+_DEVICES = re.compile(r"\s*(\d+)\s*[x×*]?\s*([A-Za-z].*?)\s*")
+
+
+def read_devices(text: str) -> tuple[int, Hardware]:
+    """Return (ranks, hardware) of text like `8x H100`, `16 x A100 80GB` or `512x V100-32GB`.
+
+    Raises:
+        PlanError: not of that form, or the name fits no preset, or several.
+    """
+    match = _DEVICES.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise PlanError(
+            f'devices {text!r}: write how many of what, for example "8x H100"; known are '
+            f"{', '.join(hardware_names())}"
+        )
+    name = match[2]
+    if name in hardware_names() or name.endswith((".yaml", ".yml", ".json")):
+        return int(match[1]), load_hardware(name)
+    words = _words(name) - {"nvidia", "amd"}
+    fitting = [n for n in hardware_names() if words and words <= _words(n)]
+    if len(fitting) > 1:
+        raise PlanError(f"devices {text!r}: {name} could be {' or '.join(fitting)}; say which")
+    return int(match[1]), load_hardware(fitting[0] if fitting else name)
+
+
+def _words(name: str) -> set[str]:
+    """Return what a name consists of, a size in gigabytes in one word."""
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())))

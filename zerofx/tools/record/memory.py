@@ -1,0 +1,230 @@
+"""The memory of one step as it is: live tensor bytes, call by call.
+
+On CUDA the caching allocator's own peaks are read around each call, which waits for nothing. On a
+CPU the allocator has no count, and torch.profiler is told of every allocation: the step that is
+measured so is left out of the times. What lives already is found among Python's objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerofx.analysis.time.measured import MeasuredMemory
+from zerofx.compat.autograd import is_profiling
+from zerofx.compat.tensors import raw_grad
+from zerofx.errors import RecordingError
+from zerofx.tools.record.blocks import Levels, most_of, replay
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+_BEGIN, _END = "zerofx: memory from here", "zerofx: memory up to here"
+
+
+class Meter(Protocol):
+    """Measures the memory of one step: `start`, some steps, `begin`, that step, `end`."""
+
+    def start(self) -> None:
+        """Begin to watch: what is allocated from here on may be freed in the measured step."""
+
+    def begin(self) -> None: ...
+
+    def around(self, name: str) -> AbstractContextManager[Any]:
+        """Return within what a call of that step runs."""
+
+    def end(self) -> MeasuredMemory: ...
+
+    def stop(self) -> None:
+        """Watch no more, where an exception has ended the block."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    """Return what measures the memory of a device."""
+    return CudaMeter(device) if device.type == "cuda" else HostMeter()
+
+
+class Metering:
+    """The one step of a recording whose memory is measured. found: once it has ended.
+
+    step: its number, from 0 on.
+    """
+
+    def __init__(self, meter: Meter, step: int) -> None:
+        self._meter, self._step = meter, step
+        self.is_under_way = False
+        self._entered: AbstractContextManager[Any] | None = None
+        self.found: MeasuredMemory | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch within the block; a step that an exception ends is not measured."""
+        self._meter.start()
+        try:
+            yield
+            self._end()
+        finally:
+            self._meter.stop()
+
+    def starting(self, step: int) -> None:
+        """Begin or end to measure: a step of this number is about to start."""
+        self._end()
+        if step == self._step:
+            self._meter.begin()
+            self.is_under_way = True
+
+    def _end(self) -> None:
+        if self.is_under_way:
+            self.is_under_way = False
+            self.found = self._meter.end()
+
+    def around(self, name: str) -> AbstractContextManager[Any]:
+        """Return within what a call runs."""
+        return self._meter.around(name) if self.is_under_way else nullcontext()
+
+    def enter(self, name: str) -> None:
+        """Begin a call whose end `leave` tells."""
+        self._entered = self.around(name)
+        self._entered.__enter__()
+
+    def leave(self) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
+
+
+class CudaMeter:
+    """Reads the caching allocator's peak around each call; resets it, so that it is each call's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, int] = {}
+        self._peak_bytes = 0
+
+    def start(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _take(self) -> int:
+        """Return the most since the last time."""
+        most = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak_bytes = max(self._peak_bytes, most)
+        return most
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        self._take()
+        yield
+        self._held[name] = self._take()
+
+    def end(self) -> MeasuredMemory:
+        self._take()
+        return MeasuredMemory(self._peak_bytes, self._held)
+
+    def stop(self) -> None:
+        pass
+
+
+class HostMeter:
+    """Replays every allocation of a step, from what lives at its begin.
+
+    Blocks that another thread frees unseen are told by that they no longer live at the end; when
+    they went is not known.
+    """
+
+    def __init__(self) -> None:
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self._held_bytes = 0
+        self._is_running = False
+
+    def start(self) -> None:
+        self._profile.start()
+        self._is_running = True
+
+    def _check(self) -> None:
+        """Refuse to read what somebody else's profiler, or another thread, has taken away."""
+        if not is_profiling():
+            raise RecordingError(
+                "record: memory=True has lost its torch.profiler: another one ran within the "
+                "block, or this step runs on another thread than the one that entered it"
+            )
+
+    def begin(self) -> None:
+        gc.collect()  # what is garbage already is not the step's
+        self._held_bytes = sum(living().values())
+        with record_function(_BEGIN):
+            pass
+
+    def around(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name)
+
+    def stop(self) -> None:
+        if self._is_running and is_profiling():  # else it was stopped by another
+            self._is_running = False
+            self._profile.stop()
+
+    def end(self) -> MeasuredMemory:
+        self._check()
+        with record_function(_END):
+            pass
+        alive = living()
+        self.stop()
+        events = self._events()
+        memory = sorted(
+            (e["ts"], e["args"]["Addr"], e["args"]["Bytes"])
+            for e in events
+            if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
+        )
+        if not memory:
+            raise RecordingError(
+                "record: memory=True has seen no allocation: another torch.profiler was started "
+                "within the block; take it out"
+            )
+        ranges = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events
+                  if e.get("cat") == "user_annotation"]  # fmt: skip
+        begin = next(start for name, start, _ in ranges if name == _BEGIN)
+        end = next(start for name, start, _ in ranges if name == _END)
+        blocks = replay(m for m in memory if m[0] <= end)
+        for block in blocks:
+            block.is_ghost |= block.freed_at > end and block.address not in alive
+        sure = Levels((b for b in blocks if not b.is_ghost), begin, self._held_bytes)
+        unsure = Levels(blocks, begin, self._held_bytes)
+        calls = [r for r in ranges if begin <= r[1] <= end and r[0] not in (_BEGIN, _END)]
+        peak_bytes = sure.most(begin, end)
+        return MeasuredMemory(
+            peak_bytes, most_of(sure, calls), unsure.most(begin, end) - peak_bytes
+        )
+
+    def _events(self) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            return list(json.loads(path.read_text())["traceEvents"])
+
+
+def living() -> dict[int, int]:
+    """Return the storages that torch's CPU allocator has made and that live: address -> bytes."""
+    found = {}
+    for tensor in gc.get_objects():
+        kind = type(tensor)
+        if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not _PLAIN:
+            continue  # what wraps tensors has none of its own
+        for each in (tensor, raw_grad.__get__(tensor) if tensor.is_leaf else None):
+            if each is None or each.layout is not torch.strided or each.device.type != "cpu":
+                continue
+            storage = each.untyped_storage()
+            # memory that is not torch's own (maps, numpy) cannot be resized by it
+            if storage.device.type == "cpu" and storage.resizable() and storage.data_ptr():
+                found[storage.data_ptr()] = storage.nbytes()
+    return found

@@ -1,0 +1,338 @@
+"""What a search varies: a model in several sizes, each captured once, or one captured program."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
+from zerofx.analysis.time.forecast import batch
+from zerofx.capture import capture
+from zerofx.compat.graphs import pytree
+from zerofx.errors import CaptureError, TargetError
+from zerofx.ir.program import Planned, Program
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import Proof, resume, run
+from zerofx.passes.placement import compute_dtype
+from zerofx.plan.plan import Plan
+from zerofx.tools.targets import Target, own_errors
+
+# Slots, prefetches and transfers of neighbours reach some layers far, and places alternate between
+# neighbours: from this many layers on, two more add what any two more add.
+SETTLED = 6
+STRIDE = 2
+BEFORE_BUCKETS = "spill-activations"  # the last pass that looks at no parameter's place
+
+# Called with what is done next, and whether that is of interest only until the next is said.
+Says = Callable[[str, bool], None]
+
+
+def silent(what: str, is_passing: bool) -> None:
+    """Say nothing."""
+
+
+@dataclass
+class Family(ABC):
+    """What a search varies of one model under one plan: numbers of layers and of samples.
+
+    loop: what is known of the training loop, as `forecast` takes it.
+    """
+
+    plan: Plan
+    loop: Mapping[str, Any] = field(default_factory=dict)
+    says: Says = silent
+    _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the model is called."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Samples of the example call."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens of one sample; 0 if it has none."""
+
+    @property
+    @abstractmethod
+    def trained_numel(self) -> int:
+        """Elements of parameters that are trained."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Elements of all parameters."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of layers that are captured: all, or two from which all follow."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers the stack has whose length varies; 0 if there is none."""
+        return 0
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of one layer of that stack, 0 without one."""
+        return 0
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        """Name patterns of the large linears: those that are a quarter of a layer or more."""
+        return ()
+
+    @abstractmethod
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        """Return what all layers have of what was found at each of `lengths`."""
+
+    @abstractmethod
+    def _program(self, length: int, samples: int) -> Program:
+        """Return the captured program of the first layers, for a micro-batch of so many samples."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state an element."""
+        return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
+
+    def programs(self, samples: int) -> tuple[Program, ...]:
+        """Return the captured program of each length, for a micro-batch of so many samples."""
+        return tuple(self._program(length, samples) for length in self.lengths)
+
+    def finished(
+        self, samples: int, setting: Setting, shape: tuple[Any, ...]
+    ) -> tuple[Planned, ...]:
+        """Return the program of each length with all passes run, unproved.
+
+        shape: what decides the passes before buckets are laid out, which run once for each.
+        """
+        found = []
+        for length, program in zip(self.lengths, self.programs(samples), strict=True):
+            key = length, setting.world_size, shape
+            if key not in self._begun:
+                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+            found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
+        return tuple(found)
+
+
+@dataclass
+class FamilyOfOne(Family):
+    """The family of one program that was captured already: all its layers, its own micro-batch."""
+
+    program: Program = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return self.program.model_name
+
+    @cached_property
+    def samples(self) -> int:
+        return batch(self.program)[0]
+
+    @cached_property
+    def tokens(self) -> int:
+        return batch(self.program)[1] // self.samples
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(prod(p.shape) for p in self.program.params.values() if p.requires_grad)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(prod(p.shape) for p in self.program.params.values())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (0,)
+
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        return values[0]
+
+    def _program(self, length: int, samples: int) -> Program:
+        if samples != self.samples:
+            raise TargetError(f"{self.name} was captured for {self.samples} samples, not {samples}")
+        return self.program
+
+
+@dataclass
+class ModelFamily(Family):
+    """A model with fewer of its identical layers, and with other micro-batches.
+
+    samples: of the example call, found as the first dimension of its first tensor.
+    """
+
+    target: Target = field(kw_only=True)
+    _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return repr(self.target.name)
+
+    @cached_property
+    def stack(self) -> str:
+        """The name of the one list of identical layers that can be shortened; "" is none."""
+        found = list(_stacks(self.target.module))
+        return found[0] if len(found) == 1 else ""
+
+    @cached_property
+    def layers(self) -> int:
+        """How many layers the stack has."""
+        return len(_at(self.target.module, self.stack)) if self.stack else 0
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of layers that are captured: all, or two from which all follow.
+
+        A budget is met by all layers together, so that nothing follows from fewer.
+        """
+        short = SETTLED + (self.layers - SETTLED) % STRIDE
+        is_short = self.layers <= short + STRIDE
+        has_budget = self.plan.memory_budget is not None or self.plan.host_budget is not None
+        return (self.layers,) if is_short or has_budget else (short, short + STRIDE)
+
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        """Return what all layers have of what was found at each of `lengths`."""
+        if len(values) == 1:
+            return values[0]
+        short, longer = values
+        return short + (longer - short) * (self.layers - self.lengths[0]) / STRIDE
+
+    def begin_with(self, program: Program) -> None:
+        """Take what was captured of the example call already, where all layers are captured."""
+        if self.lengths == (self.layers,):
+            self._programs[self.layers, self.samples] = program
+
+    @cached_property
+    def samples(self) -> int:
+        tensors = [t for t in self._leaves() if isinstance(t, Tensor) and t.dim() > 0]
+        if not tensors:
+            raise TargetError(
+                f"model {self.target.name!r}: its example call has no tensor with a dimension of "
+                "samples, so that no micro-batch can be chosen"
+            )
+        return tensors[0].shape[0]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one sample: columns of the first matrix of whole numbers; 0 without one."""
+        for t in self._leaves():
+            if isinstance(t, Tensor) and t.dim() == 2 and not t.is_floating_point():
+                return t.shape[1]
+        return 0
+
+    def _leaves(self) -> list[Any]:
+        return pytree.tree_leaves((self.target.args, self.target.kwargs))
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(p.numel() for p in self.target.module.parameters() if p.requires_grad)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.target.module.parameters())
+
+    @cached_property
+    def layer_numel(self) -> int:
+        """Parameters of one layer of the stack, 0 without one."""
+        if not self.stack:
+            return 0
+        return sum(p.numel() for p in _at(self.target.module, self.stack)[0].parameters())
+
+    @cached_property
+    def tiled(self) -> tuple[str, ...]:
+        """Name patterns of the large linears: those that are a quarter of a layer or more."""
+        if not self.stack:
+            return ()
+        layer = _at(self.target.module, self.stack)[0]
+        large = [n for n, m in layer.named_modules() if _is_large(m, self.layer_numel)]
+        return tuple(f"{self.stack}.*.{name}" for name in large)
+
+    def _program(self, length: int, samples: int) -> Program:
+        key = length, samples
+        if key not in self._programs:
+            try:
+                self._programs[key] = self._capture(length, samples)
+            except (CaptureError, TargetError) as error:
+                if samples == self.samples:
+                    raise
+                raise TargetError(
+                    f"model {self.name} is not captured with {samples} samples in place of its "
+                    f"example call's {self.samples}, of which a global batch can have "
+                    f"{self.samples} a rank: {error}"
+                ) from error
+        return self._programs[key]
+
+    def _capture(self, length: int, samples: int) -> Program:
+        """Capture the first layers with a micro-batch of so many samples."""
+        module, plan = self.target.module, self.plan
+        layers = f" with {length} of {self.layers} layers" if self.stack else ""
+        self.says(f"capturing {self.name}{layers}, {samples} samples", True)
+        if length != self.layers:
+            module = _shortened(module, self.stack, length)
+        args, kwargs = self._call(samples)
+        with own_errors(self.target.name, "its forward"):
+            return capture(
+                module, args, kwargs, differentiate=plan.differentiate, outputs=plan.outputs,
+                units=plan.units, compute_dtype=compute_dtype(plan.precision),
+            )  # fmt: skip
+
+    def _call(self, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the example call with another number of samples."""
+        before = self.samples
+
+        def resized(leaf: Any) -> Any:
+            if samples == before or not isinstance(leaf, Tensor) or leaf.dim() == 0:
+                return leaf
+            return leaf.new_zeros(samples, *leaf.shape[1:]) if leaf.shape[0] == before else leaf
+
+        return pytree.tree_map(resized, (self.target.args, self.target.kwargs))
+
+
+def _is_large(module: nn.Module, layer_numel: int) -> bool:
+    return isinstance(module, nn.Linear) and 4 * module.weight.numel() >= layer_numel
+
+
+def _stacks(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Yield the outermost lists of identical layers that are worth shortening."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > SETTLED + STRIDE + 1:
+        forms = {_form(layer) for layer in module}
+        if len(forms) == 1:
+            yield name
+            return
+    for child_name, child in module.named_children():
+        yield from _stacks(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _form(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what two layers have alike that are priced alike."""
+    modules = tuple((name, type(m)) for name, m in layer.named_modules())
+    tensors = chain(layer.named_parameters(), layer.named_buffers())
+    return modules, tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors)
+
+
+def _at(module: nn.Module, name: str) -> Any:
+    return module.get_submodule(name)
+
+
+def _shortened(module: nn.Module, stack: str, length: int) -> nn.Module:
+    """Return a copy with the first layers of a stack; tensors are shared, not copied."""
+    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    copied = copy.deepcopy(module, {id(t): t for t in tensors})
+    layers = _at(copied, stack)
+    del layers[length:]
+    return copied

@@ -1,0 +1,217 @@
+"""What a choice comes to, by the figures of two short programs; what a search found of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
+from zerofx.analysis.time.steps import Lane
+from zerofx.hardware import Hardware
+from zerofx.ir.program import Loop, Planned
+from zerofx.passes.order import Setting
+from zerofx.tools.search.family import Family
+from zerofx.tools.search.space import Choice, Space
+
+# A step of more micro-batches adds what the last of so many adds.
+LOOPED = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Figures of one rank's step under one choice.
+
+    tokens: of one sample, 0 where inputs are no sequences.
+    figures: by name; `busy`, `exposed` and `bytes` of a lane follow its name after a colon.
+    """
+
+    choice: Choice
+    hardware: Hardware
+    world_size: int
+    tokens: int
+    figures: dict[str, float]
+
+    @property
+    def step_us(self) -> float:
+        return self.figures["step_us"]
+
+    @property
+    def peak_bytes(self) -> int:
+        return round(self.figures["peak_bytes"])
+
+    @property
+    def host_bytes(self) -> int:
+        return round(self.figures["host_bytes"])
+
+    @property
+    def nvme_bytes(self) -> int:
+        return round(self.figures["nvme_bytes"])
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that all ranks train on in a second."""
+        choice = self.choice
+        return 1e6 * choice.samples * choice.accumulation * self.world_size / self.step_us
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all ranks train on in a second; 0 where inputs are no sequences."""
+        return self.tokens * self.samples_per_s
+
+    def lane(self, what: str) -> dict[str, float]:
+        """Return `busy` or `exposed` microseconds, or `bytes`, by lane."""
+        start = f"{what}:"
+        return {k[len(start) :]: v for k, v in self.figures.items() if k.startswith(start)}
+
+    @cached_property
+    def shortages(self) -> tuple[Shortage, ...]:
+        """The tiers that cannot hold what they should, of one device or of one node."""
+        h = self.hardware
+        sharing = min(self.world_size, h.devices_per_node)
+        host = self.host_bytes + (self.peak_bytes if h.device_type == "cpu" else 0)
+        there = max(0, h.device_memory_bytes - RESERVED_BYTES[h.device_type])
+        found = (
+            Shortage("each device", self.peak_bytes, there),
+            Shortage("host memory of a node", host * sharing, h.host_memory_bytes),
+            Shortage("nvme of a node", self.nvme_bytes * sharing, h.nvme_bytes),
+        )
+        return tuple(s for s in found if s.needed_bytes > s.available_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices, hosts and NVMe hold what they should."""
+        return not self.shortages
+
+    @property
+    def covered_us(self) -> float:
+        """The step without any wait for a transfer: what better overlap could reach."""
+        waits = self.lane("exposed")
+        return self.step_us - sum(us for lane, us in waits.items() if lane != Lane.HOST.value)
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(s.missing_bytes for s in self.shortages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan, the loop and the figures as plain values."""
+        loop = {
+            "samples": self.choice.samples,
+            "accumulation": self.choice.accumulation,
+            "no_sync": self.choice.no_sync,
+        }
+        rates = {"samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
+        found = {**rates, **self.figures}
+        return {"words": self.choice.words(), **loop, **found, "plan": self.choice.plan.to_dict()}
+
+
+def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int) -> Outcome:
+    """Run the passes for `choice` on the family's short programs, and extrapolate to all layers.
+
+    Raises:
+        ZerofxError: the plan cannot be, for this model.
+    """
+    hardware.check_format(choice.plan.precision.compute)
+    setting = Setting(
+        choice.plan, world_size, hardware, loop=Loop(choice.accumulation, choice.no_sync)
+    )
+    programs = family.finished(choice.samples, setting, choice.shape)
+    found = [_looped(choice, program, hardware, family.loop) for program in programs]
+    names = dict.fromkeys(name for figures in found for name in figures)
+    figures = {n: family.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
+    return Outcome(choice, hardware, world_size, family.tokens, figures)
+
+
+def _looped(
+    choice: Choice, finished: Planned, hardware: Hardware, known: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return a step's figures; of many micro-batches, by what one more adds to a few."""
+
+    def of(accumulation: int) -> dict[str, float]:
+        finished.loop = Loop(accumulation, choice.no_sync)
+        return _figures(forecast(finished, hardware, **known))
+
+    if choice.accumulation <= LOOPED + 1:
+        return of(choice.accumulation)
+    few, more = of(LOOPED), of(LOOPED + 1)
+    left = choice.accumulation - LOOPED
+    return {n: v + left * (more.get(n, 0.0) - v) for n, v in few.items()}
+
+
+def _figures(found: Forecast) -> dict[str, float]:
+    step, memory = found.step_us, found.memory
+    figures = {
+        "step_us": step.middle, "low_us": step.low, "high_us": step.high,
+        "peak_bytes": float(memory.peak_bytes), "host_bytes": float(memory.host_bytes),
+        "nvme_bytes": float(memory.nvme_bytes), "flops": found.flops,
+    }  # fmt: skip
+    for what, lanes in (
+        ("busy", found.timeline.busy_us),
+        ("exposed", found.timeline.exposed_us),
+        ("bytes", found.lane_bytes()),
+    ):
+        figures |= {f"{what}:{lane.value}": float(v) for lane, v in lanes.items() if v}
+    return figures
+
+
+# -- What a search found: the plans that fit, the front of memory against time, what was left out
+
+
+# Times that differ by less are the same; a plan that holds less by less is no point of the front.
+TIE, WORTH = 0.001, 0.01
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of all plans considered: left out for their memory by a bound alone, priced, refused.
+
+    All others were left out because no time that they could reach would have been the best, or,
+    for a part of the memory, behind as many more promising ones as are priced for it.
+    """
+
+    considered: int
+    too_large: int
+    priced: int
+    refused: int
+
+    @property
+    def too_slow(self) -> int:
+        return max(self.considered - self.too_large - self.priced - self.refused, 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The end of a search. fits: the fastest first. priced: all whose figures are known.
+
+    refusal: why the first of those that cannot be cannot.
+    """
+
+    space: Space
+    fits: tuple[Outcome, ...]
+    priced: tuple[Outcome, ...]
+    counts: Counts
+    refusal: str = ""
+
+    @cached_property
+    def best(self) -> Outcome:
+        """The plan that holds least of those that are as fast as any."""
+        as_fast = [o for o in self.fits if o.step_us <= self.fits[0].step_us * (1 + TIE)]
+        return min(as_fast, key=lambda o: (o.peak_bytes // MIB, o.choice.place))
+
+    @cached_property
+    def front(self) -> tuple[Outcome, ...]:
+        """The plans that fit and of which no faster one holds about as little, the best first."""
+        found = [self.best]
+        for each in self.fits:
+            if each.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
+                found.append(each)
+        return tuple(found)
+
+    @cached_property
+    def runner_up(self) -> Outcome | None:
+        """The fastest plan that is not as fast as the best; where all are, the next of these."""
+        slower = [o for o in self.fits if o.step_us > self.fits[0].step_us * (1 + TIE)]
+        others = [o for o in self.fits if o is not self.best]
+        return next(iter([*slower, *others]), None)

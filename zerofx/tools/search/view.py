@@ -1,0 +1,144 @@
+"""What a search found, as text: the front of memory against time, and why the next one lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
+from zerofx.tools.search.outcome import TIE, Found, Outcome
+from zerofx.tools.views.timeline import format_us
+
+LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing
+
+
+@dataclass(frozen=True)
+class SearchView:
+    """The end of a search: print it, take `plan`, or `to_dict()` for JSON.
+
+    notes: which arguments were changed, and how.
+    """
+
+    found: Found
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Outcome:
+        return self.found.best
+
+    @property
+    def plan(self) -> Plan:
+        """The fastest plan, as `zerofx.compile` takes it."""
+        return self.best.choice.plan
+
+    def __str__(self) -> str:
+        space, counts = self.found.space, self.found.counts
+        lines = [
+            f"{space.world_size} ranks of {space.hardware.name}, {space.global_samples} samples a "
+            f"step, in {space.base.precision.compute}; memory: regions as ATen",
+            f"{counts.considered} plans considered: {counts.too_large} hold too much by a bound, "
+            f"{counts.too_slow} could not be the fastest, {counts.priced} priced, "
+            f"{counts.refused} cannot be",
+            *([f"cannot be, the first of them: {self.found.refusal}"] if counts.refused else []),
+            *self.notes,
+            "",
+            f"{'step':>10} {self._rate:>10} {'a device':>10} {'host':>10}  plan",
+        ]
+        lines += [_row(each) for each in self.found.front]
+        if self.found.runner_up is not None:
+            lines += ["", f"next: {_row(self.found.runner_up).strip()}"]
+            lines += [f"  {why}" for why in why_slower(self.found.runner_up, self.best)]
+        lines += _not_fitting(self.found)
+        return "\n".join(lines)
+
+    @property
+    def _rate(self) -> str:
+        return "tokens/s" if self.best.tokens else "samples/s"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the front, the runner-up and the counts as plain values."""
+        second = self.found.runner_up
+        counts = self.found.counts
+        return {
+            "hardware": self.found.space.hardware.name,
+            "world_size": self.found.space.world_size,
+            "global_samples": self.found.space.global_samples,
+            "notes": list(self.notes),
+            "considered": counts.considered, "too_large": counts.too_large,
+            "too_slow": counts.too_slow, "priced": counts.priced, "refused": counts.refused,
+            "refusal": self.found.refusal,
+            "best": self.best.to_dict(),
+            "front": [each.to_dict() for each in self.found.front],
+            "runner_up": None if second is None else second.to_dict(),
+            "why": [] if second is None else why_slower(second, self.best),
+        }  # fmt: skip
+
+    def to_yaml(self) -> str:
+        """Return the fastest plan as a file for `zerofx.compile`; comments say its loop."""
+        best, space = self.best, self.found.space
+        choice = best.choice
+        several = "es" if choice.accumulation > 1 else ""
+        loop = f"{choice.accumulation} micro-batch{several} of {choice.samples} samples a rank"
+        syncs = ", all but the last under no_sync" if choice.no_sync else ""
+        lines = [
+            f"# The fastest plan found for {space.world_size} ranks of {space.hardware.name}.",
+            f"# The loop: {loop} and step{syncs}.",
+            f"# Predicted: {format_us(best.step_us)} a step, {_rate(best)} {self._rate}, "
+            f"{format_bytes(best.peak_bytes)} a device.",
+        ]
+        return "\n".join(lines) + "\n" + best.choice.plan.to_yaml()
+
+
+def _rate(each: Outcome) -> str:
+    """Return what all ranks train on in a second: tokens, or samples where there are none."""
+    rate = each.tokens_per_s if each.tokens else each.samples_per_s
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _row(each: Outcome) -> str:
+    host = format_bytes(each.host_bytes) if each.host_bytes else "-"
+    return (
+        f"{format_us(each.step_us):>10} {_rate(each):>10} "
+        f"{format_bytes(each.peak_bytes):>10} {host:>10}  {each.choice.words()}"
+    )
+
+
+def why_slower(slower: Outcome, best: Outcome) -> list[str]:
+    """Say what a plan spends more time on than the best, by lane, the most first."""
+    lost = []
+    mine, others = _times(slower), _times(best)
+    for lane in dict.fromkeys((*mine, *others)):
+        more = mine.get(lane, 0.0) - others.get(lane, 0.0)
+        if abs(more) > LEAST_SHARE * best.step_us:
+            lost.append((more, lane))
+    lost.sort(reverse=True)
+    moved, before = slower.lane("bytes"), best.lane("bytes")
+    lines = []
+    for more, lane in lost:
+        name = lane.removeprefix("waits: ")
+        extra = moved.get(name, 0.0) - before.get(name, 0.0)
+        sent = f", {format_bytes(round(abs(extra)))} {'more' if extra > 0 else 'less'}"
+        lines.append(
+            f"{format_us(abs(more))} {'more' if more > 0 else 'less'}: {lane}"
+            + (sent if name != lane and extra else "")
+        )
+    return lines or ["no lane differs by more than noise: the schedules cost the same"]
+
+
+def _times(each: Outcome) -> dict[str, float]:
+    """Return compute, and the time that the compute lane waits for each other lane."""
+    waits = {f"waits: {lane}": us for lane, us in each.lane("exposed").items()}
+    return {"computes": each.lane("busy").get("compute", 0.0), **waits}
+
+
+def _not_fitting(found: Found) -> list[str]:
+    """Name the fastest plan that was priced, would be faster than the best, and does not fit."""
+    best_us = found.best.step_us
+    faster = [o for o in found.priced if o.shortages and o.step_us < best_us * (1 - TIE)]
+    if not faster:
+        return []
+    first = min(faster, key=lambda o: (o.step_us, o.choice.place))
+    gain = format_us(best_us - first.step_us)
+    lines = ["", f"would be {gain} faster, if it fitted: {first.choice.words()}"]
+    return [*lines, *(f"  {shortage}" for shortage in first.shortages)]

@@ -1,0 +1,228 @@
+"""Memory as text: bytes by category at the peak, and the names of what is held there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, ATEN, Held, Memory, memory
+from zerofx.analysis.memory.storage import Category, Compiled
+from zerofx.analysis.time.traffic import Traffic, traffic
+from zerofx.ir.meta import Role, info
+from zerofx.ir.program import Decision, Program
+from zerofx.ir.text import as_text, without_numbers
+from zerofx.plan.sizes import format_bytes
+from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.tools.views.schedule import title
+from zerofx.tools.views.why import WhyView, explained, summary
+
+_WAYS = {
+    D2H: "to its host", H2D: "from its host", NVME_READ: "from its nvme", NVME_WRITE: "to its nvme",
+}  # fmt: skip
+NAMES = 16  # of the largest things held at the peak
+MIN_NAME, MIN_MODULE = 36, 28  # columns of their names and modules, where those are shorter
+
+
+@dataclass(frozen=True)
+class MemoryView:
+    """One rank's memory: print it, or take `to_dict()` for JSON."""
+
+    title: str
+    memory: Memory
+    traffic: Traffic
+    optimizer_bytes: int
+    basis: str
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def why(self, name: str) -> WhyView:
+        """Return what was decided for the values and buckets that a name stands for.
+
+        Raises:
+            PlanError: nothing under this name was decided; the nearest names are given.
+        """
+        return WhyView(name, explained(self.decisions, name))
+
+    def __str__(self) -> str:
+        return as_text(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the table by category, the names at the peak, and what is sent."""
+        report = self.memory
+        held, lasting = report.by_category(report.peak_time), report.lasting()
+        lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} a rank"]
+        lines += [f"at {self._place()}", self.basis, ""]
+        lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
+        for category, nbytes in held.items():
+            if category not in (Category.HOST, Category.NVME) and (nbytes or lasting[category]):
+                share = nbytes / max(self.peak_bytes, 1)
+                line = (
+                    f"{category.value:<16}{format_bytes(lasting[category]):>16}"
+                    f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
+                )
+                lines.append(line.rstrip())
+        on_host, on_nvme = lasting.pop(Category.HOST), lasting.pop(Category.NVME)
+        total = format_bytes(sum(lasting.values()))
+        lines.append(f"{'total':<16}{total:>16}{format_bytes(self.peak_bytes):>16}")
+        if on_host:
+            there = format_bytes(held[Category.HOST])
+            lines.append(f"{'host memory':<16}{format_bytes(on_host):>16}{there:>16}")
+        if on_nvme:
+            lines.append(f"{'files':<16}{format_bytes(on_nvme):>16}{format_bytes(on_nvme):>16}")
+        lines.append("")
+        return lines + self._names() + self._sent() + summary(self.decisions)
+
+    def _place(self) -> str:
+        if not self.memory.life.nodes:
+            return "no step"
+        graph, node = self.memory.life.nodes[self.memory.peak_time]
+        where = info(node)
+        parts = [graph, where.module or where.unit, str(node.name), where.line]
+        return "  ".join(p for p in parts if p)
+
+    def _names(self) -> list[str]:
+        rows = _rows(self.memory.held_at(self.memory.peak_time), NAMES)
+        return ["largest at the peak, identical layers together", *rows, ""]
+
+    def largest(self, tier: str, most: int) -> list[str]:
+        """Return lines of what takes most of a tier at the peak: "each device", "host memory ..",
+        "nvme .."; where host memory is the device's, of that."""
+        report = self.memory
+        away = {"host": report.on_host, "nvme": report.on_nvme}.get(tier.split()[0], ())
+        held = [
+            Held(s.category, s.name, s.nbytes, s.where.module or s.where.unit, s.where.line)
+            for s in away
+            if s.birth <= report.peak_time <= s.death
+        ]
+        return _rows(held or report.held_at(report.peak_time), most)
+
+    def _sent(self) -> list[str]:
+        lines = ["sent by a rank in a step"]
+        for kind, sent in self.traffic.kinds.items():
+            if sent.calls:
+                lines.append(
+                    f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} {sent.calls} calls, "
+                    f"{sent.sent_numel} elements"
+                )
+        for lane, moved in self.traffic.moved.items():
+            if moved.calls:
+                way = _WAYS[lane]
+                size = format_bytes(moved.sent_bytes)
+                lines.append(f"  {size:>10}  {way:<14} {moved.calls} copies")
+        return lines if len(lines) > 1 else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values, with the curve over time."""
+        report = self.memory
+        held = report.held_at(report.peak_time)
+        return {
+            "title": self.title,
+            "peak_bytes": self.peak_bytes,
+            "peak_at": self._place(),
+            "optimizer_bytes_per_element": self.optimizer_bytes,
+            "basis": self.basis,
+            "host_bytes": report.host_bytes,
+            "nvme_bytes": report.nvme_bytes,
+            "at_peak": {c.value: n for c, n in report.by_category(report.peak_time).items()},
+            "between_steps": {c.value: n for c, n in report.lasting().items()},
+            "held_at_peak": [
+                {"category": h.category.value, "name": h.name, "bytes": h.nbytes,
+                 "module": h.module, "line": h.line}
+                for h in held
+            ],
+            "curve_bytes": list(report.curve),
+            "decisions": [dataclasses.asdict(d) for d in self.decisions],
+            "traffic": {
+                kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes}
+                for kind, s in (*self.traffic.kinds.items(), *self.traffic.moved.items())
+            },
+        }  # fmt: skip
+
+
+def _merged(all_: Sequence[Held], most: int) -> list[tuple[tuple[str, ...], tuple[int, int]]]:
+    """Return what takes most of it: (category, name, module, line) -> (bytes, count)."""
+    sums: dict[tuple[str, ...], tuple[int, int]] = {}
+    first: dict[tuple[str, ...], Held] = {}
+    for held in all_:
+        kind, name = held.category.value, _stem(held)
+        key = (kind, name, without_numbers(held.module), held.line)
+        first.setdefault(key, held)
+        nbytes, count = sums.get(key, (0, 0))
+        sums[key] = nbytes + held.nbytes, count + 1
+    ranked = sorted(sums.items(), key=lambda kv: (-kv[1][0], kv[0]))[:most]
+    return [(_label(first[key], key, count), (n, count)) for key, (n, count) in ranked]
+
+
+def _rows(all_: Sequence[Held], most: int) -> list[str]:
+    """Return a line each of what takes most of it, in columns as wide as their longest word."""
+    found = []
+    for (category, name, module, line), (nbytes, count) in _merged(all_, most):
+        times = f" x{count}" if count > 1 else ""
+        found.append((name + times, module, line, f"{format_bytes(nbytes):>10}  {category:<14}"))
+    wide = max(MIN_NAME, *(len(n) for n, *_ in found)) if found else 0
+    widest = max(MIN_MODULE, *(len(m) for _, m, *_ in found)) if found else 0
+    return [f"  {size} {n:<{wide}} {m:<{widest}} {at}".rstrip() for n, m, at, size in found]
+
+
+def _label(held: Held, key: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return what a line shows: its own names where it stands for one thing only."""
+    if count > 1:
+        return key
+    return held.category.value, held.name, held.module, held.line
+
+
+def _stem(held: Held) -> str:
+    """Return the name without the number that makes it unique, so that layers have it alike."""
+    return held.name if held.is_slot else re.sub(r"_?\d+$", "", held.name)
+
+
+def view(
+    program: Program,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    compiled: Compiled | None = None,
+    keeps_results: bool = False,
+    accumulation: int | None = None,
+    no_sync: bool | None = None,
+    basis: str = ATEN,
+) -> MemoryView:
+    """Return the memory of one rank over a step of a program; see analysis.memory.memory.
+
+    basis: by what `compiled` was chosen.
+    """
+    planned = program.planned()
+    report = memory(planned, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
+    sent = traffic(planned)
+    return shown(program, report, sent, optimizer_bytes, compiled, keeps_results, basis)
+
+
+def shown(
+    program: Program,
+    report: Memory,
+    sent: Traffic,
+    optimizer_bytes: int,
+    compiled: Compiled | None = None,
+    keeps_results: bool = False,
+    basis: str = ATEN,
+) -> MemoryView:
+    """Return the view of what is known already of a program's memory and traffic."""
+    known = f"{len(compiled or {})} regions as Inductor compiled them"
+    said = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
+    if _has_more_than_a_loss(program):
+        said += f"; until step() the loop holds {'all results' if keeps_results else 'the loss'}"
+    if report.micro.packs_apart:
+        said += f"; {report.micro}"
+    heading = title(program, basis)
+    return MemoryView(heading, report, sent, optimizer_bytes, said, program.planned().decisions)
+
+
+def _has_more_than_a_loss(program: Program) -> bool:
+    """Tell whether a training program returns anything that the loop may keep beside the loss."""
+    results = (s for specs in program.outputs.values() for s in specs if s.role is Role.OUTPUT)
+    loss = program.calling.loss
+    return program.is_training and any(s.index != loss for s in results)

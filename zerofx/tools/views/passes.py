@@ -1,0 +1,51 @@
+"""The passes as text: what each is for, and what it did to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerofx.ir.program import Entry, Planned
+from zerofx.plan.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class PassesView:
+    """The pipeline: (spec, purpose) of each pass; with a program, its history too.
+
+    Without a program its text is what `--pipeline` takes back.
+    """
+
+    passes: tuple[tuple[str, str], ...]
+    history: tuple[Entry, ...] = ()
+
+    @classmethod
+    def of(cls, passes: Sequence[Any], program: Planned | None = None) -> PassesView:
+        """Describe passes by their spec and the first line of their docstring."""
+        named = tuple((p.spec(), (type(p).__doc__ or "").strip().split("\n")[0]) for p in passes)
+        return cls(named, tuple(program.history) if program else ())
+
+    def __str__(self) -> str:
+        if not self.history:
+            return "\n".join(f"{spec}\n    # {what}" for spec, what in self.passes)
+        head = f"{'pass':<48}{'nodes':>7}{'sent':>12}{'peak':>12}   what it did"
+        rows = [
+            f"{f'{k:02d} ' + e.pass_spec:<48.47}{e.num_nodes:>7}{format_bytes(e.comm_bytes):>12}"
+            f"{format_bytes(e.peak_bytes):>12}   {e.summary}"
+            for k, e in enumerate(self.history)
+        ]
+        return "\n".join([head, *rows])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        found: dict[str, Any] = {
+            "passes": [{"spec": spec, "purpose": what} for spec, what in self.passes]
+        }
+        if self.history:
+            found["history"] = [
+                {"pass": e.pass_spec, "summary": e.summary, "nodes": e.num_nodes,
+                 "comm_bytes": e.comm_bytes, "peak_bytes": e.peak_bytes}
+                for e in self.history
+            ]  # fmt: skip
+        return found
