@@ -1,4 +1,4 @@
-"""What an emitted program says of itself beside its source: layout, slots, roles, versions."""
+"""What an emitted program says of itself as data: layout, slots, roles, versions."""
 
 from __future__ import annotations
 

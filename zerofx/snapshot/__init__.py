@@ -1,7 +1,7 @@
 """Saving a training run to a directory and loading it at any world size, in reading order:
 
 saving.py, loading.py   the two calls, step by step
-job.py                  a rank's part in either; what is saved beside tensors: generators, values
+job.py                  a rank's part in either; generators and values as they are saved
 files.py                what lies on disk, how it is published, opened, and proved whole
 held.py, settling.py    files that stay open while they are read; a read that starts again if they
                         were replaced
