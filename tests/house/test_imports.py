@@ -7,6 +7,7 @@ the end a training in a process of its own shows what is really loaded.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -239,6 +240,15 @@ def test_training_loads_no_tool() -> None:
     loaded = ran.stdout.split()
     assert "zerofx.model.module" in loaded
     assert [name for name in loaded if name.startswith("zerofx.tools.")] == []
+
+
+def test_files_that_are_no_modules_are_installed_too() -> None:
+    """Every template and preset in the package is named by package-data in pyproject.toml."""
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("package-data]")[2]
+    patterns = re.findall(r'"([^"]+)"', table.partition("]")[0])
+    installed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    there = {p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert {p for p in there if p.suffix != ".py"} == installed
 
 
 def test_the_rules_are_seen() -> None:
