@@ -2,7 +2,7 @@
 
     python -m benchmarks.nvme_io --folder /nvme/scratch
 
-Each round measures every system once for each direction and request size, in an order drawn anew;
+Each round measures every system once for each direction and request size, in an order drawn again;
 ratios are taken within a round, and their median over the rounds is shown. All systems bypass the
 page cache and keep `--depth` requests under way: libaio in one thread, psync and zerofx in as many
 threads. CPU is user and system time of the job itself, as fio reports its own.

@@ -9,7 +9,7 @@ what slows the machine down for a while slows all of them; a cell's time is the 
 of the slowest rank's, with the batch at hand. Predictions are made before anything is measured. Two
 plans of one model count as ordered where the one that is predicted to be faster is, of those that
 differ by over 15 %. Page faults are counted: where the C library gives memory back between steps
-and fetches it anew, that takes time which no prediction knows of.
+and fetches it again, that takes time which no prediction knows of.
 """
 
 from __future__ import annotations

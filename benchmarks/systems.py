@@ -22,7 +22,7 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 BASELINE = "fsdp2"
 SEED = 0
 LR = 1e-4  # small, so that rounding cannot drive equal trainings apart in a long run
-# glibc told to keep its heap: freed blocks are used again instead of unmapped and faulted anew
+# glibc told to keep its heap: freed blocks are used again instead of unmapped and faulted again
 KEEP_HEAP = {
     "MALLOC_TOP_PAD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),

@@ -1086,7 +1086,7 @@ def locks() -> None:
 
 @contract("torch._inductor.runtime.cache_dir_utils.cache_dir")
 def cache_folder() -> None:
-    """It is looked up anew each time, so that a cache of one's own holds within a block only."""
+    """It is looked up again each time, so that a cache of one's own holds within a block only."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     before = cache_dir()

@@ -95,7 +95,7 @@ def test_saved_by_torch_alone(tmp_path: Path, live: Any) -> None:
 
 
 def rewrite(folder: Path, **facts: Any) -> None:
-    """Write the manifest anew, with right checksums, as a forger would."""
+    """Write the manifest again, with right checksums, as a forger would."""
     opened = snapshot_files.OpenSnapshot(folder)
     manifest = opened.manifest
     opened.close()

@@ -1,4 +1,4 @@
-"""Texts that must not change unseen: kept in tests/goldens/, written anew on request.
+"""Texts that must not change unseen: kept in tests/goldens/, written again on request.
 
 ZEROFX_UPDATE_GOLDENS=1 pytest tests/unit/ir/test_dump.py      # then read the diff
 """

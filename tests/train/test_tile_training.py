@@ -100,7 +100,7 @@ def test_no_sync_sums_all_tiles(pool: Pool) -> None:
 
 
 def fail_between_tiles() -> float:
-    """Backward stops after some tiles were stored; the next one starts anew."""
+    """Backward stops after some tiles were stored; the next one starts again."""
     model, plain, rank = both({"up": 4, "down": 4})
     engine = model._engine
     loss, store, left = model(batch(rank)), engine.store_grad, [6]

@@ -21,10 +21,14 @@ from zerofx.compat.tracing import is_outside_trace
 from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
-_RUNTIME = str(Path(_HERE).with_name("runtime"))  # it watches assignments, also the user's
-_COMPAT = str(Path(_HERE).with_name("compat"))
 _PACKAGE = str(Path(_HERE).parent)
-_DEMO = str(Path(_PACKAGE) / "demo")  # its models are captured as a user's are
+_DEMO = str(Path(_PACKAGE) / "tools" / "demo")  # its models are captured as a user's are
+# Folders whose functions stand between a user's line and torch's: tracing, and the runtime, which
+# watches assignments, also the user's, and has ops of its own.
+_BETWEEN = tuple(
+    str(Path(_PACKAGE) / name)
+    for name in ("capture", "runtime", "kernels", "comm", "nvme", "layout", "policy", "compat")
+)
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -34,7 +38,7 @@ MODULE, LINE = "zfx_module", "zfx_line"
 @cache
 def is_user_file(filename: str) -> bool:
     """Tell whether a file is neither torch's, nor this package's, nor the standard library's."""
-    if filename.startswith((_TORCH, _HERE, _RUNTIME, _COMPAT, "<")):
+    if filename.startswith((_TORCH, *_BETWEEN, "<")):
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
 

@@ -69,17 +69,17 @@ def read_directory(directory: Path) -> Emitted:
             edited.append(name)
     if facts["torch"] != torch.__version__:
         log.warning(
-            "%s was emitted with torch %s, this is %s: its regions are compiled anew, and bits "
+            "%s was emitted with torch %s, this is %s: its regions are compiled again, and bits "
             "may differ", directory, facts["torch"], torch.__version__,
         )  # fmt: skip
     if "plan.yaml" in edited:
-        log.warning("%s: plan.yaml was edited, but the schedule is not made anew", directory)
+        log.warning("%s: plan.yaml was edited, but the schedule is not made again", directory)
     return Emitted(directory, facts, tuple(edited))
 
 
 def _broken(path: Path, what: str) -> ProgramError:
     return ProgramError(
-        f"{path} {what}; restore it, or write the directory anew with program.emit(directory)"
+        f"{path} {what}; restore it, or write the directory again with program.emit(directory)"
     )
 
 
@@ -483,7 +483,7 @@ def _graph_function(emitted: Emitted, module: ModuleType, name: str) -> Callable
     if not callable(function):
         raise ProgramError(
             f"{emitted.directory / 'schedule.py'} has no function {name}: it is truncated; "
-            "restore it, or write the directory anew with program.emit(directory)"
+            "restore it, or write the directory again with program.emit(directory)"
         )
     return function
 

@@ -54,7 +54,7 @@ class LazyState(OrderedDict[str, Any]):
         if self._now() != self._epoch:
             raise ShardError(
                 f"{key}: the parameters have changed since this state_dict() was made, which reads "
-                "them from NVMe only now; make it anew, or keep all its values at once by "
+                "them from NVMe only now; make it again, or keep all its values at once by "
                 "dict(model.state_dict())"
             )
         return self._reader.read(self._names[key])

@@ -176,7 +176,7 @@ def read_layout(fd: int, path: str) -> Layout:
             raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}")
         raise NvmeError(
             f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not have its "
-            "checksum: the file is damaged; write it anew"
+            "checksum: the file is damaged; write it again"
         )
     return _parse(text)
 
@@ -191,7 +191,7 @@ def need_whole(fd: int, path: str, layout: Layout) -> None:
 
 
 def _cut(actual: int, expected: int) -> str:
-    return f"cut short at offset {actual}: {sized(expected)} were written; write it anew"
+    return f"cut short at offset {actual}: {sized(expected)} were written; write it again"
 
 
 def _parse(text: bytes) -> Layout:

@@ -71,18 +71,18 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     if state is None:
         raise NvmeError(
             f"{handle.path}: the state at offset {layout.state_at} does not have its checksum: the "
-            "file is damaged; write it anew"
+            "file is damaged; write it again"
         )
     if not state.num_flushes:
         raise NvmeError(
             f"{handle.path}: never flushed by {layout.maker}, so that nothing in it can be "
-            "proved; write it anew, and flush"
+            "proved; write it again, and flush"
         )
     sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
     if zlib.crc32(sums) != state.crc_of_sums:
         raise NvmeError(
             f"{handle.path}: the checksums at offset {layout.sums_at} are not those of the last "
-            "flush: it was interrupted, or the file is damaged; write it anew"
+            "flush: it was interrupted, or the file is damaged; write it again"
         )
     return np.frombuffer(sums, dtype=np.uint64)
 

@@ -87,7 +87,7 @@ def own_errors(spec: str, doing: str) -> Iterator[None]:
 
 
 _LIBRARY = sysconfig.get_path("stdlib")
-_FOREIGN = tuple(str(Path(p).parent) + os.sep for p in (torch.__file__, __file__))
+_FOREIGN = tuple(str(p) + os.sep for p in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 def _is_own(path: str) -> bool:

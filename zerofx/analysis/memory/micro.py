@@ -37,7 +37,7 @@ class Micro:
 
     def __str__(self) -> str:
         if not self.packs_apart:
-            return "gradients come anew"
+            return "gradients come again"
         found = f"{self.before.value} of earlier micro-batches stand"
         return found if self.reduces else f"{found}, and this one is not reduced"
 

@@ -214,7 +214,7 @@ def _why(part: _Part, chosen: Option, i: int, aim: str) -> str:
             f"{cost:.1f} us"
         )
     if trade.is_fixed[i]:
-        return "drawn at random: it is never drawn anew"
+        return "drawn at random: it is never drawn again"
     if i in trade.leaving:
         return "it leaves its unit: recomputation starts from it"
     saved = format_bytes(whole.saved_bytes - chosen.saved_bytes)
