@@ -177,6 +177,8 @@ class Function:
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
                 continue
+            if any(kind_of(u) is Kind.PACK and u.args[0] is node for u in node.users):
+                continue  # the filled buffer goes on under the same name
             readers = [self._statement(u) for u in node.users]
             dying.setdefault(max(readers, key=position.__getitem__), []).append(node)
         return dying

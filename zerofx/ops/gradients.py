@@ -39,7 +39,7 @@ from zerofx.ir.verify_fault import name_of, user_line
 from zerofx.ir.verify_values import Numbering, Packed
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.layout.tiers import Tier
-from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_lasting
+from zerofx.ops.gathers import erase_to_nothing, hold_nothing, is_in_slot, is_lasting
 from zerofx.ops.waits import same
 from zerofx.policy import exchange, reduction
 from zerofx.policy.reduction import Leg
@@ -258,8 +258,13 @@ def hold_first(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _is_reduced_static(node: fx.Node, layout: Layout) -> bool:
-    """Say whether what a reduction delivers lies in p.grad, and not off the device."""
-    return not layout.buckets[info(node).index].is_away
+    """Say whether what a reduction delivers stays: in p.grad, or lent by the engine.
+
+    Not what leaves the device; nor what is reduced where it was packed, which is p.grad in the
+    first backward of a step, but memory of its own in later ones (`policy.reduction.end_of`).
+    """
+    bucket = layout.buckets[info(node).index]
+    return not bucket.is_away and not layout.reduces_in_place(bucket)
 
 
 # -- proof ----------------------------------------------------------------------------------------
@@ -514,7 +519,7 @@ grad_buffer = define(
         run=_run_grad_buffer,
         task=_task_grad_buffer,
         hold=_hold_grad_buffer,
-        is_static=is_lasting,
+        is_static=is_in_slot,
         adds=lambda node: nbytes(value(node)),
         is_quiet=True,
         stem="grads",
