@@ -1,4 +1,4 @@
-"""One call of a model: its arguments as numbered, named leaves."""
+"""One call of a model: arguments and results as numbered, named leaves, and back."""
 
 from __future__ import annotations
 
@@ -119,6 +119,9 @@ def _path_name(path: tuple[Any, ...]) -> str:
         else:
             text += f".{key.key if isinstance(key, pytree.MappingKey) else key.name}"
     return text.lstrip(".")
+
+
+# -- One call of a model: its arguments as numbered, named leaves ----------------------------------
 
 
 @dataclass(frozen=True)

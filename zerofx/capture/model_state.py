@@ -260,6 +260,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield value
 
 
+# -- What of a model a program depends on, read at every call: flags, buffers, plain attributes ----
+
+
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 _NAMED = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -418,6 +418,9 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
+# -- Parse an emitted directory back into a Program, also after a hand edit, and verify it ---------
+
+
 def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
     """Run the directory's schedule on fake tensors, record it as a Program, and verify that.
 

@@ -130,6 +130,9 @@ def _written(held: Tensor, device: str) -> str:
     return f"zfx.constant({data!r}, {form})"
 
 
+# -- The schedule as straight-line Python: one statement per launch, wait, region, release ---------
+
+
 RESERVED = (
     "rt", "shards", "buffers", "constants", "kernels", "inputs", "saved", "tangents", "args",
     "torch", "zfx",

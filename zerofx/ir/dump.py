@@ -354,6 +354,9 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     return Row(group.label, key, write, (info(node).index,), is_main=False)
 
 
+# -- Write a program as text: one node a line, fixed columns, identical layers once ----------------
+
+
 LEVELS = ("summary", "units", "regions", "nodes", "full")
 
 

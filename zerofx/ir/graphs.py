@@ -72,6 +72,9 @@ def _form(given: Any) -> Any:
     return type(given), given
 
 
+# -- Small questions about fx graphs that several passes ask ---------------------------------------
+
+
 _EXTRA_ALIASES = frozenset(  # which share storage though their schemas do not say so
     f"aten::{name}"
     for name in (

@@ -109,6 +109,9 @@ def check_synced(program: Planned) -> None:
             raise fault(program, FORWARD, result, message)
 
 
+# -- Prove a program -------------------------------------------------------------------------------
+
+
 def verify(program: Planned) -> None:
     """Check every invariant of a program.
 

@@ -130,6 +130,9 @@ class LazyState(OrderedDict[str, Any]):
         return f"LazyState({len(self)} entries, {len(self._names)} read when asked for)"
 
 
+# -- A compiled model's state under the names that the model gives it, whole or in pieces ----------
+
+
 def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
     """Return the model's own state dict with full tensors on the host; see `LazyState` for NVMe."""
     if kwargs.pop("keep_vars", False):

@@ -139,6 +139,9 @@ def rule_of(asked: LossScale) -> ScaleRule:
     )
 
 
+# -- CompiledModule: the nn.Module that a user trains; each signature compiles at its first call ---
+
+
 class CompiledModule(nn.Module):
     """A model over shards. Called as the model was, with the same outputs and training loop.
 

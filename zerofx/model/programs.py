@@ -217,6 +217,9 @@ def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
     return frozenset(i for i, leaf in inputs.items() if leaf not in input_grads)
 
 
+# -- The programs of one model ---------------------------------------------------------------------
+
+
 log = logging.getLogger("zerofx")
 CORRECTIONS = 3  # of a budget, once the regions are compiled
 KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or not

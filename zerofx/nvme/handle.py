@@ -67,6 +67,9 @@ class RangeIndex:
         return list(self._entries)
 
 
+# -- One open file: through the page cache and, where the file system allows it, past it -----------
+
+
 # What direct transfers may ask of memory, the least first. A refused transfer says that its file
 # needs more: found out by trying, because no standard call tells.
 ALIGNMENTS = (64, 512, PAGE)

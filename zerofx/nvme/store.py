@@ -87,6 +87,9 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     return np.frombuffer(sums, dtype=np.uint64)
 
 
+# -- A preallocated file with a named, checksummed place for each value: one a rank and kind -------
+
+
 class NvmeStore:
     """Named extents in one file, moved by an I/O engine.
 

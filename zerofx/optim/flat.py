@@ -106,6 +106,9 @@ def divisor(
     return found.float()
 
 
+# -- What all optimizers here share: parameters and states as flat runs, a norm, then one update ---
+
+
 _Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model
 
 

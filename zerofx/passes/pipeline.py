@@ -55,6 +55,9 @@ def check_host_budget(program: Planned) -> None:
     )
 
 
+# -- The pass pipeline: runs the passes in their order, checks what each made, and records it ------
+
+
 class Proof(Enum):
     """When a program is linted and verified while passes run."""
 

@@ -21,6 +21,9 @@ from zerofx.ir.meta import Info, Phase, info, set_info, value
 # compiled once.
 
 
+# -- One weight of a graph as tiles of its rows: its readers and gradient, and their rewrite -------
+
+
 aten = torch.ops.aten
 _WIDE = (torch.float32, torch.float64)
 

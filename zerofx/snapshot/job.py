@@ -1,4 +1,4 @@
-"""One rank's part in a save or a load."""
+"""One rank's part in a save or a load; what is saved beside tensors: generators and values."""
 
 from __future__ import annotations
 

@@ -100,6 +100,9 @@ def _held(freed: dict[Storage, set[int]], moment: Moment) -> int:
     return sum(s.nbytes for s, positions in freed.items() if positions & moment.inputs)
 
 
+# -- When each storage of a training step comes to life and dies, from forward through backward ----
+
+
 def lifetimes(
     program: Planned,
     compiled: Compiled | None = None,

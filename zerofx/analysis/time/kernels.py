@@ -108,6 +108,9 @@ PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, BATCH_NORM, LAYOUT, POOL,
     "matmul", "convolution", "attention", "pointwise", "reduction", "batch_norm", "layout", "pool",
     "other",
 )  # fmt: skip
+# -- What a region runs as: its kernels, each with its operations and the bytes that it moves ------
+
+
 MULTIPLIES = (PRODUCT, CONVOLUTION, ATTENTION)
 _APART_KINDS = (*MULTIPLIES, POOL, OTHER)
 _REDUCTIONS = ("norm", "softmax", "sum", "mean", "var", "amax", "loss", "logsumexp")

@@ -475,6 +475,9 @@ class Walk:
         return f"{'v' if spec is not None and spec.is_copy else 'b'}{info(node).index}"
 
 
+# -- The tasks of one step: every region, transfer and update of a finished program, priced --------
+
+
 def tasks(program: Planned, prices: Prices, clips: bool = False) -> tuple[Task, ...]:
     """Return what a rank does in one step of a program: all micro-batches, then the optimizer.
 

@@ -197,6 +197,9 @@ class Backward:
         return self._grads.give_out([])
 
 
+# -- Whole forwards and backwards, recorded once and then replayed in the same memory --------------
+
+
 log = logging.getLogger("zerofx")
 FORWARDS = 2  # recordings of one forward; each keeps activations of its own
 SEEN = 32

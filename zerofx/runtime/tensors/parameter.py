@@ -132,6 +132,9 @@ def version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return version_of(local_tensor(args[0]))
 
 
+# -- What the user sees of a parameter: a sharded wrapper, or a plain tensor where nothing is cut --
+
+
 # Imported for what they register: without them every operation is refused.
 TABLES = (elementwise, norms)
 

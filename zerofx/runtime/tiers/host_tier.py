@@ -148,6 +148,9 @@ D2H, H2D = "d2h", "h2d"
 NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
 
 
+# -- The host tier: where values wait between forward and backward, and the copies there and back --
+
+
 @dataclass
 class Moved:
     """What has been copied in one direction."""

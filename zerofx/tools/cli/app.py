@@ -1,4 +1,4 @@
-"""The application on which each file of commands declares its own."""
+"""The application on which each file of commands declares its own; options and progress."""
 
 from __future__ import annotations
 

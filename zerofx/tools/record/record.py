@@ -90,6 +90,9 @@ def _add(event: Any, sums: dict[str, float]) -> None:
         _add(child, sums)
 
 
+# -- zerofx.record: measure a few steps of a compiled model, lane by lane, without synchronising ---
+
+
 log = logging.getLogger("zerofx")
 
 

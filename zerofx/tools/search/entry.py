@@ -79,6 +79,9 @@ def _nearest(search: Search) -> Nearest | None:
     )
 
 
+# -- Find the plans that fit and the fastest of them, for a model, a hardware and a world ----------
+
+
 FORMATS = ("bf16", "fp16", "fp32")  # the first of equally fast ones
 
 

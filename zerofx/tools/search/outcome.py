@@ -1,4 +1,4 @@
-"""What a choice comes to: its whole program's figures, from those of two short programs."""
+"""What a choice comes to, by the figures of two short programs; what a search found of all."""
 
 from __future__ import annotations
 

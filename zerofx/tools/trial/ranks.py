@@ -178,6 +178,9 @@ class Plain:
         self._optimizer.zero_grad()
 
 
+# -- One rank of a trial: trains the compiled model; rank 0 trains plainly beside it and compares --
+
+
 SEED = 0
 
 
