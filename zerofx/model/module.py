@@ -291,10 +291,29 @@ def compiled_class(model: nn.Module) -> type:
     for base in reversed([each for each in kind.__mro__ if each not in nn.Module.__mro__]):
         body |= {name: vars(base)[name] for name in ADDED if name in vars(base)}
     body |= dict.fromkeys(hidden, Hidden())
-    bases = CompiledModule, kind
-    made = types.new_class(kind.__name__, bases, exec_body=lambda names: names.update(body))
+    made = types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda ns: ns.update(body))
+    if not _fits(model, made):
+        # Python takes the memory layout from the first base. An (ABC, nn.Module) has another one
+        # than an nn.Module has: its own class comes first then, and is looked up second.
+        order = [CompiledModule, *kind.__mro__]
+        meta = type(type(kind).__name__, (type(kind),), {"mro": lambda cls: [cls, *order]})
+        bases = kind, CompiledModule
+        made = types.new_class(
+            kind.__name__, bases, {"metaclass": meta}, lambda ns: ns.update(body)
+        )
     _CLASSES[kind, hidden] = made
     return made
+
+
+def _fits(model: nn.Module, kind: type) -> bool:
+    """Tell whether an object can take a class; it keeps its own."""
+    before = type(model)
+    try:
+        set_class(model, kind)
+    except TypeError:
+        return False
+    set_class(model, before)
+    return True
 
 
 # What a class says of itself. __firstlineno__: inspect.getsource asks for it since Python 3.13.
