@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
 import types
 import weakref
@@ -134,11 +135,11 @@ class CompiledModule(nn.Module):
         return self._zerofx.call(args, kwargs)
 
     # -- parameters and state -----------------------------------------------------------------
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
         """Return the parameters, but not to DataParallel, which would copy them to other GPUs."""
         if is_called_by("torch.nn.parallel.replicate"):
             raise self._zerofx.is_parallel("DataParallel")
-        return super().parameters(recurse)
+        return super().parameters(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return names and parameters, after taking in what was put in a parameter's place."""
@@ -280,12 +281,15 @@ def compiled_class(model: nn.Module) -> type:
     def plain(cls: type, *args: Any, **kwargs: Any) -> Any:
         return kind(*args, **kwargs)
 
-    @torch.compiler.disable
-    def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    def run(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
         return self._zerofx.call(args, kwargs)
 
+    forward: Any = functools.update_wrapper(torch.compiler.disable(run), kind.forward)
+    forward.__signature__ = inspect.signature(kind.forward)
+    del forward.__wrapped__  # accelerate follows it to put back a forward that it has wrapped
+
     body = {name: vars(kind)[name] for name in _NAMING if name in vars(kind)}
-    body |= {"__new__": plain, "forward": functools.update_wrapper(forward, kind.forward)}
+    body |= {"__new__": plain, "forward": forward}
     if kind.__call__ is not nn.Module.__call__:
         body["__call__"] = nn.Module.__call__  # theirs is captured, as the forward that it calls
     for base in reversed([each for each in kind.__mro__ if each not in nn.Module.__mro__]):
