@@ -6,7 +6,8 @@ of the user's own, as FSDP2 does. So `isinstance`, the signature of `forward`, m
 before, and a method that calls `self(...)` runs the programs. A wrapper would have to imitate all
 of that, name by name.
 
-What zerofx keeps is one object, in one attribute of the model's (`Namespace`).
+What zerofx keeps is one object, in one attribute of the model's (`Namespace`). What the user wrote
+runs at capture only, and the model has its own class then (`zerofx.capture.original`).
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class CompiledModule(nn.Module):
     zerofx = Shortcut(lambda own: own)
     programs = Shortcut(lambda own: own.programs)
     loss_scale = Shortcut(lambda own: own.loss_scale)
+    # For tests and tools; zerofx itself asks `_zerofx`.
     _setting = Shortcut(lambda own: own.setting)
     _engine = Shortcut(lambda own: own.engine)
     _programs = Shortcut(lambda own: own.table)

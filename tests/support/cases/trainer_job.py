@@ -57,7 +57,7 @@ def main(kind: str, out: Path) -> None:
     trainer.train()
     state, is_first = model.state_dict(), trainer.is_world_process_zero()
     folder = out / kind / "saved"
-    model.save_pretrained(folder, state_dict=dict(state), is_main_process=is_first)
+    model.save_pretrained(folder, is_main_process=is_first)
     if is_first:
         logged = [
             {k: round(v, 5) for k, v in entry.items() if k in ("loss", "eval_loss", "grad_norm")}
