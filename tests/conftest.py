@@ -43,7 +43,7 @@ def _listed_slow_cells() -> dict[str, set[str]]:
             file, _, name = line.partition("::")
             listed[file].add(name)
     absent = listed.keys() - {path.name for path in tests.rglob("test_*.py")}
-    assert not absent, f"slow_cells.txt names files that are gone: {absent}"
+    assert not absent, f"slow_cells.txt names files that are gone: {sorted(absent)}"
     return listed
 
 
@@ -93,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Write what a slice found; else what the full matrix found, where it ran, as a table."""
+    if hasattr(config, "workerinput"):
+        return  # one of several processes, which knows of its own tests only
     stats = terminalreporter.stats
     if number := config.getoption("slice"):
         slices.report(number, stats)

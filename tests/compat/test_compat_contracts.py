@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1081,6 +1082,17 @@ def locks() -> None:
         with FileLock(path), pytest.raises(TimeoutError) as caught:
             FileLock(path, timeout=0).acquire()
         assert inductor._timed_out_lock(caught.value) == path
+
+
+@contract("torch._inductor.runtime.cache_dir_utils.cache_dir")
+def cache_folder() -> None:
+    """It is looked up anew each time, so that a cache of one's own holds within a block only."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    before = cache_dir()
+    with inductor._own_cache():
+        assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] != before
+    assert cache_dir() == before
 
 
 @contract("torch._inductor.cpu_vec_isa", "torch._inductor.cpu_vec_isa.pick_vec_isa")

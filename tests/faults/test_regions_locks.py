@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from pool import Pool
 from torch import nn
 
 import zerofx
+from zerofx.compat import inductor
 from zerofx.compat.direct import direct_of
 from zerofx.runtime.regions import cache as region_cache
 from zerofx.runtime.regions.cache import CompileCount
@@ -111,6 +114,27 @@ def test_locks_name_their_holder(regions: Path) -> None:
         with region_cache._lock(lock, 0.0) as again:
             assert not again
         assert lock.read_text()  # looking at a lock leaves its holder's name
+
+
+def test_a_library_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a library in Inductor's cache costs a compile elsewhere; any other one is an error."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    shared = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    def load(folder: str) -> str:
+        library = Path(folder, "ab", "half.so")
+        if os.environ["TORCHINDUCTOR_CACHE_DIR"] == shared:
+            library.parent.mkdir(parents=True)
+            library.touch()
+            module_from_spec(spec_from_file_location("half", library))  # type: ignore[arg-type]
+        return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    assert inductor._despite_cache(lambda: load(shared), 1.0) != shared
+    assert f"{shared}/ab/half.so cannot be loaded" in caplog.text
+    with pytest.raises(ImportError, match="file too short"):
+        inductor._despite_cache(lambda: load(str(tmp_path)), 1.0)
 
 
 def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +261,17 @@ def test_stopped_in(tmp_path: Path, stop_in: str) -> None:
             proceed(stopped)
         _, err = stopped.communicate(timeout=60)
         assert line.strip().isdigit(), f"it ended with {stopped.returncode}: {err}"
+
+
+@pytest.mark.slow
+def test_what_a_killed_compiler_left(tmp_path: Path) -> None:
+    for said in "", "cannot be loaded":
+        with training(tmp_path, "nowhere") as process:
+            out, err = process.communicate(timeout=200)
+        assert out.strip().isdigit() and said in err, err
+        for library in (tmp_path / "inductor").rglob("*.main.so"):  # of kernels
+            library.write_bytes(b"")
+        shutil.rmtree(tmp_path / "zerofx")
 
 
 @pytest.mark.slow

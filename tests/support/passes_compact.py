@@ -96,7 +96,7 @@ def final(case: str, choice: Choice) -> Planned:
 def _behind(case: str, choice: Choice, count: int) -> Planned:
     """Return the program behind the first `count` passes, without the runner's checks."""
     if count == 0:
-        program = captured(case, choice.units, choice.dtype).clone()
+        program = captured(case, choice.units, choice.dtype).planned().clone()
         setting = choice.setting()
         program.plan, program.hardware = setting.plan, setting.hardware
         return program

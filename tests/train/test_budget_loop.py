@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import BATCH, MODELS, SEQ, measure
+from measure import ATEN, BATCH, MODELS, SEQ, TOLERANCE, measure
 from pool import Pool
-from test_memory import ATEN, TOLERANCE
 from torch import Tensor
 
 import zerofx

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from measure import BATCH, MODELS, SEQ, measure
+from measure import ATEN, BATCH, MODELS, SEQ, TOLERANCE, measure
 from models import CASES
 from oracle import differences, execute
 from oracle_cases import captured, expected, make_state
-from test_memory import ATEN, TOLERANCE
 from training import train_cell
 
 import zerofx

@@ -12,11 +12,11 @@ from typing import Any
 import op_sets
 import pytest
 import torch
+from graph_cases import interpret
 from measure import measure
 from offload_cases import ALL, MIXED, SMALL, batch_loss, compiled, gradients
 from pool import Pool
 from spill_cases import LateLane, on_late_lanes, spilling
-from test_graph_calls import interpret
 from test_offload_activations import LARGE, differing, differing_unclipped
 from test_offload_calls import SEQUENCES
 from torch import Tensor, nn

@@ -10,9 +10,9 @@ from typing import Any
 import op_sets
 import pytest
 import torch
+from graph_cases import interpret
 from offload_cases import ALL, MIXED, batch_loss, compiled, gradients
 from pool import Pool
-from test_graph_calls import interpret
 from torch import Tensor
 
 import zerofx

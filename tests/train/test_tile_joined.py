@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import State, make_tangents
 from oracle_cases import captured
-from test_passes_tile import Normed, Pair, assert_same, pair
+from tile_cases import Normed, Pair, assert_same, pair
 from torch import Tensor, fx, nn
 
 from zerofx.capture import capture

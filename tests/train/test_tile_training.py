@@ -11,9 +11,9 @@ import torch
 from models import CASES
 from pool import Pool
 from snapshot_cases import assert_same
-from test_passes_tile import Pair
 from test_snapshot_resume import distance, run_leg
 from test_training import judge
+from tile_cases import Pair
 from torch import Tensor
 from training import train_cell
 

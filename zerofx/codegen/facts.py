@@ -1,4 +1,4 @@
-"""What an emitted program says of itself beside its source: layout, slots, roles, versions."""
+"""What an emitted program says of itself as data: layout, slots, roles, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerofx.ir.verify_values import SHORT
 from zerofx.layout.buckets import AXES, Layout
 from zerofx.layout.tiles import Tile
 
-FORMAT = 4
+FORMAT = 5
 
 
 def program_facts(program: Planned) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def compile_region(
     lock_limit_s: how long other processes may hold one of Inductor's locks that this needs. Then
         it is compiled in a cache of its own.
     """
-    return _despite_locks(lambda: _compile_region(gm, specs, path), lock_limit_s)
+    return _despite_cache(lambda: _compile_region(gm, specs, path), lock_limit_s)
 
 
 def _compile_region(
@@ -111,23 +111,29 @@ def _compile_region(
     return _boxed(artifact)
 
 
-# -- Inductor's locks -----------------------------------------------------------------------------
-def _despite_locks(step: Callable[[], T], limit_s: float) -> T:
-    """Take a step that needs Inductor's locks, away from its shared cache if one is not to be had.
+# -- Inductor's shared cache ----------------------------------------------------------------------
+def _despite_cache(step: Callable[[], T], limit_s: float) -> T:
+    """Take a step that needs Inductor's shared cache, away from it if a process left it unusable.
 
-    Inductor would wait 600 s for a process that was stopped while it held a lock, and then fail.
+    Inductor would wait 600 s for a process that was stopped while it held a lock, and then fail. A
+    compiler that was killed leaves half a library, which Inductor would load again and again.
     """
     try:
         with _impatient(limit_s):
             return step()
     except Exception as error:
-        lock = _timed_out_lock(error)
-        if lock is None:
+        if lock := _timed_out_lock(error):
+            log.warning(
+                "%s was locked for %g s by another process, which may have been stopped. This "
+                "process compiles in a cache of its own.", lock, limit_s,
+            )  # fmt: skip
+        elif library := _unloadable_library(error):
+            log.warning(
+                "%s cannot be loaded: its compiler may have been killed. This process compiles in "
+                "a cache of its own. Remove that file.", library,
+            )  # fmt: skip
+        else:
             raise
-        log.warning(
-            "%s was locked for %g s by another process, which may have been stopped. This process "
-            "compiles in a cache of its own.", lock, limit_s,
-        )  # fmt: skip
     with _own_cache():
         return step()
 
@@ -150,6 +156,18 @@ def _timed_out_lock(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, TimeoutError) and hasattr(error, "lock_file"):  # filelock.Timeout
             return str(error.lock_file)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _unloadable_library(error: BaseException | None) -> str | None:
+    """Return the library of Inductor's cache that cannot be loaded, if an error stems from that."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    while error is not None:
+        library = getattr(error, "path", None)
+        if isinstance(error, ImportError) and library and Path(library).is_relative_to(cache_dir()):
+            return str(library)
         error = error.__cause__ or error.__context__
     return None
 
@@ -270,7 +288,7 @@ def load_artifact(
 
     load = functools.partial(CompiledArtifact.load, path=path, format="binary")
     try:
-        return _boxed(_despite_locks(load, lock_limit_s))
+        return _boxed(_despite_cache(load, lock_limit_s))
     except (AssertionError, RuntimeError, EOFError):  # another torch's key or serialisation
         return None
 

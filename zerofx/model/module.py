@@ -79,6 +79,9 @@ class Hidden:
 # -- The class of a compiled model -----------------------------------------------------------------
 
 
+# -- CompiledModule: the nn.Module that a user trains; each signature compiles at its first call ---
+
+
 class CompiledModule(nn.Module):
     """A model over shards: the user's own, called as it was, with the same outputs and loop.
 

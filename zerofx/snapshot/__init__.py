@@ -1,11 +1,11 @@
 """Saving a training run to a directory and loading it at any world size, in reading order:
 
 saving.py, loading.py   the two calls, step by step
-job.py                  a rank's part in either
+job.py                  a rank's part in either; generators and values as they are saved
 files.py                what lies on disk, how it is published, opened, and proved whole
 held.py, settling.py    files that stay open while they are read; a read that starts again if they
                         were replaced
-state.py, values.py, generators.py    what is saved: tensors by name, other values, generators
+state.py                what is saved of the model and the optimizer: tensors by name
 dcp.py                  tensors to files and back through torch.distributed.checkpoint
 exporting.py            full weights as safetensors, for others
 weights.py, tensor_files.py    weights out of safetensors, straight into the shards

@@ -1,4 +1,4 @@
-"""One rank's part in a save or a load; what is saved beside tensors: generators and values."""
+"""One rank's part in a save or a load; how generators and other values are saved."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _numpy_state() -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# -- What a snapshot holds beside tensors of the model: stored so that loading it runs no code -----
+# -- Values that are no tensors of the model, stored so that loading them runs no code -------------
 
 
 def pack(values: Mapping[str, Any]) -> bytes:

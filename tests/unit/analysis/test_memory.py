@@ -6,11 +6,9 @@ import os
 from typing import Any
 
 import pytest
-from measure import Measured, measure
+from measure import ATEN, TOLERANCE, Measured, measure
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
-TOLERANCE = 0.02  # what is promised is 0.05
-ATEN = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 1024}
 
 
 def check(measured: Measured) -> None:

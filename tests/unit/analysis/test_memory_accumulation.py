@@ -6,9 +6,8 @@ import os
 from typing import Any
 
 import pytest
-from measure import measure
+from measure import ATEN, TOLERANCE, measure
 from pool import Pool
-from test_memory import ATEN, TOLERANCE
 
 from zerofx.ir.program import Loop
 

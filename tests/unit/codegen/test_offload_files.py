@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from edits import edited, moved
+from graph_cases import interpret
 from models import CASES
 from offload_cases import batch_loss, compiled, gradients
 from pool import Pool
-from test_graph_calls import interpret
 from torch import Tensor
 from verify_cases import program
 

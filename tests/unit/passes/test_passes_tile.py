@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import State, execute
 from oracle_cases import captured, make_state
+from tile_cases import Normed, Pair, assert_same, pair
 from torch import Tensor, nn
 
 import zerofx
@@ -16,7 +16,7 @@ from zerofx.capture import capture
 from zerofx.codegen.emit import render
 from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.meta import Role, info
-from zerofx.ir.program import Planned, Program
+from zerofx.ir.program import Planned
 from zerofx.layout.buckets import Layout
 from zerofx.passes.tile import Tile
 from zerofx.passes.tiling import MOST, choose_tiles
@@ -24,21 +24,6 @@ from zerofx.plan.plan import Plan
 
 aten = torch.ops.aten
 TILED = {"blocks.*.mlp": 4, "blocks.0.attn": 2, "position": 2}
-
-
-class Pair(nn.Module):
-    def __init__(self, width: int = 64, hidden: int = 128) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x))).pow(2).mean()
-
-
-def pair(tiling: Any, world: int = 2, model: nn.Module | None = None, **plan: Any) -> Planned:
-    """Return the whole pipeline's program of a small MLP."""
-    program = zerofx.capture(model or Pair(), (torch.randn(8, 64),), {})
-    return zerofx.rewrite(program, Plan(tiling=tiling, **plan), world)
 
 
 def tiled(program: Planned, tiling: Any, world: int = 2) -> Planned:
@@ -85,19 +70,6 @@ def test_the_same_results_and_gradients(case: str) -> None:
     after = tiled(before, tiling)
     state = make_state(case, 2)
     assert_same(before, after, state)
-
-
-def assert_same(before: Program, after: Planned, state: State) -> None:
-    """Hold results and gradients against those of the program without tiles."""
-    expected, got = execute([before] * 2, state), execute([after] * 2, state)
-    for a, b in zip(expected, got, strict=True):
-        for key, value in a.results.items():
-            torch.testing.assert_close(b.results[key], value, rtol=1e-5, atol=1e-6)
-        for name, grad in a.gradients.items():
-            parts = [b.gradients[p.name] for p in after.params.values()
-                     if p.name == name or (p.tile is not None and p.tile.name == name)]  # fmt: skip
-            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-            torch.testing.assert_close(whole, grad, rtol=1e-5, atol=1e-6)
 
 
 def gathered_at_once(program: Planned, graph: str, least: int = 1) -> int:
@@ -208,11 +180,6 @@ def test_auto_stays_sane_where_no_number_of_tiles_helps() -> None:
     assert counts and max(counts.values()) <= MOST
 
 
-class Normed(Pair):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.up.weight.norm()
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +197,7 @@ class Tied(nn.Module):
         (Pair(), {"up.bias": 4}, r"up.bias of shape \[128\] and no matrix"),
         (Pair(), {"up": 3}, r"cuts up.weight \[128, 64\] into 3 tiles.*64 elements.*is 2"),
         (Pair(), {"up": 256}, "the nearest number that does is 128"),
-        (Normed(), {"up": 4}, r"4 tiles of up.weight .*linalg_vector_norm.*test_passes_tile.py"),
+        (Normed(), {"up": 4}, r"4 tiles of up.weight .*linalg_vector_norm.*tile_cases.py"),
         (Tied(), {"embed": 4}, "embed.weight is tied to head.weight"),
     ],
 )

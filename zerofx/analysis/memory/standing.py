@@ -1,4 +1,4 @@
-"""What a rank holds beside the values of its graphs: shards, gradients, states, slots."""
+"""What a rank holds that no graph computes: shards, gradients, states, slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some operators allocate inside on a CPU, beside their results.
+"""What some operators allocate inside on a CPU, in addition to their results.
 
 Measured with the allocator's events on torch 2.11 and 2.13, one thread: the operators here make
 copies in the layout of their library. Others allocate little or nothing; CUDA's workspaces depend

@@ -1,4 +1,4 @@
-"""Probes of collectives on real ranks: alone, and beside compute on every rank."""
+"""Probes of collectives on real ranks: alone, and while every rank computes."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zerofx.errors import PlanError
-from zerofx.hardware import Hardware, hardware_names, load_hardware
 from zerofx.tools.cli.app import (
     RANKS,
     Batch,
@@ -26,6 +25,9 @@ from zerofx.tools.cli.app import (
     say,
 )
 from zerofx.tools.cli.programs import hardware_of, plan_of, show
+
+if TYPE_CHECKING:
+    from zerofx.hardware import Hardware
 
 Tokens = Annotated[
     int | None, typer.Option("--batch-tokens", min=1, help="tokens of a step of all ranks")
@@ -108,6 +110,8 @@ def read_devices(text: str) -> tuple[int, Hardware]:
     Raises:
         PlanError: not of that form, or the name fits no preset, or several.
     """
+    from zerofx.hardware import hardware_names, load_hardware
+
     match = _DEVICES.fullmatch(text)
     if match is None or int(match[1]) == 0:
         raise PlanError(

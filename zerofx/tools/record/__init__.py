@@ -1,1 +1,1 @@
-"""Measure what a compiled model does, beside what was predicted: `zerofx.record`."""
+"""Measure what a compiled model does, next to what was predicted: `zerofx.record`."""

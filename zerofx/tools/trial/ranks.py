@@ -1,4 +1,4 @@
-"""One rank of a trial: trains the compiled model; rank 0 trains plainly beside it and compares.
+"""One rank of a trial: trains the compiled model; rank 0 also trains plainly, and compares.
 
 torchrun ... -m zerofx.tools.trial.ranks SETTINGS.json REPORT.json
 """
