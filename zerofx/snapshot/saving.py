@@ -75,9 +75,7 @@ class _Save(Job):
             return None
         if not isinstance(self.extra, Mapping):
             raise SnapshotError(f"extra is a {type(self.extra).__name__}; give a dict")
-        modules = {
-            path: m.get_extra_state() for path, m in state.extra_states_of(self.model)
-        }
+        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
         scaler = self.model.loss_scale
         self.values = pack(
             {
