@@ -26,7 +26,8 @@ from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
 from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
-from zerofx.model.module import CompiledModule, make_scaler
+from zerofx.model.module import CompiledModule, check_class, keep_class
+from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -57,10 +58,12 @@ def compile(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     **unknown: NoReturn,
 ) -> CompiledModule:
-    """Shard a model at once, and return a module that compiles each signature at its first call.
+    """Shard a model at once, and return it; each signature compiles at its first call.
+
+    The result is the very model, whose class is now a subclass of its own (`CompiledModule`).
 
     model: any nn.Module, materialised (rank 0's values are taken) or on meta (initialised unit by
-        unit). Its parameters become shards in place: use the returned module from here on.
+        unit). Its parameters become shards in place.
     plan: a Plan, a dict of its fields, or the path of a YAML or JSON file. Default: stage 3.
     optimizer: one built over `model.parameters()` has its parameters swapped for the shards.
     device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
@@ -83,6 +86,7 @@ def compile(
     with StartUp(mesh) as start:  # where this raises, the other ranks are told
         _check_arguments(model, optimizer, weights, unknown)
         check_wrappers(model)
+        check_class(model)
         world, described, checked = _connect(
             as_plan(plan), device, mesh, _either(hardware, machine), start
         )
@@ -108,7 +112,7 @@ def compile(
             swap_optimizer(optimizer, store.replaced)
         setting = Setting(checked, world.size, described, layout)
         engine = Engine(store, scaler, checked.debug, delayed=checked.offload.delayed)
-        compiled = CompiledModule(model, setting, engine)
+        compiled = keep_class(model, setting, engine)
         if weights is not None:
             load_weights(compiled, weights)
         return compiled

@@ -75,8 +75,8 @@ def train(trained: Trained, action: Action, steps: int = 6) -> list[Tensor]:
 def taped(name: str, plan: dict[str, Any]) -> tuple[Trained, Tape]:
     """Return a model whose calls a tape records."""
     run, tape = Trained(name, plan), Tape()
-    parts = run.model._model, run.model._setting, run.model._engine
-    run.model.__dict__["_programs"] = ProgramTable(*parts, recorder=tape)
+    own = run.model.zerofx
+    own.table = ProgramTable(run.model, own.setting, own.engine, recorder=tape)
     return run, tape
 
 

@@ -79,7 +79,7 @@ def save_odd(folder: str, plan: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             model.flags.logical_not_()
             model.count.add_(41)
-        model._model.note = "trained"
+        model.note = "trained"
         zerofx.save(f"{folder}/{name}", model, optimizer)
         saved = everything(model, optimizer)
         odd_step(model, optimizer, 2)

@@ -22,6 +22,7 @@ from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
+from zerofx.capture.original import original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
@@ -50,7 +51,7 @@ def capture(
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
     Runs on fake tensors only: nothing is computed, moved or materialised, and the model is left
-    exactly as it was, also when this raises.
+    exactly as it was, also when this raises. Of a compiled model, what it was before is captured.
 
     param_meta: global (shape, dtype, requires_grad) by name, where the module holds shards.
     device: where tensors on meta are taken to be; the CPU by default.
@@ -63,26 +64,27 @@ def capture(
         CaptureError: the forward cannot become a static graph; the message names the line and
             the fix.
     """
-    check_modules(model)
-    place = torch.device(device) if device is not None else None
-    check_device(place)
-    call = Call.of(model, args, kwargs or {})
-    unit_of_param = find_units(model, units)
+    with original(model):
+        check_modules(model)
+        place = torch.device(device) if device is not None else None
+        check_device(place)
+        call = Call.of(model, args, kwargs or {})
+        unit_of_param = find_units(model, units)
 
-    mode = new_fake_mode()
-    fakes = call.fakes(mode, place)
-    computes = compute_dtypes(model, compute_dtype)
-    swap = StateSwap(model, mode, place, param_meta, computes)
-    casts = cast_units(unit_of_param, computes, compute_dtype)
-    with swap.installed(), annotated(model, casts, compute_dtype):
-        params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
-        buffers = canonical_buffers(model)
-        harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
-        try:
-            gm = trace(harness, fakes, mode, swap)
-        except Exception as error:
-            shorten(error)
-            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        mode = new_fake_mode()
+        fakes = call.fakes(mode, place)
+        computes = compute_dtypes(model, compute_dtype)
+        swap = StateSwap(model, mode, place, param_meta, computes)
+        casts = cast_units(unit_of_param, computes, compute_dtype)
+        with swap.installed(), annotated(model, casts, compute_dtype):
+            params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
+            buffers = canonical_buffers(model)
+            harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
+            try:
+                gm = trace(harness, fakes, mode, swap)
+            except Exception as error:
+                shorten(error)
+                raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     if constants is not None:
         constants += harness.lines.constants.values()
     warn_of_dropped(model, harness.results)

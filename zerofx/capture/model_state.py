@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture.lines import is_user_file
+from zerofx.capture.original import SLOT, original
 from zerofx.compat.modules import CONTAINERS, forward_hooks, own_buffers
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.compat.tracing import is_traced
@@ -129,6 +130,10 @@ class Settings:
             for label, held in self._kept_in
             if any(map(is_traced, held.values() if isinstance(held, dict) else held))
         ]
+
+    def may_read(self, name: str) -> bool:
+        """Tell whether the code that forward reaches names an attribute."""
+        return name in self._reach.names
 
     def _of_function(self, function: types.FunctionType) -> None:
         held, code = function.__globals__, function.__code__
@@ -265,7 +270,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 _NAMED = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {SLOT}
 _ANY = CONTAINERS[0]  # an attribute that every module has
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -299,9 +304,10 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_modules())
         self.module_names, self._modules = tuple(named), list(named.values())
-        params = dict(model.named_parameters())
+        with original(model):
+            params = dict(model.named_parameters())
+            self._buffers, self._attributes = Buffers(named), Attributes(named)
         self.param_names, self._params = tuple(params), list(params.values())
-        self._buffers, self._attributes = Buffers(named), Attributes(named)
 
     def leave_out_changed(self) -> list[str]:
         """Leave settings out of keys that a forward has changed itself; return their names."""
@@ -310,6 +316,10 @@ class ModelState:
     def leaked(self) -> list[str]:
         """Return which lists and dicts outside the modules hold tensors of a trace."""
         return self._attributes.leaked()
+
+    def may_read(self, name: str) -> bool:
+        """Tell whether the code that forward reaches names an attribute of a module's own."""
+        return name not in _OF_EVERY_MODULE and self._attributes.may_read(name)
 
     def read(self) -> tuple[bytes, bytes, Reading, Reading]:
         """Return (training, trainable, buffers, attributes) as of now.
@@ -406,6 +416,9 @@ class Attributes:
 
     def leaked(self) -> list[str]:
         return self._settings.leaked()
+
+    def may_read(self, name: str) -> bool:
+        return self._settings.may_read(name)
 
     def leave_out_changed(self) -> list[str]:
         """Look no longer at settings that are not as they were read; return their labels.

@@ -1,12 +1,15 @@
 """The inside of nn.Module: its own dictionaries, hooks and flat weights.
 
 The public methods walk the whole tree, pass over entries that are None or tied, and return copies.
-zerofx replaces entries, compares them with what they were at compile, and shares the dictionaries
-of a model with its compiled form, so it needs the dictionaries themselves.
+zerofx replaces entries and compares them with what they were at compile, so it needs the
+dictionaries themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -37,26 +40,11 @@ RESETS = ("reset_parameters", "_reset_parameters")
 FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
-def share_containers(outer: nn.Module, inner: nn.Module) -> None:
-    """Make `outer` hold what `inner` holds, in the same dictionaries, under the same names."""
-    for name in (*CONTAINERS, "_non_persistent_buffers_set"):
-        outer.__dict__[name] = inner.__dict__[name]
-
-
 def put_parameter(module: nn.Module, key: str, param: nn.Parameter) -> None:
     """Set a module's parameter in place; an RNN's list of flat weights follows."""
     own_parameters(module)[key] = param
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-
-
-def load_own_state(
-    outer: nn.Module, inner: nn.Module, state_dict: Any, prefix: str, *args: Any
-) -> None:
-    """Load what `inner` itself holds (one step of `load_state_dict`), after `outer`'s hooks."""
-    for hook in outer._load_state_dict_pre_hooks.values():
-        hook(state_dict, prefix, *args)
-    inner._load_from_state_dict(state_dict, prefix, *args)
 
 
 def state_metadata(state: Mapping[str, Any]) -> Any:
@@ -92,3 +80,54 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 def global_module_hooks() -> list[dict[int, Any]]:
     """Return the dictionaries in which torch keeps the hooks that it calls for every module."""
     return [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
+
+
+# What decides how a module is called: its forward, where that is an attribute, and its hooks.
+_CALL = (
+    "forward",
+    *_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_compiled_call_impl",
+)
+
+
+def call_entries(module: nn.Module) -> Entries:
+    """Return the attributes of a module's own that decide how it is called."""
+    return {name: module.__dict__[name] for name in _CALL if name in module.__dict__}
+
+
+def put_call_entries(module: nn.Module, entries: Entries) -> None:
+    """Call a module by these attributes instead of those that it has."""
+    for name in _CALL:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(entries)
+
+
+def without_hooks(entries: Entries) -> Entries:
+    """Return what these attributes are in a module that has no hooks and its class's forward."""
+    kept = {"_is_full_backward_hook": None}
+    return kept | {n: OrderedDict() for n, held in entries.items() if isinstance(held, dict)}
+
+
+@contextlib.contextmanager
+def without_global_hooks(module: nn.Module) -> Iterator[None]:
+    """Let the hooks that torch calls for every module pass over this one."""
+    held = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
+    for hooks, before in held:
+        hooks.update({key: _passing_over(module, hook) for key, hook in before.items()})
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update({key: hook for key, hook in before.items() if key in hooks})
+
+
+def _passing_over(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def passing_over(called: nn.Module, *args: Any) -> Any:
+        return None if called is module else hook(called, *args)
+
+    return passing_over

@@ -1,1 +1,1 @@
-"""The module that a user trains: it looks like the model, and runs a program a signature."""
+"""The user's model once it is compiled, and the programs that its calls run."""

@@ -137,13 +137,19 @@ def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
     """Return the model's own state dict with full tensors on the host; see `LazyState` for NVMe."""
     if kwargs.pop("keep_vars", False):
         raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
-    store = model._engine.store
-    state = model._model.state_dict(*args, keep_vars=True, **kwargs)
+    store = model._zerofx.engine.store
+    state = plain_state(model, *args, **kwargs)
     is_part = bool(args) or kwargs.get("destination") is not None  # of an outer module's state
     if store.homes.nvme is None or is_part:
         return filled(store, state, full_state)
     names = _names(store, state)
     return LazyState(_on_host(state, names), names, store)
+
+
+def plain_state(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+    """Return the state dict that the user's class makes, with the sharded parameters in it."""
+    kind: Any = model._zerofx.original.kind
+    return kind.state_dict(model, *args, keep_vars=True, **kwargs)
 
 
 def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[str, Any]]) -> Any:
@@ -157,10 +163,10 @@ def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[st
 
 def sharded_state_of(model: CompiledModule, flat: bool = False) -> dict[str, Any]:
     """Return the state in this rank's shards; buffers where they are, so that a load fills them."""
-    store = model._engine.store
+    store = model._zerofx.engine.store
     store.check_bindings()
     shards: dict[str, Any] = dict(flat_state(store) if flat else sharded_state(store))
-    state = model._model.state_dict(keep_vars=True)
+    state = plain_state(model)
     names = _names(store, state)
     return {
         key: shards[names[key]] if key in names else _detached(value)
@@ -192,14 +198,14 @@ def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDi
     A collective call: every rank must make it. Rank 0 holds all of it at once, on several ranks
     also where it lives on NVMe; `iter_state_dict` gives one value at a time.
     """
-    store = model._engine.store
+    store = model._zerofx.engine.store
     if not rank0_only or store.world.size == 1:
         found: OrderedDict[str, Any] = state_of(model)
         return found
     if store.world.rank != 0:
         full_state(store, rank0_only=True)
         return OrderedDict()
-    state = model._model.state_dict(keep_vars=True)
+    state = plain_state(model)
     found = filled(store, state, lambda store: full_state(store, rank0_only=True))
     return found
 
@@ -214,9 +220,9 @@ def iter_state_dict(model: CompiledModule, rank0_only: bool = False) -> Iterator
     Raises:
         DesyncError: a rank did something else before it had taken all; names it and the bucket.
     """
-    store = model._engine.store
+    store = model._zerofx.engine.store
     is_for_us = not rank0_only or store.world.rank == 0
-    state = model._model.state_dict(keep_vars=True)
+    state = plain_state(model)
     names = _names(store, state)
     keys: dict[str, list[str]] = {}
     for key, name in names.items():

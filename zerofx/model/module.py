@@ -1,265 +1,168 @@
-"""CompiledModule: the nn.Module that a user trains; each signature compiles at its first call."""
+"""CompiledModule: the user's own model, called by programs; each signature compiles at first call.
+
+`zerofx.compile` gives the model that it was given, the very object, and makes its class a subclass
+of the user's own, as FSDP2 does. So `isinstance`, the signature of `forward`, methods such as
+`generate` or `save_pretrained`, indexing, and whatever else a library asks of a model answer as
+before, and a method that calls `self(...)` runs the programs. A wrapper would have to imitate all
+of that, name by name.
+
+What zerofx keeps is one object, in one attribute of the model's (`Namespace`). What the user wrote
+runs at capture only, and the model has its own class then (`zerofx.capture.original`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import os
+import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from zerofx.capture.explain import shorten
-from zerofx.capture.signature import signature_key
-from zerofx.comm.world import World
-from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint, reducer_of
+from zerofx.capture.original import SLOT, original, set_class
+from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint
 from zerofx.compat.modules import (
-    global_module_hooks,
-    hooks_of,
-    load_own_state,
+    Entries,
+    call_entries,
     own_buffers,
-    share_containers,
+    own_children,
+    own_parameters,
+    put_call_entries,
 )
-from zerofx.errors import GradientError, PlanError, ShardError
+from zerofx.errors import ArgumentError, ShardError
 from zerofx.ir.program import Planned
-from zerofx.model.full_state import sharded_state_of, state_of
-from zerofx.model.programs import Programs, ProgramTable, load_directory
+from zerofx.model.full_state import state_of
+from zerofx.model.namespace import (
+    Namespace,
+    check_shards_stay,
+    convert_buffers,
+    make_scaler,
+)
+from zerofx.model.programs import ProgramTable
 from zerofx.passes.order import Setting
-from zerofx.plan.parts import LossScale
-from zerofx.plan.plan import Plan
-from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 from zerofx.runtime.store.shards import ShardStore
 
-# -- Notice module hooks that come or go after compile: they are part of what a program captured ---
+T = TypeVar("T")
 
 
-class HookWatch:
-    """Tells which hooks a module tree has, at the cost of one comparison a call where it has none.
+class Shortcut(Generic[T]):
+    """A name of `model.zerofx` that the model answers to as well.
 
-    Every new hook takes a handle from one counter, so the tree is searched only when that counter
-    moved; known hooks are looked at each time, since a removal leaves no trace. Handles are unique
-    in a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
-
-    Hooks of all modules (`register_module_forward_hook` and the like) count as each module's; like
-    any wrapper, the compiled model itself is one more module that they are called for.
+    An attribute that the model has by this name comes first: this is no data descriptor.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._dicts = [hooks for m in model.modules() for hooks in hooks_of(m)]
-        self._dicts += global_module_hooks()
-        self._seen = -1
-        self._occupied: list[dict] = []
+    def __init__(self, read: Callable[[Namespace], T]) -> None:
+        self._read = read
 
-    def handles(self) -> tuple[tuple[int, ...], ...]:
-        """Return the handles of all hooks, in the order of their calls; () for none."""
-        if RemovableHandle.next_id != self._seen:
-            self._occupied = [d for d in self._dicts if d]
-            self._seen = RemovableHandle.next_id
-        if not self._occupied:
-            return ()
-        return tuple([tuple(d) for d in self._occupied if d])
+    @overload
+    def __get__(self, model: None, kind: type) -> Shortcut[T]: ...
+    @overload
+    def __get__(self, model: nn.Module, kind: type) -> T: ...
+    def __get__(self, model: nn.Module | None, kind: type) -> Shortcut[T] | T:
+        return self if model is None else self._read(model.__dict__[SLOT])
 
 
-# -- `to`, `half`, `cuda` and the like: what of them a compiled model can follow -------------------
+class Hidden:
+    """Stands before a shortcut whose name is a parameter, buffer or child of the model."""
+
+    def __get__(self, model: Any, kind: type | None = None) -> NoReturn:
+        raise AttributeError  # nn.Module.__getattr__ finds it then
 
 
-def check_shards_stay(engine: Engine, fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse a conversion that would give the shards another dtype or device.
-
-    Raises:
-        ShardError: `fn` moves or casts a tensor like the shards; the message names both.
-    """
-    for bucket in engine.layout.buckets:
-        before = torch.empty(0, dtype=bucket.dtype, device=engine.world.device)
-        after = fn(before)
-        if (after.dtype, after.device) != (before.dtype, before.device):
-            raise ShardError(
-                f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
-                f"to {after.dtype} on {after.device} would need another layout: convert the "
-                "model before zerofx.compile, or pass device="
-            )
-
-
-def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give buffers another dtype; a buffer held in several places stays one.
-
-    Raises:
-        ShardError: a buffer would move to another device; nothing was converted.
-    """
-    made: dict[int, Tensor] = {}
-    for path, module in model.named_modules():
-        for key, buffer in own_buffers(module).items():
-            if buffer is None:
-                continue
-            after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
-            if after.device != buffer.device:
-                raise ShardError(
-                    f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
-                    f"move to {after.device}; pass device= to zerofx.compile"
-                )
-            if after.dtype != buffer.dtype:
-                made.setdefault(id(buffer), fn(buffer))
-    for module in model.modules():
-        for key, buffer in own_buffers(module).items():
-            own_buffers(module)[key] = made.get(id(buffer), buffer)
-
-
-# -- From a plan's loss scale to the scaler that runs ----------------------------------------------
-
-
-def make_scaler(plan: Plan, world: World) -> LossScaler | None:
-    """Return the scaler that a plan asks for, None where nothing is scaled here."""
-    asked = plan.precision.loss_scale
-    if not plan.precision.is_scaled:
-        return None
-    assert isinstance(asked, LossScale)
-    if world.other_axes:
-        raise PlanError(
-            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
-            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
-            "a slice of that mesh. Compute in bf16."
-        )
-    return LossScaler(rule_of(asked), world.device)
-
-
-def rule_of(asked: LossScale) -> ScaleRule:
-    """Return a plan's loss scale as the runtime, which knows no plans, takes it."""
-    return ScaleRule(
-        initial=asked.initial,
-        growth_interval=asked.growth_interval if asked.dynamic else 0,
-        growth=asked.growth,
-        backoff=asked.backoff,
-        minimum=asked.minimum,
-        hysteresis=asked.hysteresis,
-    )
+# -- The class of a compiled model -----------------------------------------------------------------
 
 
 # -- CompiledModule: the nn.Module that a user trains; each signature compiles at its first call ---
 
 
 class CompiledModule(nn.Module):
-    """A model over shards. Called as the model was, with the same outputs and training loop.
+    """A model over shards: the user's own, called as it was, with the same outputs and loop.
 
-    Parameters, buffers and submodules are the model's own containers, so that names, `train()`,
-    `load_state_dict()` and attribute access are unchanged; only what they hold is sharded.
+    The first base of every compiled model's class; the second is the user's class. It changes how
+    forward runs, and adds to methods that read or write parameters. What it does not name is the
+    model's own. All else that zerofx adds is in `model.zerofx`. The model answers to its names too
+    (`model.programs`, `model.no_sync()`), unless it has something of that name itself.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, engine: Engine) -> None:
-        super().__init__()
-        self.__dict__["_model"] = model
-        share_containers(self, model)
-        self.training = model.training
-        # Past __setattr__, which would set what the model calls by the same name.
-        self.__dict__["_setting"], self.__dict__["_engine"] = setting, engine
-        self.__dict__["_programs"] = ProgramTable(model, setting, engine)
-        self.__dict__["_hooks"] = HookWatch(model)
+    _zerofx: Namespace  # the model's own attribute, whatever `zerofx` is
+    _is_accelerate_prepared = True  # Trainer and accelerate do not wrap it
 
-    # -- calls ------------------------------------------------------------------------------
-    @torch.compiler.disable  # it is compiled already: torch.compile runs it as it is
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; the first call of each signature compiles it."""
-        self._engine.store.check_bindings()
-        if wrapper := reducer_of(self._engine.store.params.values()):
-            raise self._is_parallel(wrapper)
-        self._model.training = self.training
-        key = signature_key(self._programs.state, args, kwargs), self._hooks.handles()
-        try:
-            program = self._programs.find(key, args, kwargs)
-        except Exception as error:
-            shorten(error)
-            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
-        return program(args, kwargs)
+    def __new__(cls, model: nn.Module, setting: Setting, engine: Engine) -> NoReturn:
+        raise ArgumentError(
+            "CompiledModule is the class of what zerofx.compile returns, and makes nothing itself. "
+            "Call zerofx.compile(model, plan)"
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the user's `__init_subclass__` from registering classes that zerofx makes."""
+
+    # -- what zerofx adds, unless the model has something of that name -----------------------
+    zerofx = Shortcut(lambda own: own)
+    programs = Shortcut(lambda own: own.programs)
+    loss_scale = Shortcut(lambda own: own.loss_scale)
+    # For tests and tools; zerofx itself asks `_zerofx`.
+    _setting = Shortcut(lambda own: own.setting)
+    _engine = Shortcut(lambda own: own.engine)
+    _programs = Shortcut(lambda own: own.table)
 
     def adopt(
         self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False
     ) -> Planned:
-        """Run a program, such as an emitted directory edited by hand, in place of the compiled one.
+        """Run a program in place of the compiled one: `model.zerofx.adopt`."""
+        return self._zerofx.adopt(program, allow_changed_math=allow_changed_math)
 
-        It takes over the calls of its own signature (the same inputs, parameters and captured
-        mathematics, as fingerprint.json says): those compiled already at once, others at their
-        first call. What runs is the directory itself; later edits need another `adopt`. Every
-        rank must adopt the same program: other collectives than on other ranks raise at the call.
-
-        program: the directory, or a Program from `load_program` or `rewrite`.
-        allow_changed_math: as in `load_program`.
-
-        Raises:
-            ProgramError: it is broken, or made for other ranks or another layout; nothing changed.
-        """
-        if not isinstance(program, Planned):
-            program = load_directory(program, allow_changed_math)
-        return self._programs.adopt(program, allow_changed_math)
-
-    # -- what users ask of it -----------------------------------------------------------------
-    @property
-    def programs(self) -> list[Planned]:
-        """The programs that are ready to run, one per signature, in the order of first calls.
-
-        None before the first call, and at most Plan.max_programs. One that was given up for others
-        is the last once its call has come back.
-        """
-        return Programs(b.program for b in self._programs.bound.values())
-
-    @property
-    def loss_scale(self) -> LossScaler | None:
-        """The scale of fp16 gradients and how many steps were skipped; None without scaling."""
-        return self._engine.gradients.scaler
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Sum gradients locally until the first backward outside, which reduces all of the sum.
-
-        At stage 0, `p.grad` is the local sum meanwhile, as under DistributedDataParallel. At
-        stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
-        drops the sum, and anything else raises. At stages 2 and 3, and where the optimizer is
-        offloaded, whole gradients are never held: there each backward reduces into the shards,
-        which is the same sum, and this changes nothing.
-
-        Raises:
-            GradientError: the plan updates parameters inside every backward.
-        """
-        if self._engine.store.updates is not None:
-            raise GradientError(
-                "no_sync() puts off the reduction of gradients, but Plan(update='in-backward') "
-                "updates the parameters inside every backward; use Plan(update='step') to "
-                "accumulate"
-            )
-        gradients, before = self._engine.gradients, self._engine.gradients.no_sync
-        gradients.no_sync = reduction.is_put_off(self._engine.layout, self._setting.plan.stage)
-        try:
-            yield
-        finally:
-            gradients.no_sync = before
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Sum gradients locally until the first backward outside: `model.zerofx.no_sync`."""
+        return self._zerofx.no_sync()
 
     def refresh(self) -> None:
-        """Gather every resident parameter again at the next forward; wait for delayed updates."""
-        self._engine.store.settle()
-        self._engine.forget_resident()
+        """Gather every resident parameter again at the next forward: `model.zerofx.refresh`."""
+        self._zerofx.refresh()
+
+    def sharded_state_dict(self, *, flat: bool = False) -> dict[str, Any]:
+        """Return what torch.distributed.checkpoint saves: `model.zerofx.sharded_state_dict`."""
+        return self._zerofx.sharded_state_dict(flat=flat)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
+
+    # -- calls --------------------------------------------------------------------------------
+    @torch.compiler.disable  # it is compiled already: torch.compile runs it as it is
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; the first call of each signature compiles it."""
+        return self._zerofx.call(args, kwargs)
+
+    # -- parameters and state -----------------------------------------------------------------
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        """Return the parameters, but not to DataParallel, which would copy them to other GPUs."""
+        if is_called_by("torch.nn.parallel.replicate"):
+            raise self._zerofx.is_parallel("DataParallel")
+        return super().parameters(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return names and parameters, after taking in what was put in a parameter's place."""
         if names := applied(self):
-            raise self._is_parallel(names[0])
-        self._engine.store.settle()
-        self._engine.store.check_bindings()
+            raise self._zerofx.is_parallel(names[0])
+        store = self._zerofx.engine.store
+        store.settle()
+        store.check_bindings()
         return super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model did; updates that are under way come first."""
-        self._engine.store.settle()
+        store = self._zerofx.engine.store
+        store.settle()
         found = super().load_state_dict(*args, **kwargs)
-        if not found.missing_keys:
-            self._engine.store.ledger.half_made = None
+        if not getattr(found, "missing_keys", True):  # a method of the model's may return anything
+            store.ledger.half_made = None
         return found
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load what the model itself holds as it does: with its hooks and its own extra state."""
-        load_own_state(self, self._model, state_dict, prefix, *args)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full plain tensors under the model's own names, on the host, on every rank.
@@ -271,39 +174,39 @@ class CompiledModule(nn.Module):
         and `load`) it is `sharded_state_dict()`, so that no rank holds the whole model.
         """
         if is_called_by_checkpoint() and not (args or kwargs):
-            return self.sharded_state_dict()
+            return self._zerofx.sharded_state_dict()
         return state_of(self, *args, **kwargs)
 
-    def sharded_state_dict(self, *, flat: bool = False) -> dict[str, Any]:
-        """Return what torch.distributed.checkpoint saves: this rank's shards, and the buffers.
-
-        Tensors share memory with the model, so that `dcp.load` fills it in place. In a folder they
-        have the model's own names and shapes: any world size and stage, FSDP2 and plain modules
-        load them, and this loads theirs. On one rank or at stage 0 parameters are plain tensors.
-
-        flat: give every parameter as a flat tensor instead, as zerofx 0.1.0 saved it; to load what
-            `dcp.save(model.sharded_state_dict())` of that version wrote.
-        """
-        return sharded_state_of(self, flat)
-
-    # -- what it refuses, by name ---------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
         """Run `to`, `half`, `cuda` and the like: accepted where they leave the shards as they are.
 
         Buffers take another dtype, so the next call compiles again; nothing moves.
         """
-        check_shards_stay(self._engine, fn)
-        convert_buffers(self._model, fn)
+        check_shards_stay(self._zerofx.engine, fn)
+        convert_buffers(self, fn)
         return self
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
+    # -- attributes ---------------------------------------------------------------------------
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what was compiled with the old value is dropped.
 
+        Programs have the values of attributes baked in, so the next call captures again.
+        """
+        is_setting = self._zerofx.is_setting(name)
+        super().__setattr__(name, value)
+        if is_setting:
+            self._zerofx.table.drop()
+
+    def __repr__(self) -> str:
+        plan, world = self._zerofx.plan, self._zerofx.world
+        return f"CompiledModule(stage={plan.stage}, world={world.size}, {super().__repr__()})"
+
+    # -- what it refuses, by name -------------------------------------------------------------
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What DistributedDataParallel looks for first in a module that it is to wrap."""
         if is_called_by("torch.nn.parallel"):
-            raise self._is_parallel("DistributedDataParallel")
+            raise self._zerofx.is_parallel("DistributedDataParallel")
         raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
     @property
@@ -313,28 +216,14 @@ class CompiledModule(nn.Module):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
-        raise self._is_parallel("FullyShardedDataParallel (or fully_shard)")
+        raise self._zerofx.is_parallel("FullyShardedDataParallel (or fully_shard)")
 
     @property
     def _distribute_module_applied(self) -> bool:
         """A mark by which distribute_module tells what it has distributed already."""
         if is_called_by("torch.distributed.tensor"):
-            raise self._is_parallel("distribute_module")
+            raise self._zerofx.is_parallel("distribute_module")
         return False
-
-    def _is_parallel(self, wrapper: str) -> ShardError:
-        plan, size = self._setting.plan, self._engine.world.size
-        return ShardError(
-            f"{wrapper} is applied to a {type(self._model).__name__} that zerofx.compile made "
-            f"data-parallel already (stage {plan.stage}, {size} ranks); drop {wrapper}, and train "
-            "the compiled model as it is"
-        )
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters, but not to DataParallel, which would copy them to other GPUs."""
-        if is_called_by("torch.nn.parallel.replicate"):
-            raise self._is_parallel("DataParallel")
-        return super().parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
@@ -342,65 +231,143 @@ class CompiledModule(nn.Module):
             "save with zerofx.save(dir, model, optimizer) or torch.save(model.state_dict(), ...)"
         )
 
+    # -- copies -------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """Return an independent model over shards of its own; the compiled programs are shared.
 
         As with any deepcopy of parameters, gradients stay behind: every p.grad is None.
         """
-        store = self._engine.store
+        own = self._zerofx
+        store = own.engine.store
         for param in store.params.values():
             blank = torch.empty(param.shape, dtype=param.dtype, device="meta")
             memo[id(param)] = nn.Parameter(blank, param.requires_grad)
-        model = copy.deepcopy(self._model, memo)
-        scaler = make_scaler(self._setting.plan, store.world)
-        if self.loss_scale is not None and scaler is not None:
-            scaler.load_state_dict(self.loss_scale.state_dict())
+        memo[id(own)] = own  # the copy gets one of its own below
+        with original(self):
+            made = copy.deepcopy(self, memo)
+        made.__dict__.pop(SLOT, None)
+        scaler = make_scaler(own.plan, store.world)
+        if own.loss_scale is not None and scaler is not None:
+            scaler.load_state_dict(own.loss_scale.state_dict())
         store.ledger.pending.join()
-        copied = ShardStore.copy_of(store, model)
-        poison, delayed = self._engine.slots.poison, self._setting.plan.offload.delayed
+        copied = ShardStore.copy_of(store, made)
+        poison, delayed = own.engine.slots.poison, own.plan.offload.delayed
         engine = Engine(copied, scaler, poison, delayed)
-        made = CompiledModule(model, self._setting, engine)
-        made.__dict__["_programs"] = ProgramTable(model, self._setting, engine, self._programs)
-        memo[id(self)] = made
-        return made
+        later = copy.deepcopy(call_entries(self), memo)
+        return keep_class(made, own.setting, engine, own.table, later)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_model"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set the model's own attributes on the model; what was compiled with the old is dropped.
+# -- From the user's class to that of the compiled model -------------------------------------------
 
-        Programs have the values of attributes baked in, so the next call captures again.
-        """
-        model = self.__dict__.get("_model")
-        if model is None or name in self.__dict__ or hasattr(CompiledModule, name):
-            return super().__setattr__(name, value)
-        is_new = not (name in model.__dict__ or hasattr(type(model), name))
-        if is_new and isinstance(value, (nn.Module, Tensor)):
-            return super().__setattr__(name, value)
-        setattr(model, name, value)
-        if not is_new:
-            self._programs.drop()
 
-    def __delattr__(self, name: str) -> None:
-        model = self.__dict__["_model"]
-        if name in model.__dict__ and name not in self.__dict__:
-            return delattr(model, name)
-        super().__delattr__(name)
+# What CompiledModule adds; where the user's class or model has such a name, it keeps its meaning.
+ADDED = (
+    *("zerofx", "programs", "loss_scale", "_setting", "_engine", "_programs"),
+    *("adopt", "no_sync", "refresh", "sharded_state_dict", "compile"),
+)
+_CLASSES: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = (
+    weakref.WeakValueDictionary()
+)
 
-    def __getitem__(self, index: Any) -> Any:
-        """Return a part of a model that is a container, such as nn.Sequential."""
-        return self._model[index]
 
-    def __len__(self) -> int:
-        return len(self._model)
+def compiled_class(model: nn.Module) -> type:
+    """Return the class that a model gets; there is one per class of users'.
 
-    def __bool__(self) -> bool:
-        return True
+    Its name is the user's, since libraries look models up by the name of their class. Calling it
+    (`type(model)(...)`, or a slice of an nn.Sequential) makes a plain module of the user's class.
+    """
+    kind = type(model)
+    held = (own_parameters(model), own_buffers(model), own_children(model))
+    hidden = tuple(name for name in ADDED if any(name in entries for entries in held))
+    if (kind, hidden) in _CLASSES:
+        return _CLASSES[kind, hidden]
 
-    def __repr__(self) -> str:
-        plan, world = self._setting.plan, self._engine.world
-        return f"CompiledModule(stage={plan.stage}, world={world.size}, {self._model!r})"
+    @functools.wraps(kind.__init__)
+    def plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return kind(*args, **kwargs)
+
+    def run(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return self._zerofx.call(args, kwargs)
+
+    forward: Any = functools.update_wrapper(torch.compiler.disable(run), kind.forward)
+    forward.__signature__ = inspect.signature(kind.forward)
+    del forward.__wrapped__  # accelerate follows it to put back a forward that it has wrapped
+
+    body = {name: vars(kind)[name] for name in _NAMING if name in vars(kind)}
+    body |= {"__new__": plain, "forward": forward}
+    if kind.__call__ is not nn.Module.__call__:
+        body["__call__"] = nn.Module.__call__  # theirs is captured, as the forward that it calls
+    for base in reversed([each for each in kind.__mro__ if each not in nn.Module.__mro__]):
+        body |= {name: vars(base)[name] for name in ADDED if name in vars(base)}
+    body |= dict.fromkeys(hidden, Hidden())
+    made = types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda ns: ns.update(body))
+    if not _fits(model, made):
+        # Python takes the memory layout from the first base. An (ABC, nn.Module) has another one
+        # than an nn.Module has: its own class comes first then, and is looked up second.
+        order = [CompiledModule, *kind.__mro__]
+        meta = type(type(kind).__name__, (type(kind),), {"mro": lambda cls: [cls, *order]})
+        bases = kind, CompiledModule
+        made = types.new_class(
+            kind.__name__, bases, {"metaclass": meta}, lambda ns: ns.update(body)
+        )
+    _CLASSES[kind, hidden] = made
+    return made
+
+
+def _fits(model: nn.Module, kind: type) -> bool:
+    """Tell whether an object can take a class; it keeps its own."""
+    before = type(model)
+    try:
+        set_class(model, kind)
+    except TypeError:
+        return False
+    set_class(model, before)
+    return True
+
+
+# What a class says of itself. __firstlineno__: inspect.getsource asks for it since Python 3.13.
+_NAMING = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+
+
+def check_class(model: nn.Module) -> None:
+    """Raise unless the model's class can be that of a compiled model; change nothing.
+
+    Raises:
+        ShardError: it is a compiled model.
+        ArgumentError: its metaclass refuses a subclass.
+    """
+    kind = type(model)
+    if isinstance(model, CompiledModule):
+        raise ShardError(
+            f"model is a {kind.__name__} that is compiled already. Compile it once: zerofx.compile "
+            "returns the model that it is given"
+        )
+    try:
+        set_class(model, compiled_class(model))
+        set_class(model, kind)
+    except TypeError as error:
+        raise ArgumentError(
+            f"model is a {kind.__name__}, of whose class zerofx cannot make a subclass: {error}. "
+            "Put the model in a module of your own (self.inner = model) and compile that"
+        ) from error
+
+
+def keep_class(
+    model: nn.Module,
+    setting: Setting,
+    engine: Engine,
+    other: ProgramTable | None = None,
+    later: Entries | None = None,
+) -> CompiledModule:
+    """Make a model whose parameters are shards a compiled one; return that very object.
+
+    other: the programs of the model that it is a copy of.
+    later: the hooks, and the forward, that this one got after it was compiled.
+    """
+    own = Namespace(model, setting, engine, other)
+    if later is not None:
+        put_call_entries(model, later)
+    made = compiled_class(model)
+    model.__dict__[SLOT] = own
+    set_class(model, made)
+    return cast(CompiledModule, model)

@@ -57,7 +57,7 @@ def export(
             f"{type(model).__name__}; use safetensors.torch.save_model"
         )
     path = place(target)
-    world, what = model._engine.world, f"zerofx.export to {path}"
+    world, what = model._zerofx.engine.world, f"zerofx.export to {path}"
     world.agree("zerofx.export", f"target={path.name}")
     is_file = path.suffix == ".safetensors"
     hidden = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
@@ -106,7 +106,7 @@ def _plan(model: CompiledModule, max_file_bytes: int | None) -> list[_File]:
 
 def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor to write, on meta, parameters in the order of the buckets."""
-    for name, places in model._engine.layout.owned.items():
+    for name, places in model._zerofx.engine.layout.owned.items():
         bucket, param = places[0]
         yield name, torch.empty(param.whole_shape, dtype=bucket.dtype, device="meta")
     for name, buffer in buffers_of(model).items():
@@ -115,7 +115,7 @@ def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
 
 def _aliases(model: CompiledModule) -> dict[str, str]:
     """Return {other name: name it is written under} of what the model holds more than once."""
-    held = {**model._engine.store.params, **buffers_of(model)}
+    held = {**model._zerofx.engine.store.params, **buffers_of(model)}
     written = {id(tensor): name for name, tensor in held.items()}
     both = (
         *model.named_parameters(remove_duplicate=False),
@@ -151,9 +151,9 @@ def _fill(model: CompiledModule, plans: list[_File], hidden: Path) -> OSError | 
     """Gather and write; return what went wrong on rank 0, which gathers on with the others."""
     where = {name: plan for plan in plans for name in plan.starts}
     problem: OSError | None = None
-    for name, tensor in iter_full_state(model._engine.store, rank0_only=True):
+    for name, tensor in iter_full_state(model._zerofx.engine.store, rank0_only=True):
         problem = problem or _put(hidden, where[name], name, tensor)
-    if model._engine.world.rank == 0:
+    if model._zerofx.engine.world.rank == 0:
         for name, buffer in buffers_of(model).items():
             problem = problem or _put(hidden, where[name], name, buffer.detach().cpu())
         for plan in plans:

@@ -42,7 +42,7 @@ class Job:
                 "optimizer); other values go to extra"
             )
         self.folder, self.model, self.optimizer = folder, model, optimizer
-        self.store = model._engine.store
+        self.store = model._zerofx.engine.store
         self.world = self.store.world
         self.store.settle()  # updates under way come first
 

@@ -135,12 +135,12 @@ class _Load(Job):
         finally:
             self.store.ledger.note_write()
             self.store.homes.rest()
-            self.model._engine.gradients.drop_unsynced()
+            self.model._zerofx.engine.gradients.drop_unsynced()
 
     def _apply(self) -> None:
         for name, buffer in state.buffers_of(self.model).items():
             buffer.copy_(self.buffers[name])
-        for path, module in state.extra_states_of(self.model._model):
+        for path, module in state.extra_states_of(self.model):
             module.set_extra_state(self.values["modules"][path])
         if self.optimizer is not None:
             saved = self.values["optimizer"]

@@ -75,9 +75,7 @@ class _Save(Job):
             return None
         if not isinstance(self.extra, Mapping):
             raise SnapshotError(f"extra is a {type(self.extra).__name__}; give a dict")
-        modules = {
-            path: m.get_extra_state() for path, m in state.extra_states_of(self.model._model)
-        }
+        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
         scaler = self.model.loss_scale
         self.values = pack(
             {
@@ -127,7 +125,7 @@ class _Save(Job):
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
         sums.update({n: files.checksum(self.target / n) for n in (INDEX, files.VALUES)})
         facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
-        plan = self.model._setting.plan.to_dict()
+        plan = self.model._zerofx.setting.plan.to_dict()
         files.write_manifest(self.target, {**facts, **self.describe(), "plan": plan})
         files.check_written(self.target, sums, self.folder)
         files.publish(self.target, self.folder)

@@ -51,7 +51,7 @@ def load_weights(
         )
     path = Path(os.path.abspath(source))
     job = _Job(model, path, strict)
-    world, what = model._engine.world, f"zerofx.load_weights from {path}"
+    world, what = model._zerofx.engine.world, f"zerofx.load_weights from {path}"
     world.agree("zerofx.load_weights", f"source={path.name};strict={strict}")
     read_settled(world, what, job)
     return job.keys
@@ -114,7 +114,7 @@ class _Job(_Files):
     def __init__(self, model: CompiledModule, path: Path, strict: bool) -> None:
         super().__init__(path)
         self._model, self._strict = model, strict
-        self._store = model._engine.store
+        self._store = model._zerofx.engine.store
         self._found: dict[str, Entry] = {}  # by canonical name
         self.keys = Keys([], [])
 
@@ -183,7 +183,7 @@ class _Job(_Files):
         finally:
             self._store.ledger.note_write()
             self._store.homes.rest()
-            self._model._engine.gradients.drop_unsynced()
+            self._model._zerofx.engine.gradients.drop_unsynced()
 
     def _fill_piece(self, name: str, entry: Entry) -> None:
         """Fill this rank's ranges of a parameter, which lie one behind another in its shard."""

@@ -282,7 +282,7 @@ def odd(folder: str) -> None:
     for name in PLANS:
         model, optimizer = made(name)
         turn(model, optimizer, 0)
-        model._model.note = "trained"
+        model.note = "trained"
         dcp.save({"model": model, "optim": optimizer}, checkpoint_id=f"{folder}/{name}")
         turn(model, optimizer, 1)
         expected = dict(model.state_dict())

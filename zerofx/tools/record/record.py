@@ -126,7 +126,7 @@ def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
         raise RecordingError(
             f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
         )
-    if model._setting.plan.cuda_graph:
+    if model._zerofx.setting.plan.cuda_graph:
         raise RecordingError(
             "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
             "nothing can be timed; record with cuda_graph=False"
@@ -154,7 +154,7 @@ class _Recorder:
 
     def __init__(self, model: CompiledModule, warmup: int, profile: bool, memory: bool) -> None:
         _check(model, warmup, profile, memory)
-        self._table, self._world = model._programs, model._engine.world
+        self._table, self._world = model._zerofx.table, model._zerofx.engine.world
         if self._table.on_bound is not None:
             raise RecordingError("record: this model is being recorded already, in an outer block")
         self._clock = clock_for(self._world.device)
@@ -166,7 +166,7 @@ class _Recorder:
         self._before: list[tuple[Bound, Any, Any]] = []
         self._update: list[Any] = []
         self._beside = Beside(self._clock.mark)
-        engine = model._engine
+        engine = model._zerofx.engine
         self._noting: tuple[HostTier, HostUpdates] = engine.host, engine.store.ledger.pending
 
     @contextlib.contextmanager

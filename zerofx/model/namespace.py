@@ -1,0 +1,290 @@
+"""Namespace: what zerofx adds to a model, `model.zerofx`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zerofx.capture.explain import shorten
+from zerofx.capture.original import Original
+from zerofx.capture.signature import signature_key
+from zerofx.comm.world import World
+from zerofx.compat.callers import reducer_of
+from zerofx.compat.modules import global_module_hooks, hooks_of, own_buffers
+from zerofx.errors import GradientError, PlanError, ShardError
+from zerofx.ir.program import Planned
+from zerofx.layout.buckets import Layout
+from zerofx.model.full_state import sharded_state_of
+from zerofx.model.programs import Programs, ProgramTable, load_directory
+from zerofx.passes.order import Setting
+from zerofx.plan.parts import LossScale
+from zerofx.plan.plan import Plan
+from zerofx.policy import reduction
+from zerofx.runtime.engine import Engine
+from zerofx.runtime.loss_scale import LossScaler, ScaleRule
+
+if TYPE_CHECKING:
+    from zerofx.model.module import CompiledModule
+
+# -- Notice module hooks that come or go after compile: they are part of what a program captured ---
+
+
+class HookWatch:
+    """Tells which hooks a module tree has, at the cost of one comparison a call where it has none.
+
+    Every new hook takes a handle from one counter, so the tree is searched only when that counter
+    moved; known hooks are looked at each time, since a removal leaves no trace. Handles are unique
+    in a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
+
+    Hooks of all modules (`register_module_forward_hook` and the like) count as each module's. Of
+    the model's own hooks those count that it had before it was compiled (`Original`).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts = [hooks for m in model.modules() for hooks in hooks_of(m)]
+        self._dicts += global_module_hooks()
+        self._seen = -1
+        self._occupied: list[dict] = []
+
+    def handles(self) -> tuple[tuple[int, ...], ...]:
+        """Return the handles of all hooks, in the order of their calls; () for none."""
+        if RemovableHandle.next_id != self._seen:
+            self._occupied = [d for d in self._dicts if d]
+            self._seen = RemovableHandle.next_id
+        if not self._occupied:
+            return ()
+        return tuple([tuple(d) for d in self._occupied if d])
+
+
+# -- `to`, `half`, `cuda` and the like: what of them a compiled model can follow -------------------
+
+
+def check_shards_stay(engine: Engine, fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a conversion that would give the shards another dtype or device.
+
+    Raises:
+        ShardError: `fn` moves or casts a tensor like the shards; the message names both.
+    """
+    for bucket in engine.layout.buckets:
+        before = torch.empty(0, dtype=bucket.dtype, device=engine.world.device)
+        after = fn(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise ShardError(
+                f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
+                f"to {after.dtype} on {after.device} would need another layout: convert the "
+                "model before zerofx.compile, or pass device="
+            )
+
+
+def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give buffers another dtype; a buffer held in several places stays one.
+
+    Raises:
+        ShardError: a buffer would move to another device; nothing was converted.
+    """
+    made: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for key, buffer in own_buffers(module).items():
+            if buffer is None:
+                continue
+            after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+            if after.device != buffer.device:
+                raise ShardError(
+                    f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
+                    f"move to {after.device}; pass device= to zerofx.compile"
+                )
+            if after.dtype != buffer.dtype:
+                made.setdefault(id(buffer), fn(buffer))
+    for module in model.modules():
+        for key, buffer in own_buffers(module).items():
+            own_buffers(module)[key] = made.get(id(buffer), buffer)
+
+
+# -- From a plan's loss scale to the scaler that runs ----------------------------------------------
+
+
+def make_scaler(plan: Plan, world: World) -> LossScaler | None:
+    """Return the scaler that a plan asks for, None where nothing is scaled here."""
+    asked = plan.precision.loss_scale
+    if not plan.precision.is_scaled:
+        return None
+    assert isinstance(asked, LossScale)
+    if world.other_axes:
+        raise PlanError(
+            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
+            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
+            "a slice of that mesh. Compute in bf16."
+        )
+    return LossScaler(rule_of(asked), world.device)
+
+
+def rule_of(asked: LossScale) -> ScaleRule:
+    """Return a plan's loss scale as the runtime, which knows no plans, takes it."""
+    return ScaleRule(
+        initial=asked.initial,
+        growth_interval=asked.growth_interval if asked.dynamic else 0,
+        growth=asked.growth,
+        backoff=asked.backoff,
+        minimum=asked.minimum,
+        hysteresis=asked.hysteresis,
+    )
+
+
+# -- What zerofx adds to a model -------------------------------------------------------------------
+
+
+class Namespace:
+    """What zerofx adds to a model, as `model.zerofx`: its plan, its programs, what to ask of them.
+
+    original: what the model was before; `original.kind` is the user's class.
+    setting, engine, table: what runs it.
+    """
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, engine: Engine, other: ProgramTable | None = None
+    ) -> None:
+        self._model = cast("CompiledModule", model)
+        self.setting, self.engine = setting, engine
+        self.table = ProgramTable(model, setting, engine, other)
+        self._hooks = HookWatch(model)
+        self.original = Original(model)
+
+    def __repr__(self) -> str:
+        found, world = self.programs, self.world
+        count = f"{len(found)} program{'s' * (len(found) != 1)}"
+        return f"zerofx(stage={self.plan.stage}, world={world.size}, {count})"
+
+    # -- what there is ------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        return self.setting.plan
+
+    @property
+    def world(self) -> World:
+        """The ranks that the model is compiled over."""
+        return self.engine.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are computed with."""
+        return self.engine.world.device
+
+    @property
+    def layout(self) -> Layout:
+        """Which parameters lie in which bucket."""
+        return self.engine.layout
+
+    @property
+    def programs(self) -> list[Planned]:
+        """The programs that are ready to run, one per signature, in the order of first calls.
+
+        None before the first call, and at most Plan.max_programs. One that was given up for others
+        is the last once its call has come back.
+        """
+        return Programs(b.program for b in self.table.bound.values())
+
+    @property
+    def loss_scale(self) -> LossScaler | None:
+        """The scale of fp16 gradients and how many steps were skipped; None without scaling."""
+        return self.engine.gradients.scaler
+
+    # -- calls --------------------------------------------------------------------------------
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the program of a call; the first call of each signature compiles it."""
+        self.engine.store.check_bindings()
+        if wrapper := reducer_of(self.engine.store.params.values()):
+            raise self.is_parallel(wrapper)
+        key = signature_key(self.table.state, args, kwargs), self._hooks.handles()
+        try:
+            program = self.table.find(key, args, kwargs)
+        except Exception as error:
+            shorten(error)
+            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        return program(args, kwargs)
+
+    def adopt(
+        self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False
+    ) -> Planned:
+        """Run a program, such as an emitted directory edited by hand, in place of the compiled one.
+
+        It takes over the calls of its own signature (the same inputs, parameters and captured
+        mathematics, as fingerprint.json says): those compiled already at once, others at their
+        first call. What runs is the directory itself; later edits need another `adopt`. Every
+        rank must adopt the same program: other collectives than on other ranks raise at the call.
+
+        program: the directory, or a Program from `load_program` or `rewrite`.
+        allow_changed_math: as in `load_program`.
+
+        Raises:
+            ProgramError: it is broken, or made for other ranks or another layout; nothing changed.
+        """
+        if not isinstance(program, Planned):
+            program = load_directory(program, allow_changed_math)
+        return self.table.adopt(program, allow_changed_math)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum gradients locally until the first backward outside, which reduces all of the sum.
+
+        At stage 0, `p.grad` is the local sum meanwhile, as under DistributedDataParallel. At
+        stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
+        drops the sum, and anything else raises. At stages 2 and 3, and where the optimizer is
+        offloaded, whole gradients are never held: there each backward reduces into the shards,
+        which is the same sum, and this changes nothing.
+
+        Raises:
+            GradientError: the plan updates parameters inside every backward.
+        """
+        if self.engine.store.updates is not None:
+            raise GradientError(
+                "no_sync() puts off the reduction of gradients, but Plan(update='in-backward') "
+                "updates the parameters inside every backward; use Plan(update='step') to "
+                "accumulate"
+            )
+        gradients, before = self.engine.gradients, self.engine.gradients.no_sync
+        gradients.no_sync = reduction.is_put_off(self.engine.layout, self.plan.stage)
+        try:
+            yield
+        finally:
+            gradients.no_sync = before
+
+    def refresh(self) -> None:
+        """Gather every resident parameter again at the next forward; wait for delayed updates."""
+        self.engine.store.settle()
+        self.engine.forget_resident()
+
+    def sharded_state_dict(self, *, flat: bool = False) -> dict[str, Any]:
+        """Return what torch.distributed.checkpoint saves: this rank's shards, and the buffers.
+
+        Tensors share memory with the model, so that `dcp.load` fills it in place. In a folder they
+        have the model's own names and shapes: any world size and stage, FSDP2 and plain modules
+        load them, and this loads theirs. On one rank or at stage 0 parameters are plain tensors.
+
+        flat: give every parameter as a flat tensor instead, as zerofx 0.1.0 saved it; to load what
+            `dcp.save(model.sharded_state_dict())` of that version wrote.
+        """
+        return sharded_state_of(self._model, flat)
+
+    # -- what the model's methods ask ---------------------------------------------------------
+    def is_setting(self, name: str) -> bool:
+        """Tell whether programs may have the value of an attribute baked in.
+
+        Not what is new, since no capture has read it, and not what every module has.
+        """
+        is_known = name in vars(self._model) or hasattr(self.original.kind, name)
+        is_own = is_known and not hasattr(nn.Module, name)
+        return is_own and self.table.state.may_read(name)
+
+    def is_parallel(self, wrapper: str) -> ShardError:
+        """Return the error to raise where another wrapper is applied to the model."""
+        return ShardError(
+            f"{wrapper} is applied to a {self.original.kind.__name__} that zerofx.compile made "
+            f"data-parallel already (stage {self.plan.stage}, {self.world.size} ranks); drop "
+            f"{wrapper}, and train the compiled model as it is"
+        )
