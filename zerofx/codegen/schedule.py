@@ -154,7 +154,8 @@ class Function:
     def __post_init__(self) -> None:
         self.graph = self.program.graph(self.name)
         self.calls = self.library.calls(self.graph)
-        reserved = (*RESERVED, *(c.code.name for c in self.calls.values()))
+        sizes = (s.name for s in self.program.sizes.symbols)
+        reserved = (*RESERVED, *(c.code.name for c in self.calls.values()), *sizes)
         self.names = Names(reserved)
         self.inside = {n for c in self.calls.values() for n in c.nodes}
         self.nodes = list(self.graph.nodes)
@@ -218,6 +219,8 @@ class Function:
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:
         """Return the function's body, one statement a row."""
+        if self.name != BACKWARD:
+            self._take_sizes()
         self._take_placeholders()
         index = 0
         while index < len(self.nodes):
@@ -263,13 +266,31 @@ class Function:
             self._row(f"{self.names.bind(node)} = {source}", describe(value(node)))
         if self.name == BACKWARD:
             saved.sort(key=lambda n: info(n).index)
-            if saved:
-                self._row(f"{wrap_tuple([self.names.bind(n) for n in saved], 0)} = saved")
+            if taken := [*(self.names.bind(n) for n in saved), *self._crossing_sizes()]:
+                self._row(f"{wrap_tuple(taken, 0)} = saved")
             self._row("saved.clear()")
+
+    def _take_sizes(self) -> None:
+        """Write the sizes that vary: forward reads them from its inputs, and saves backward's."""
+        read = {name for call in self.calls.values() for name in call.sizes}
+        read.update(self._crossing_sizes())
+        for symbol in self.program.sizes.symbols:
+            if symbol.name in read:
+                first = symbol.dims[0]
+                text = f"{symbol.name} = inputs[{first.leaf}].size({first.dim})"
+                self._row(text, ", ".join(map(str, symbol.dims)))
+
+    def _crossing_sizes(self) -> list[str]:
+        """Return the names of the sizes that forward saves for backward, after all tensors."""
+        if not self.program.sizes or BACKWARD not in self.program.graphs:
+            return []
+        calls = RegionLibrary().calls(self.program.graph(BACKWARD))
+        read = {name for call in calls.values() for name in call.sizes}
+        return [s.name for s in self.program.sizes.symbols if s.name in read]
 
     def _region(self, call: RegionCall) -> None:
         first = call.nodes[0]
-        takes = [self.names.bind(n) for n in call.inputs]
+        takes = [*(self.names.bind(n) for n in call.inputs), *call.sizes]
         gives = [self.names.bind(n) for n in call.outputs]
         self._row(f"args = {wrap_list(takes, 11)}")
         self._drop(first, but=call.outputs)
@@ -337,7 +358,8 @@ class Function:
             return
         outs = ", ".join(groups.get(Role.OUTPUT, []))
         updates = ", ".join(groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, []))
-        saved = wrap_list(groups.get(Role.SAVED, []), len(outs) + len(updates) + 20)
+        kept = [*groups.get(Role.SAVED, []), *self._crossing_sizes()]
+        saved = wrap_list(kept, len(outs) + len(updates) + 20)
         self._row(f"return [{outs}], [{updates}], {saved}")
 
 

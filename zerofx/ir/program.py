@@ -19,6 +19,7 @@ from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
@@ -190,6 +191,7 @@ class Program(ABC):
     compute_dtype: what capture was asked to compute in; None if the user asked for no format, so
         that each parameter keeps its own.
     captured: the captured graph as ranks compare it, one operator per line; empty if it is not.
+    sizes: the sizes of inputs that vary from call to call, none if all are as they were captured.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -201,6 +203,7 @@ class Program(ABC):
     is_training: bool = True
     compute_dtype: torch.dtype | None = None
     captured: str = field(default="", repr=False)
+    sizes: Sizes = field(default_factory=Sizes)
 
     @abstractmethod
     def planned(self) -> Planned:

@@ -1,0 +1,74 @@
+"""Symbols for sizes: made before tracing, and read back from what tracing did with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from zerofx.compat.strides import TrueStrides
+
+
+class _Printer(PythonPrinter):
+    """Writes an expression in the Python that emitted source has, without torch's own functions."""
+
+    def _print_ToFloat(self, expr: Any) -> str:
+        return f"float({self._print(expr.args[0])})"
+
+    def _print_TruncToInt(self, expr: Any) -> str:
+        return f"int({self._print(expr.args[0])})"
+
+
+class Symbols:
+    """The symbols of one trace, each a size that is at least 2.
+
+    hints: name -> the value at which control flow on sizes goes the way that this trace takes.
+    The env notes each way that was taken as a guard; `conditions` are these guards.
+    """
+
+    def __init__(self, hints: Mapping[str, int]) -> None:
+        # Two symbols with one hint stay two symbols: which sizes are equal is for the caller to say
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+        self.sizes: dict[str, torch.SymInt] = {}
+        self._names: dict[Any, Any] = {}
+        for name, hint in hints.items():
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            made: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
+            self.sizes[name] = made
+            self._names[symbol] = sympy.Symbol(name, integer=True, positive=True)
+
+    def mode(self) -> FakeTensorMode:
+        """Make the fake mode whose tensors may have these sizes."""
+        return TrueStrides(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
+        """Return a value as a Python expression of the names."""
+        return self._written(self.env.replace(value.node.expr))
+
+    def conditions(self) -> tuple[str, ...]:
+        """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
+
+        A size that the trace made a constant is among them, as `s0 == 12`.
+        """
+        found = [self._written(guard.expr) for guard in self.env.guards]
+        return tuple(dict.fromkeys(text for text in found if text != "True"))
+
+    def _written(self, expr: Any) -> str:
+        return _Printer().doprint(sympy.sympify(expr).xreplace(self._names))
+
+
+def is_symbolic(value: Any) -> bool:
+    """Tell whether a value is a size, or computed from sizes, that has a symbol."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def hint_of(value: Any) -> Any:
+    """Return the number that a symbolic value is at the hints of its symbols."""
+    return value.node.require_hint() if is_symbolic(value) else value
