@@ -120,9 +120,11 @@ def settled(
 ) -> Sizes:
     """Put sizes in the place of symbols; return which values of them the graph serves.
 
-    Values are those at the hints that were asked for, or else, if the graph does not serve these,
+    Symbols that control flow has given one value are left out. Fake values are those at the hints that were asked for, or else, if the graph does not serve these,
     at the call's own sizes.
     """
+    constants = symbols.constants()
+    varying = [s for s in varying if s.name not in constants]
     found = Sizes(tuple(varying), symbols.conditions())
     if not found.allow(found.hints):
         found = replace(found, symbols=tuple(replace(s, hint=own[s.name]) for s in varying))

@@ -55,10 +55,18 @@ class Symbols:
     def conditions(self) -> tuple[str, ...]:
         """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
 
-        A size that the trace made a constant is among them, as `s0 == 12`.
+        Nothing is said of those that the trace made constants.
         """
-        found = [self._written(guard.expr) for guard in self.env.guards]
-        return tuple(dict.fromkeys(text for text in found if text != "True"))
+        known = {s: self.env.replace(s) for s in self._names}
+        constants = {s: found for s, found in known.items() if found.is_number}
+        guards = [sympy.sympify(guard.expr).xreplace(constants) for guard in self.env.guards]
+        return tuple(dict.fromkeys(self._written(g) for g in guards if g != sympy.true))
+
+    def constants(self) -> frozenset[str]:
+        """Return the names of the sizes that the trace holds for one value of."""
+        return frozenset(
+            name.name for s, name in self._names.items() if self.env.replace(s).is_number
+        )
 
     def _written(self, expr: Any) -> str:
         return _Printer().doprint(sympy.sympify(expr).xreplace(self._names))

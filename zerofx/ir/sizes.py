@@ -133,9 +133,11 @@ def _compiled(text: str) -> Any:
 
 
 def at(given: Any, values: Mapping[str, int]) -> Any:
-    """Return a `Size`, or a tuple or list of them and of numbers, as it is for some sizes."""
+    """Return a `Size`, or what holds some in tuples, lists and dicts, as it is for some sizes."""
     if isinstance(given, (Size, Ratio)):
         return evaluate(given.text, values)
+    if isinstance(given, dict):
+        return {k: at(v, values) for k, v in given.items()}
     if isinstance(given, (tuple, list)):
         return type(given)([at(v, values) for v in given])
     return given
