@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
+from pool import Pool
 from torch import nn
 
 import zerofx
@@ -72,3 +71,32 @@ def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
     assert len(model.programs) == 1
     symbols = model.programs[0].sizes.symbols
     assert [len(s.dims) for s in symbols] == [2, 2]
+
+
+LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
+
+
+def ranks_of_other_lengths(stage: int) -> int:
+    """Train on each rank with texts of other lengths; return how many programs were compiled."""
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    plain, mine = GPT(SMALL), GPT(SMALL)
+    mine.load_state_dict(plain.state_dict())
+    model = compiled(mine, stage=stage)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for lengths in LENGTHS:
+        batches = [torch.randint(0, 31, (2, length)) for length in lengths]
+        model(batches[rank], batches[rank]).backward()
+        (sum(plain(ids, ids) for ids in batches) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = zerofx.full_state_dict(model)
+    for name, found in state.items():  # rank 0 has all, others none
+        torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
+    return len(model.programs)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
+    assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]

@@ -33,7 +33,8 @@ from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
-from zerofx.ir.sizes import Sizes, Symbol, settle
+from zerofx.ir.settle import settle
+from zerofx.ir.sizes import Sizes, Symbol
 
 
 @paused_collector()
@@ -120,8 +121,8 @@ def settled(
 ) -> Sizes:
     """Put sizes in the place of symbols; return which values of them the graph serves.
 
-    Symbols that control flow has given one value are left out. Fake values are those at the hints that were asked for, or else, if the graph does not serve these,
-    at the call's own sizes.
+    Symbols that control flow has given one value are left out. Fake values are those at the hints
+    that were asked for, or else, if the graph does not serve these, at the call's own sizes.
     """
     constants = symbols.constants()
     varying = [s for s in varying if s.name not in constants]

@@ -16,7 +16,6 @@ from zerofx.codegen.text import (
     RESERVED,
     attributes,
     callee,
-    describe,
     identifier,
     literal,
     namespace,
@@ -26,7 +25,7 @@ from zerofx.codegen.text import (
 from zerofx.compat.graphs import schema_of
 from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
-from zerofx.ir.sizes import form, names_in
+from zerofx.ir.sizes import describe_node, form, names_in
 from zerofx.ir.spec import Kind, kind_of
 
 
@@ -182,7 +181,7 @@ class _Body:
             where = info(node)
             module = where.module.removeprefix(self.unit).strip(".")
             statement = f"{self.names[node]} = {call}"
-            kind = describe(value(node))
+            kind = describe_node(node)
             found.append((statement, with_origin(statement, kind, module, where.line)))
             if gone := self.dying.get(node):
                 statement = f"del {', '.join(self.names[g] for g in gone)}"

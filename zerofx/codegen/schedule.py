@@ -13,13 +13,14 @@ from torch import Tensor, fx
 
 from zerofx.codegen.kernels import tensor_args
 from zerofx.codegen.regions import RegionCall, RegionLibrary
-from zerofx.codegen.text import describe, identifier, literal, with_comment, wrap_list, wrap_tuple
+from zerofx.codegen.text import identifier, literal, with_comment, wrap_list, wrap_tuple
 from zerofx.compat.graphs import FakeTensor, argument_names
 from zerofx.errors import CaptureError
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.names import op_stem
 from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.sizes import describe_node
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
 from zerofx.plan.sizes import format_bytes
@@ -260,10 +261,10 @@ class Function:
                 Role.BUFFER: f"buffers[{where.name!r}]",
                 Role.TANGENT: f"tangents[{where.index}]",
             }[role]  # type: ignore[index]
-            self._row(f"{name} = {source}", describe(value(node)))
+            self._row(f"{name} = {source}", describe_node(node))
         for node in constant_nodes(self.graph):
             source = f"constants.{constant_name(node)}"
-            self._row(f"{self.names.bind(node)} = {source}", describe(value(node)))
+            self._row(f"{self.names.bind(node)} = {source}", describe_node(node))
         if self.name == BACKWARD:
             saved.sort(key=lambda n: info(n).index)
             if taken := [*(self.names.bind(n) for n in saved), *self._crossing_sizes()]:
@@ -371,7 +372,7 @@ def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
     ]
     call = f"rt.{w.method(node)}({', '.join(texts)})"
     made = f"{w.bind(node)} = " if value(node) is not None else ""
-    return f"{made}{call}", info(node).unit, describe(value(node)) if made else ""
+    return f"{made}{call}", info(node).unit, describe_node(node) if made else ""
 
 
 def argument_pairs(node: fx.Node) -> list[tuple[str, Any]]:

@@ -75,8 +75,3 @@ class Symbols:
 def is_symbolic(value: Any) -> bool:
     """Tell whether a value is a size, or computed from sizes, that has a symbol."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def hint_of(value: Any) -> Any:
-    """Return the number that a symbolic value is at the hints of its symbols."""
-    return value.node.require_hint() if is_symbolic(value) else value

@@ -13,18 +13,15 @@ A node's `form` is its value's shape and strides in this form, for what is writt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from zerofx.compat.graphs import FakeTensorMode
-from zerofx.compat.symbols import Symbols, hint_of, is_symbolic
-from zerofx.compat.tracing import new_fake_mode
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import value
+from zerofx.ir.text import describe, short_dtype
 
 FORM = "zfx_form"  # in a node's meta
 
@@ -132,6 +129,15 @@ def _compiled(text: str) -> Any:
     return compile(text, "<size>", "eval")
 
 
+def is_number(text: str) -> bool:
+    """Tell whether an expression depends on no size."""
+    return not _names(text)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(_compiled(text).co_names) - _FUNCTIONS
+
+
 def at(given: Any, values: Mapping[str, int]) -> Any:
     """Return a `Size`, or what holds some in tuples, lists and dicts, as it is for some sizes."""
     if isinstance(given, (Size, Ratio)):
@@ -146,7 +152,7 @@ def at(given: Any, values: Mapping[str, int]) -> Any:
 def names_in(given: Any) -> frozenset[str]:
     """Return the names of the symbols that an argument of a node depends on."""
     if isinstance(given, (Size, Ratio)):
-        return frozenset(_compiled(given.text).co_names) - _FUNCTIONS
+        return _names(given.text)
     if isinstance(given, dict):
         given = tuple(given.values())
     if isinstance(given, (tuple, list)):
@@ -166,107 +172,9 @@ def form(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(val.shape), tuple(val.stride())
 
 
-# -- From symbols to sizes: a graph that was traced, or read, on symbolic fakes --------------------
-
-
-def settle(graph: fx.Graph, symbols: Symbols, hints: Mapping[str, int]) -> None:
-    """Put sizes in the place of symbols, and give every node the value that it has at the hints.
-
-    Nodes that computed sizes are gone.
-    """
-    mode = new_fake_mode()
-    written = _Written(symbols, hints)
-    symbolic = {node for node in graph.nodes if is_symbolic(value(node))}
-    for node in graph.nodes:
-        if node not in symbolic:
-            node.args = _replaced(node.args, written, symbolic)
-            node.kwargs = _replaced(node.kwargs, written, symbolic)
-            note_form(node, value(node), written)
-    for node in reversed(list(graph.nodes)):
-        if node in symbolic:
-            graph.erase_node(node)
-    values = Values(mode, hints)
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        node.meta.pop("tensor_meta", None)
-        made = values.placeholder(node) if node.op in ("placeholder", "get_attr") else None
-        node.meta["val"] = values.run(node) if made is None else made
-        values.of[node] = node.meta["val"]
-
-
-class _Written:
-    """Turns symbolic values into sizes."""
-
-    def __init__(self, symbols: Symbols, hints: Mapping[str, int]) -> None:
-        self._symbols, self._hints = symbols, hints
-        self._known: dict[str, Any] = {}
-
-    def __call__(self, given: Any) -> Any:
-        if not is_symbolic(given):
-            return given
-        text = self._symbols.text(given)
-        if text not in self._known:
-            found = evaluate(text, self._hints)
-            if isinstance(found, int) and not isinstance(found, bool):
-                is_plain = not _compiled(text).co_names
-                self._known[text] = found if is_plain else Size(found, text)
-            elif isinstance(found, float):
-                is_plain = not _compiled(text).co_names
-                self._known[text] = found if is_plain else Ratio(found, text)
-            else:
-                self._known[text] = found
-        return self._known[text]
-
-
-def _replaced(argument: Any, written: Callable[[Any], Any], symbolic: set[fx.Node]) -> Any:
-    if isinstance(argument, fx.Node):
-        return written(value(argument)) if argument in symbolic else argument
-    if isinstance(argument, dict):
-        return {k: _replaced(v, written, symbolic) for k, v in argument.items()}
-    if isinstance(argument, slice):
-        parts = (argument.start, argument.stop, argument.step)
-        return slice(*[_replaced(v, written, symbolic) for v in parts])
-    if isinstance(argument, (tuple, list)):
-        return type(argument)([_replaced(v, written, symbolic) for v in argument])
-    return written(argument)
-
-
-def note_form(node: fx.Node, val: Any, written: Callable[[Any], Any]) -> None:
-    """Note shape and strides of a node's value, if they depend on sizes."""
-    node.meta.pop(FORM, None)
-    if not isinstance(val, Tensor):
-        return
-    shape, strides = tuple(map(written, val.shape)), tuple(map(written, val.stride()))
-    if any(isinstance(v, Size) for v in (*shape, *strides)):
-        node.meta[FORM] = shape, strides
-
-
-class Values:
-    """The values of graphs at some sizes, which may be symbols: each node runs on fakes.
-
-    sizes: the value of each symbol. of: node -> value.
-    """
-
-    def __init__(self, mode: FakeTensorMode, sizes: Mapping[str, Any]) -> None:
-        self._mode, self._sizes = mode, sizes
-        self.of: dict[fx.Node, Any] = {}
-
-    def placeholder(self, node: fx.Node) -> Tensor:
-        """Return the value of what a graph is given: of its form, at these sizes."""
-        shape, strides = form(node)
-        val = value(node)
-        with self._mode, torch.inference_mode(False), torch.no_grad():
-            made = torch.empty_strided(
-                at(shape, self._sizes), at(strides, self._sizes), dtype=val.dtype, device=val.device
-            )
-            return made.requires_grad_(val.requires_grad)
-
-    def run(self, node: fx.Node) -> Any:
-        """Return what a call makes of values that are known."""
-        args = fx.node.map_aggregate((node.args, node.kwargs), self._given)
-        with self._mode, torch.inference_mode(False), torch.no_grad():
-            return node.target(*args[0], **args[1])  # type: ignore[index,operator,misc]
-
-    def _given(self, argument: Any) -> Any:
-        return self.of[argument] if isinstance(argument, fx.Node) else at(argument, self._sizes)
+def describe_node(node: fx.Node) -> str:
+    """Return `f32[s0_0, 16]` for a node's value: a size that varies by its expression."""
+    known, val = node.meta.get(FORM), value(node)
+    if known is None:
+        return describe(val)
+    return f"{short_dtype(val.dtype)}[{', '.join(map(str, known[0]))}]"

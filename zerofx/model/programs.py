@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from zerofx.capture import call as trees
 from zerofx.capture import capture
 from zerofx.capture.model_state import ModelState
-from zerofx.capture.signature import Signature, describe_difference, describe_sizes
+from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load
 from zerofx.compat.modules import own_buffers
@@ -43,8 +43,8 @@ from zerofx.model.budget import (
     warn_of_regions,
     warn_of_slots,
 )
-from zerofx.model.lengths import Key, Lengths
 from zerofx.model.digest import collective_digest, describe_graph, graph_hashes
+from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
@@ -380,7 +380,12 @@ class ProgramTable:
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
         captured, key = self._capture(args, kwargs, setting, own or key)
-        bound = self._install(key, self._planned(captured, setting))
+        made = self._planned(captured, setting)
+        if made.sizes and self._lengths is not None:
+            call, key = key, self._lengths.serve(key, made.calling.tensor_leaves, made.sizes)
+            if call in self._constants:
+                self._constants[key] = self._constants.pop(call)
+        bound = self._install(key, made)
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
             if not excess or bound.program.signature in self._adopted:
@@ -392,7 +397,7 @@ class ProgramTable:
                 break
             bound = self._install(key, made)
         warn_of_regions(bound.program)
-        if captured.sizes:
+        if made.sizes:
             self._give_up_served(key)
         return bound
 
@@ -483,7 +488,7 @@ class ProgramTable:
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
-        captured, key = self._captured(
+        captured = self._captured(
             args,
             kwargs,
             key,
@@ -518,27 +523,25 @@ class ProgramTable:
 
     def _captured(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, **options: Any
-    ) -> tuple[Captured, Key]:
-        """Capture a call, with symbols for the sizes that vary; return its program's key too."""
+    ) -> Captured:
+        """Capture a call, with symbols for the sizes that vary."""
         take = functools.partial(capture, self._model, args, kwargs, **options)
         if self._lengths is None:
-            return take(), key
+            return take()
         call = trees.Call.of(self._model, args, kwargs)
         varying = self._lengths.varying(key, call.tensors, call.names)
         if not varying:
-            return take(), key
+            return take()
         try:
             captured = take(varying=varying)
         except Exception as error:  # whatever has no form for symbols; a call may still have none
             captured = take()
             self._fix(key, call, varying, str(error).partition("\n")[0] or type(error).__name__)
-            return captured, key
+            return captured
         free = {symbol.name for symbol in captured.sizes.symbols}
         if fixed := [symbol for symbol in varying if symbol.name not in free]:
             self._fix(key, call, fixed, "control flow, or a number computed from it, asks for it")
-        if not captured.sizes:
-            return captured, key
-        return captured, self._lengths.serve(key, call.tensors, captured.sizes)
+        return captured
 
     def _fix(self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str) -> None:
         """Compile a program per value of these sizes from now on, and say so."""
