@@ -8,6 +8,7 @@ from pool import Pool
 from torch import nn
 
 import zerofx
+from zerofx.errors import ProgramError
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab=31, seq=32, width=16, layers=2, heads=2)
@@ -100,3 +101,80 @@ def ranks_of_other_lengths(stage: int) -> int:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
     assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]
+
+
+def test_a_program_for_sizes_that_vary_is_emitted_loaded_and_adopted(tmp_path):
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL), compiled(GPT(SMALL))
+    model.load_state_dict(plain.state_dict())
+    for shape in ((2, 12), (3, 20)):
+        ids = torch.randint(0, 31, shape)
+        model(ids, ids).backward()
+    program = model.programs[0]
+    loaded = zerofx.load_program(program.emit(tmp_path / "program"))
+    assert loaded.sizes == program.sizes
+    assert loaded.memory().peak_bytes == program.memory().peak_bytes
+    model.zero_grad()
+    model.adopt(loaded)
+    ids = torch.randint(0, 31, (5, 7))
+    check_equal(model, plain, (ids, ids))
+    assert len(model.programs) == 1
+
+
+def test_memory_is_told_for_any_size():
+    model, alone = compiled(GPT(SMALL)), compiled(GPT(SMALL))
+    for length in (12, 20):
+        ids = torch.randint(0, 31, (2, length))
+        model(ids, ids).backward()
+    ids = torch.randint(0, 31, (2, 27))
+    alone(ids, ids).backward()
+    program = model.programs[0]
+    wanted = alone.programs[0].memory()
+    assert program.memory(sizes={"s0_1": 27}).peak_bytes == wanted.peak_bytes
+    with pytest.raises(ProgramError, match=r"has no size width; those that vary are s0_1"):
+        program.memory(sizes={"width": 4})
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.shape[0] % 2:
+            return self.a(x).sum()
+        return self.a(x).square().sum() + sum(x[:, i].sum() for i in range(x.shape[1]))
+
+
+def test_control_flow_on_a_size_has_a_program_for_each_way():
+    torch.manual_seed(0)
+    plain, model = Odd(), compiled(Odd())
+    model.load_state_dict(plain.state_dict())
+    for rows in (3, 5, 6, 8, 7, 12):
+        check_equal(model, plain, (torch.randn(rows, 4),))
+    assert len(model.programs) == 2
+
+
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            state = self.cell(state + x[:, step])
+        return state.sum()
+
+
+def test_a_size_that_cannot_vary_is_named_once(caplog):
+    torch.manual_seed(0)
+    plain, model = Looped(), compiled(Looped())
+    model.load_state_dict(plain.state_dict())
+    for length in (3, 4, 5):
+        check_equal(model, plain, (torch.randn(2, length, 4),))
+    assert caplog.text.count("x.shape[1] cannot vary within one program") == 1
+    assert len(model.programs) == 3
+    check_equal(model, plain, (torch.randn(6, 4, 4),))
+    check_equal(model, plain, (torch.randn(7, 4, 4),))
+    assert len(model.programs) == 3

@@ -231,7 +231,7 @@ class _Body:
         said = f"{form_of} {'tensor in' if self.sizes else 'element of'} `args`"
         rows += self._table("INPUTS", said, self.specs())
         rows += self._table("OUTPUTS", "strides of each result", self.strides())
-        rows += ["", "", f"def {name}(args):"]
+        rows += ["" if self.sizes else "\n", f"def {name}(args):"]
         if takes := self._takes():
             rows.append(_indented(f"{wrap_tuple(takes, 12)} = args"))
         rows.append("    args.clear()")
@@ -242,6 +242,8 @@ class _Body:
         if not any("operator." in s for s, _ in self.lines()):
             rows.remove("import operator")
             rows.remove("")
+        if self.sizes and any("math." in row for row in rows):
+            rows[2:2] = ["import math", ""]
         return "\n".join(rows)
 
 

@@ -243,7 +243,9 @@ class Program(ABC):
         options: `basis="aten"` (the default) counts regions op by op, `"compiled"` as Inductor
             compiles them, which takes a compile of those that the cache lacks; `optimizer_bytes`
             per element; `keeps_results`, whether the loop holds all results until step() or the
-            loss alone (the default); `accumulation`, `no_sync`.
+            loss alone (the default); `accumulation`, `no_sync`; `sizes`, such as {"s0_1": 512},
+            values for sizes that vary (`program.sizes` has their names), instead of the largest
+            that had been seen when the program was compiled.
         """
         from zerofx.tools.reports import memory_of
 

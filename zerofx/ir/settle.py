@@ -33,7 +33,7 @@ def settle(
 
     Nodes that computed sizes are gone. mode: of the values; a new one by default.
     """
-    written = _Written(symbols, hints)
+    written = Written(symbols, hints)
     symbolic = {node for node in graph.nodes if is_symbolic(value(node))}
     for node in graph.nodes:
         if node not in symbolic:
@@ -51,7 +51,7 @@ def settle(
         node.meta["val"] = values.take(node)
 
 
-class _Written:
+class Written:
     """Turns symbolic values into sizes."""
 
     def __init__(self, symbols: Symbols, hints: Mapping[str, int]) -> None:
@@ -160,8 +160,14 @@ def with_sizes(program: Program, sizes: Mapping[str, int]) -> Program:
     """Return a copy of a program whose values are those at other sizes.
 
     Raises:
-        ProgramError: the program does not serve these.
+        ProgramError: the program has no such size, or does not serve these values.
     """
+    if unknown := sizes.keys() - program.sizes.hints.keys():
+        raise ProgramError(
+            f"{program.model_name} has no size {', '.join(sorted(unknown))}; those that vary are "
+            f"{', '.join(f'{s.name} ({s.dims[0]})' for s in program.sizes.symbols) or 'none'}"
+        )
+    sizes = {**program.sizes.hints, **sizes}
     if not program.sizes.allow(sizes):
         raise ProgramError(
             f"{program.model_name} does not serve the sizes {dict(sizes)}; it serves those of at "
@@ -197,7 +203,7 @@ def take_forms(program: Program) -> Sizes:
             program serves one value of a size alone; the message names the node or the size.
     """
     symbols = Symbols(program.sizes.hints)
-    written = _Written(symbols, program.sizes.hints)
+    written = Written(symbols, program.sizes.hints)
     values = values_at(program, symbols.mode(), symbols.sizes)
     for node, val in values.of.items():
         if isinstance(val, Tensor) and tuple(map(written, val.shape)) != tuple(value(node).shape):
