@@ -28,8 +28,7 @@ from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
 from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
-from zerofx.compat.symbols import Symbols
-from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
+from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo

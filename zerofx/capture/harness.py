@@ -20,8 +20,7 @@ from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
 from zerofx.compat.graphs import TreeSpec
-from zerofx.compat.symbols import is_symbolic
-from zerofx.compat.tracing import shown_by
+from zerofx.compat.tracing import is_symbolic, shown_by
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.

@@ -21,8 +21,7 @@ from zerofx.codegen.facts import FORMAT, read_hardware, read_reference, read_siz
 from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_record import Recorder
 from zerofx.compat.graphs import pytree
-from zerofx.compat.symbols import Symbols, is_symbolic
-from zerofx.compat.tracing import new_fake_mode
+from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
@@ -342,7 +341,7 @@ class Reading:
         """Make a fake of a form that may have expressions of sizes."""
         dtype, shape, stride, device = spec
         if self.symbols is not None:
-            known = self.symbols.sizes
+            known: Any = self.symbols.sizes
             shape, stride = (
                 [evaluate(n, known) if isinstance(n, str) else n for n in sizes]
                 for sizes in (shape, stride)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.compat.graphs import FakeTensorMode
-from zerofx.compat.symbols import Symbols, is_symbolic
-from zerofx.compat.tracing import new_fake_mode
+from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program

@@ -137,7 +137,7 @@ class Lengths:
         return general
 
     def is_served_by(self, key: Key, general: Key) -> bool:
-        """Tell whether a program is no longer needed beside a later one for many sizes."""
+        """Tell whether a program is needed no longer, since a later one serves its calls."""
         for family in self._families.values():
             later = family.served.get(general)
             if later is None:
