@@ -74,6 +74,29 @@ def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
     assert [len(s.dims) for s in symbols] == [2, 2]
 
 
+def test_texts_cut_from_a_batch_are_served_as_they_lie():
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL), compiled(GPT(SMALL))
+    model.load_state_dict(plain.state_dict())
+    for rows, length in ((4, 13), (4, 21), (3, 10), (2, 30)):
+        ids = torch.randint(0, 31, (rows, length))
+        check_equal(model, plain, (ids[:, :-1], ids[:, 1:]))
+    assert len(model.programs) == 1
+
+
+@torch.no_grad()
+def test_generation_compiles_for_two_lengths():
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL).eval(), compiled(GPT(SMALL)).eval()
+    model.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 31, (1, 3))
+    while ids.shape[1] < 12:
+        logits = [m(ids) for m in (model, plain)]
+        torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=1e-6)
+        ids = torch.cat([ids, logits[0][:, -1:].argmax(-1)], dim=1)
+    assert len(model.programs) == 1
+
+
 LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
 
 

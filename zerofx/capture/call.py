@@ -154,21 +154,26 @@ class Call:
         self,
         mode: FakeTensorMode,
         device: torch.device | None,
-        sizes: Mapping[tuple[int, int], Any] | None = None,
+        sizes: Mapping[tuple[int, int, bool], Any] | None = None,
     ) -> tuple[Tensor, ...]:
         """Make a fake for each tensor: same shape, strides, dtype and requires_grad.
 
-        sizes: what stands for a dimension (leaf, dim) that varies. Such a tensor is contiguous.
+        sizes: what stands for a size or stride (leaf, dim, is it a stride) that varies. A tensor
+            that is contiguous has the strides that follow from its sizes.
         """
         varying, made = sizes or {}, []
         with mode, torch.inference_mode(False), torch.no_grad():
             for number in self.tensors:
                 own = self.leaves[number]
-                shape = [varying.get((number, dim), n) for dim, n in enumerate(own.shape)]
-                is_static = all(type(n) is int for n in shape)
+                shape = [varying.get((number, dim, False), n) for dim, n in enumerate(own.shape)]
+                strides = [
+                    varying.get((number, dim, True), n) for dim, n in enumerate(own.stride())
+                ]
+                if own.is_contiguous() and any(type(n) is not int for n in shape):
+                    strides = contiguous_strides(shape)
                 fake = torch.empty_strided(
                     shape,
-                    own.stride() if is_static else contiguous_strides(shape),
+                    strides,
                     dtype=own.dtype,
                     device=place(own, device),
                 )

@@ -75,10 +75,12 @@ def capture(
     call = Call.of(model, args, kwargs or {})
     unit_of_param = find_units(model, units)
 
-    own = {s.name: call.leaves[s.dims[0].leaf].shape[s.dims[0].dim] for s in varying}
+    own = {s.name: s.dims[0].read(call.leaves) for s in varying}
     symbols = Symbols(own) if varying else None
     mode = symbols.mode() if symbols is not None else new_fake_mode()
-    standing = {(d.leaf, d.dim): symbols.sizes[s.name] for s in varying for d in s.dims}  # type: ignore[union-attr]
+    standing = {
+        (d.leaf, d.dim, d.is_stride): symbols.sizes[s.name] for s in varying for d in s.dims
+    }  # type: ignore[union-attr]
     fakes = call.fakes(mode, place, standing)
     computes = compute_dtypes(model, compute_dtype)
     swap = StateSwap(model, mode, place, param_meta, computes)

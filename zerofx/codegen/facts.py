@@ -118,7 +118,8 @@ def _size(size: int) -> int | str:
 def size_facts(sizes: Sizes) -> dict[str, Any]:
     return {
         "symbols": [
-            [s.name, s.hint, [[d.leaf, d.dim, d.name] for d in s.dims]] for s in sizes.symbols
+            [s.name, s.hint, [[d.leaf, d.dim, d.name, d.is_stride] for d in s.dims]]
+            for s in sizes.symbols
         ],
         "conditions": list(sizes.conditions),
     }

@@ -278,7 +278,8 @@ class Function:
         for symbol in self.program.sizes.symbols:
             if symbol.name in read:
                 first = symbol.dims[0]
-                text = f"{symbol.name} = inputs[{first.leaf}].size({first.dim})"
+                kind = "stride" if first.is_stride else "size"
+                text = f"{symbol.name} = inputs[{first.leaf}].{kind}({first.dim})"
                 self._row(text, ", ".join(map(str, symbol.dims)))
 
     def _crossing_sizes(self) -> list[str]:

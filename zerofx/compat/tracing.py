@@ -75,13 +75,6 @@ def new_fake_mode() -> FakeTensorMode:
 class _Printer(PythonPrinter):
     """Writes an expression in the Python that emitted source has, without torch's own functions."""
 
-    def __init__(self, names: Mapping[Any, str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def _print_Symbol(self, expr: Any) -> str:
-        return self._names[expr]
-
     def _print_ToFloat(self, expr: Any) -> str:
         return f"float({self._print(expr.args[0])})"
 
@@ -100,13 +93,12 @@ class Symbols:
         # Two symbols with one hint stay two symbols: which sizes are equal is for the caller to say
         self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
         self.sizes: dict[str, Any] = {}
-        self._names: dict[Any, str] = {}
+        self._names: dict[Any, Any] = {}  # torch's symbols -> those that are called as we say
         for name, hint in hints.items():
             source = ConstantSource(name)
             symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
             self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
-            self._names[symbol] = name
-        self._printer = _Printer(self._names)
+            self._names[symbol] = type(symbol)(name, integer=True, positive=True)
 
     def mode(self) -> FakeTensorMode:
         """Make the fake mode whose tensors may have these sizes."""
@@ -114,7 +106,11 @@ class Symbols:
 
     def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """Return a value as a Python expression of the names."""
-        return str(self._printer.doprint(self.env.replace(value.node.expr)))
+        return self._written(self.env.replace(value.node.expr))
+
+    def _written(self, expr: Any) -> str:
+        """Write an expression: torch's names are other ones in each process, and set the order."""
+        return str(_Printer().doprint(expr.xreplace(self._names)))
 
     def conditions(self) -> tuple[str, ...]:
         """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
@@ -124,13 +120,13 @@ class Symbols:
         known = {symbol: self.env.replace(symbol) for symbol in self._names}
         constants = {symbol: found for symbol, found in known.items() if found.is_number}
         guards = [guard.expr.xreplace(constants) for guard in self.env.guards]
-        texts = dict.fromkeys(str(self._printer.doprint(guard)) for guard in guards)
+        texts = dict.fromkeys(map(self._written, guards))
         return tuple(text for text in texts if text != "True")
 
     def constants(self) -> frozenset[str]:
         """Return the names of the sizes that the trace holds for one value of."""
         named = self._names.items()
-        return frozenset(name for symbol, name in named if self.env.replace(symbol).is_number)
+        return frozenset(own.name for symbol, own in named if self.env.replace(symbol).is_number)
 
 
 def is_symbolic(value: Any) -> bool:

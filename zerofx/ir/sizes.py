@@ -71,14 +71,24 @@ class Ratio(float):
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension of an input: of the leaf of this number, called `name` by the user."""
+    """A dimension of an input: of the leaf of this number, called `name` by the user.
+
+    is_stride: its stride is meant, of a tensor that is not contiguous, instead of its size.
+    """
 
     leaf: int
     dim: int
     name: str = ""
+    is_stride: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}.shape[{self.dim}]"
+        where = f"stride({self.dim})" if self.is_stride else f"shape[{self.dim}]"
+        return f"{self.name}.{where}"
+
+    def read(self, leaves: Sequence[Any]) -> int:
+        """Return what it is at a call with these leaves."""
+        tensor = leaves[self.leaf]
+        return int(tensor.stride(self.dim) if self.is_stride else tensor.shape[self.dim])
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Sizes:
 
     def of(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Return the symbols' values at a call with these leaves."""
-        return {s.name: leaves[s.dims[0].leaf].shape[s.dims[0].dim] for s in self.symbols}
+        return {s.name: s.dims[0].read(leaves) for s in self.symbols}
 
     def allow(self, values: Mapping[str, int]) -> bool:
         """Tell whether the program serves these sizes."""

@@ -17,14 +17,17 @@ from zerofx.capture.signature import Signature
 from zerofx.ir.sizes import Dim, Sizes, Symbol
 
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
-Place = tuple[int, int]  # the number of a tensor among the arguments' leaves, a dimension of it
+# The number of a tensor among the arguments' leaves, and a dimension of it; or STRIDE and that, for
+# the stride of a dimension of a tensor that is not contiguous.
+Place = tuple[int, int]
+STRIDE = 1000
 CALLS = 64  # of one family that are looked at to tell which sizes vary
 KNOWN = 4096  # calls whose program is remembered
 
 
 @dataclass
 class _Family:
-    """Calls that differ in the sizes of contiguous tensors alone.
+    """Calls that differ in sizes alone, and in strides of tensors that are not contiguous.
 
     seen: the sizes of calls, one of each. fixed: dimensions that cannot vary. served: the programs
     for sizes that vary, by key, the latest last.
@@ -56,7 +59,7 @@ class _Served:
 
     @classmethod
     def of(cls, sizes: Sizes, leaves: Sequence[int], call: Mapping[Place, int]) -> _Served:
-        names = {(leaves.index(d.leaf), d.dim): s.name for s in sizes.symbols for d in s.dims}
+        names = {_place(d, leaves): s.name for s in sizes.symbols for d in s.dims}
         return cls(sizes, names, {p: n for p, n in call.items() if p not in names})
 
     def key(self, call: Key) -> Key:
@@ -118,7 +121,10 @@ class Lengths:
             Symbol(
                 f"s{places[0][0]}_{places[0][1]}",
                 max(values),
-                tuple(Dim(leaves[t], dim, names[leaves[t]]) for t, dim in places),
+                tuple(
+                    Dim(leaves[t], dim % STRIDE, names[leaves[t]], dim >= STRIDE)
+                    for t, dim in places
+                ),
             )
             for values, places in groups.items()
         )
@@ -126,7 +132,7 @@ class Lengths:
     def fix(self, key: Key, leaves: Sequence[int], symbols: Sequence[Symbol]) -> None:
         """Take dimensions as they are from now on: a program cannot have symbols for them."""
         family, _ = self._family(key)
-        family.fixed.update((leaves.index(d.leaf), d.dim) for s in symbols for d in s.dims)
+        family.fixed.update(_place(d, leaves) for s in symbols for d in s.dims)
 
     def serve(self, key: Key, leaves: Sequence[int], sizes: Sizes) -> Key:
         """Note the sizes that a program serves, which is compiled for this call; return its key."""
@@ -159,7 +165,11 @@ class Lengths:
 
         def masked(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
             sizes.update({(number, dim): size for dim, size in enumerate(tensor[1])})
-            return _TENSOR, len(tensor[1]), tensor[2], *tensor[4:]
+            kind = "contiguous" if _is_contiguous(tensor[1], tensor[3]) else "strided"
+            if kind == "strided":
+                strides = enumerate(tensor[3])
+                sizes.update({(number, STRIDE + dim): stride for dim, stride in strides})
+            return _TENSOR, len(tensor[1]), tensor[2], kind, *tensor[4:]
 
         general = _mapped(key, masked)
         return self._families.setdefault(general, _Family()), sizes
@@ -170,9 +180,12 @@ def _named(key: Key, names: Mapping[Place, str]) -> Key:
 
     def named(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
         shape = tuple(names.get((number, dim), size) for dim, size in enumerate(tensor[1]))
-        if not any(isinstance(size, str) for size in shape):
+        strides: Any = tuple(names.get((number, STRIDE + d), n) for d, n in enumerate(tensor[3]))
+        if not any(isinstance(size, str) for size in (*shape, *strides)):
             return tensor
-        return _TENSOR, shape, tensor[2], "contiguous", *tensor[4:]
+        if _is_contiguous(tensor[1], tensor[3]):
+            strides = "contiguous"
+        return _TENSOR, shape, tensor[2], strides, *tensor[4:]
 
     return _mapped(key, named)
 
@@ -182,7 +195,7 @@ Change = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
 
 
 def _mapped(key: Key, change: Change) -> Key:
-    """Return a key with the keys of its contiguous tensors changed; these are numbered in order."""
+    """Return a key with the keys of its tensors changed, which are numbered in order."""
     count = 0
 
     def walk(part: Any) -> Any:
@@ -191,12 +204,16 @@ def _mapped(key: Key, change: Change) -> Key:
             return part
         if len(part) == 6 and part[0] == _TENSOR and isinstance(part[1], torch.Size):
             count += 1
-            return change(count - 1, part) if _is_contiguous(part[1], part[3]) else part
+            return change(count - 1, part)
         return tuple([walk(p) for p in part])
 
     signature = key[0]
     args, kwargs = walk(signature.args), walk(signature.kwargs)
     return signature._replace(args=args, kwargs=kwargs), key[1]
+
+
+def _place(dim: Dim, leaves: Sequence[int]) -> Place:
+    return leaves.index(dim.leaf), dim.dim + STRIDE * dim.is_stride
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -534,7 +534,7 @@ class ProgramTable:
             return take()
         try:
             captured = take(varying=varying)
-        except Exception as error:  # whatever has no form for symbols; a call may still have none
+        except Exception as error:  # noqa: BLE001 - without symbols it is raised again
             captured = take()
             self._fix(key, call, varying, str(error).partition("\n")[0] or type(error).__name__)
             return captured

@@ -114,6 +114,7 @@ def test_defaults_are_the_contract() -> None:
         "kernels": "inductor",
         "cuda_graph": False,
         "max_programs": 16,
+        "dynamic": "off",
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"
