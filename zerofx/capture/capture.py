@@ -78,9 +78,8 @@ def capture(
     own = {s.name: s.dims[0].read(call.leaves) for s in varying}
     symbols = Symbols(own) if varying else None
     mode = symbols.mode() if symbols is not None else new_fake_mode()
-    standing = {
-        (d.leaf, d.dim, d.is_stride): symbols.sizes[s.name] for s in varying for d in s.dims
-    }  # type: ignore[union-attr]
+    sizes = symbols.sizes if symbols is not None else {}
+    standing = {(d.leaf, d.dim, d.is_stride): sizes[s.name] for s in varying for d in s.dims}
     fakes = call.fakes(mode, place, standing)
     computes = compute_dtypes(model, compute_dtype)
     swap = StateSwap(model, mode, place, param_meta, computes)
@@ -101,7 +100,7 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers)
     gm, infos = label(gm, names)
-    sizes = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
+    served = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
     return Captured(
@@ -113,7 +112,7 @@ def capture(
         model_name=type(model).__name__,
         is_training=is_training,
         compute_dtype=compute_dtype,
-        sizes=sizes,
+        sizes=served,
     )
 
 
