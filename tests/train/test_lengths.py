@@ -121,7 +121,7 @@ def ranks_of_other_lengths(stage: int) -> int:
     return len(model.programs)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
     assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]
 

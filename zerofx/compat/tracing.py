@@ -32,6 +32,7 @@ __all__ = [
     "Symbols",
     "describe_placeholder",
     "describe_results",
+    "expression",
     "is_outside_trace",
     "is_symbolic",
     "new_fake_mode",
@@ -132,6 +133,11 @@ class Symbols:
 def is_symbolic(value: Any) -> bool:
     """Tell whether a value is a size, or computed from sizes, that has a symbol."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """Return what two symbolic values of one trace have alike that are equal."""
+    return value.node.expr
 
 
 # -- The flags, classes and operators that make a module traceable ---------------------------------

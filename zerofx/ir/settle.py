@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.compat.graphs import FakeTensorMode
-from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
+from zerofx.compat.tracing import Symbols, expression, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Program
@@ -101,6 +101,7 @@ class Values:
     def __init__(self, mode: FakeTensorMode, sizes: Mapping[str, Any]) -> None:
         self._mode, self._sizes = mode, sizes
         self.of: dict[fx.Node, Any] = {}
+        self._made: dict[Any, Any] = {}  # calls of one form, as layers have them, share a value
 
     def take(self, node: fx.Node) -> Any:
         """Return and note the value of any node but the output's."""
@@ -126,11 +127,24 @@ class Values:
         args, named = fx.node.map_aggregate((node.args, node.kwargs), self._argument)  # type: ignore[misc]
         spec = spec_of(node)
         rule: Any = spec.fake if spec is not None and spec.kind is Kind.VIEW else node.target
-        with self._mode, torch.inference_mode(False), torch.no_grad():
-            return rule(*args, **named)
+        key = node.target, _form_of(args), _form_of(tuple(named.items()))
+        if key not in self._made:
+            with self._mode, torch.inference_mode(False), torch.no_grad():
+                self._made[key] = rule(*args, **named)
+        return self._made[key]
 
     def _argument(self, argument: Any) -> Any:
         return self.of[argument] if isinstance(argument, fx.Node) else at(argument, self._sizes)
+
+
+def _form_of(given: Any) -> Any:
+    """Return what two arguments have alike that give results alike."""
+    if isinstance(given, Tensor):
+        sizes = given.shape, given.stride(), (given.storage_offset(),)
+        return *map(_form_of, sizes), given.dtype, given.device, type(given)
+    if isinstance(given, (list, tuple)):
+        return tuple(map(_form_of, given))
+    return expression(given) if is_symbolic(given) else (type(given), given)
 
 
 # -- A program at other sizes, and at all of them --------------------------------------------------
