@@ -65,13 +65,16 @@ def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
     plain = GPT(SMALL)
     model = compiled(GPT(SMALL))
     model.load_state_dict(plain.state_dict())
-    shapes = [(4, 12), (4, 20), (4, 9), (3, 20), (4, 32), (2, 11), (4, 16)]
+    shapes = [(4, 12), (4, 20), (4, 9), (3, 20), (4, 32), (2, 11)]
     for rows, length in shapes:
         ids = torch.randint(0, 31, (rows, length))
         check_equal(model, plain, (ids, ids))
     assert len(model.programs) == 1
-    symbols = model.programs[0].sizes.symbols
-    assert [len(s.dims) for s in symbols] == [2, 2]
+    (program,) = model.programs
+    assert [len(s.dims) for s in program.sizes.symbols] == [2, 2]
+    ids = torch.randint(0, 31, (4, 9))  # which the program for four rows served before
+    model(ids, ids)
+    assert model.programs == [program]
 
 
 def test_texts_cut_from_a_batch_are_served_as_they_lie():

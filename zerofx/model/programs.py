@@ -339,12 +339,12 @@ class ProgramTable:
         """Return the key of the program for a call: its own, or that of one for many sizes."""
         if self._lengths is None:
             return key
-        found = self._lengths.key_of(key)
-        if found == key or found in self.bound:
-            return found
-        if found in self.known and (self.known[found][1] / "schedule.py").is_file():
-            return found
-        self._lengths.forget(found)
+        while (found := self._lengths.key_of(key)) != key:
+            if found in self.bound:
+                return found
+            if found in self.known and (self.known[found][1] / "schedule.py").is_file():
+                return found
+            self._lengths.forget(found)  # it was given up: perhaps another one serves the call
         return key
 
     def _holds(self, program: Planned, loop: Loop) -> bool:
@@ -410,6 +410,7 @@ class ProgramTable:
                     self._give_up(other)
                 self.known.pop(other, None)
                 self._constants.pop(other, None)
+                self._lengths.forget(other)
 
     def _install(self, key: Key, made: Planned) -> Bound:
         """Write a program's directory and bind it, in place of what its call had before."""
