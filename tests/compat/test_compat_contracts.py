@@ -1132,6 +1132,25 @@ def compile_errors() -> None:
         assert issubclass(kind, Exception)
 
 
+@contract(
+    "torch._dynamo.source.ConstantSource",
+    "torch.utils._sympy.printers.PythonPrinter",
+    "._print_ToFloat",
+    "._print_TruncToInt",
+)
+def symbols() -> None:
+    """Sizes are symbols while tracing; what control flow asks of them is known afterwards."""
+    made = tracing.Symbols({"rows": 12, "columns": 20, "fixed": 4})
+    rows, columns, fixed = made.sizes.values()
+    with made.mode():
+        x = torch.empty(rows, columns, fixed)
+    assert made.text(x.view(-1).shape[0] // 2) == "(columns*fixed*rows) // 2"
+    assert made.text(torch.sym_float(rows) / 2.0) == "((float(rows)) / 2.0000000000000000)"
+    assert made.conditions() == () and not made.constants()
+    assert rows < columns and int(fixed) == 4
+    assert made.conditions() == ("columns > rows",) and made.constants() == {"fixed"}
+
+
 # -- the contracts --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", sorted(CONTRACTS))
 def test_torch_keeps(name: str) -> None:

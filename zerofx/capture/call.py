@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,14 +150,32 @@ class Call:
         tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
         return cls(names, leaves, spec, tensors)
 
-    def fakes(self, mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
-        """Make a fake for each tensor: same shape, strides, dtype and requires_grad."""
-        made = []
+    def fakes(
+        self,
+        mode: FakeTensorMode,
+        device: torch.device | None,
+        sizes: Mapping[tuple[int, int, bool], Any] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Make a fake for each tensor: same shape, strides, dtype and requires_grad.
+
+        sizes: what stands for a size or stride (leaf, dim, is it a stride) that varies. A tensor
+            that is contiguous has the strides that follow from its sizes.
+        """
+        varying, made = sizes or {}, []
         with mode, torch.inference_mode(False), torch.no_grad():
             for number in self.tensors:
                 own = self.leaves[number]
+                shape = [varying.get((number, dim, False), n) for dim, n in enumerate(own.shape)]
+                strides = [
+                    varying.get((number, dim, True), n) for dim, n in enumerate(own.stride())
+                ]
+                if own.is_contiguous() and any(type(n) is not int for n in shape):
+                    strides = contiguous_strides(shape)
                 fake = torch.empty_strided(
-                    own.shape, own.stride(), dtype=own.dtype, device=place(own, device)
+                    shape,
+                    strides,
+                    dtype=own.dtype,
+                    device=place(own, device),
                 )
                 made.append(fake.requires_grad_(own.requires_grad))
         return tuple(made)
@@ -168,6 +187,14 @@ class Call:
             leaves[number] = tensor
         args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs
+
+
+def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
+    """Return the strides of a contiguous tensor whose sizes may be symbols above 1."""
+    strides: list[Any] = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
 
 
 def place(tensor: Tensor, device: torch.device | None) -> torch.device:

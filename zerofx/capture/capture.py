@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
 from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
-from zerofx.compat.tracing import new_fake_mode, rerun_on_fakes, trace_joint
+from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
+from zerofx.ir.settle import settle
+from zerofx.ir.sizes import Sizes, Symbol
 
 
 @paused_collector()
@@ -47,6 +50,7 @@ def capture(
     device: torch.device | str | None = None,
     compute_dtype: torch.dtype | None = None,
     constants: list[Tensor] | None = None,
+    varying: Sequence[Symbol] = (),
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -59,6 +63,8 @@ def capture(
         a plan of that precision); by default each in its own.
     constants: gets the tensors whose values are part of the program: forward reads them, and they
         are neither arguments nor registered.
+    varying: the sizes that the program shall serve many values of. Control flow on them goes the
+        way that it goes in this call; `Captured.sizes` says for which values that is so.
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
@@ -71,8 +77,12 @@ def capture(
         call = Call.of(model, args, kwargs or {})
         unit_of_param = find_units(model, units)
 
-        mode = new_fake_mode()
-        fakes = call.fakes(mode, place)
+        own = {s.name: s.dims[0].read(call.leaves) for s in varying}
+        symbols = Symbols(own) if varying else None
+        mode = symbols.mode() if symbols is not None else new_fake_mode()
+        sizes = symbols.sizes if symbols is not None else {}
+        standing = {(d.leaf, d.dim, d.is_stride): sizes[s.name] for s in varying for d in s.dims}
+        fakes = call.fakes(mode, place, standing)
         computes = compute_dtypes(model, compute_dtype)
         swap = StateSwap(model, mode, place, param_meta, computes)
         casts = cast_units(unit_of_param, computes, compute_dtype)
@@ -92,6 +102,7 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers)
     gm, infos = label(gm, names)
+    served = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
     return Captured(
@@ -103,7 +114,25 @@ def capture(
         model_name=type(model).__name__,
         is_training=is_training,
         compute_dtype=compute_dtype,
+        sizes=served,
     )
+
+
+def settled(
+    gm: fx.GraphModule, symbols: Symbols, varying: Sequence[Symbol], own: Mapping[str, int]
+) -> Sizes:
+    """Put sizes in the place of symbols; return which values of them the graph serves.
+
+    Symbols that control flow has given one value are left out. Fake values are those at the hints
+    that were asked for, or else, if the graph does not serve these, at the call's own sizes.
+    """
+    constants = symbols.constants()
+    varying = [s for s in varying if s.name not in constants]
+    found = Sizes(tuple(varying), symbols.conditions())
+    if not found.allow(found.hints):
+        found = replace(found, symbols=tuple(replace(s, hint=own[s.name]) for s in varying))
+    settle(gm.graph, symbols, found.hints)
+    return found
 
 
 def trace(

@@ -20,7 +20,7 @@ from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
 from zerofx.compat.graphs import TreeSpec
-from zerofx.compat.tracing import shown_by
+from zerofx.compat.tracing import is_symbolic, shown_by
 from zerofx.errors import CaptureError
 
 # Outputs of these types are the same at every call of one signature.
@@ -51,6 +51,10 @@ class Results:
             raise CaptureError(
                 f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
                 "program cannot return; return the tensors it is made of"
+            )
+        if any(map(is_symbolic, leaf if isinstance(leaf, tuple) else (leaf,))):
+            raise CaptureError(
+                f"capture: output {self.names[number]} is a size that varies; return it as a tensor"
             )
         is_known = isinstance(leaf, _CONSTANTS)
         self.constants[number] = leaf if is_known else None

@@ -9,6 +9,7 @@ import torch
 from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Calling, Planned, Reference, Unproved
+from zerofx.ir.sizes import Dim, Size, Sizes, Symbol, form
 from zerofx.ir.verify_values import SHORT
 from zerofx.layout.buckets import AXES, Layout
 from zerofx.layout.tiles import Tile
@@ -47,6 +48,7 @@ def program_facts(program: Planned) -> dict[str, Any]:
         },
         "buffers": list(program.buffers),
         "calling": _calling(program.calling),
+        "sizes": size_facts(program.sizes),
         "signature": program.signature,
         "reference": _reference(program.reference),
     }
@@ -103,9 +105,32 @@ def _placeholders(program: Planned, graph: str) -> list[list[Any]]:
     for node in program.placeholders(graph):
         where, val = info(node), value(node)
         role = where.role.value if where.role else Role.INPUT.value
-        spec = [_dtype(val.dtype), list(val.shape), list(val.stride()), val.device.type]
+        shape, strides = (list(map(_size, sizes)) for sizes in form(node))
+        spec = [_dtype(val.dtype), shape, strides, val.device.type]
         found.append([role, where.name, where.index, where.unit, spec])
     return found
+
+
+def _size(size: int) -> int | str:
+    return size.text if isinstance(size, Size) else size
+
+
+def size_facts(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "symbols": [
+            [s.name, s.hint, [[d.leaf, d.dim, d.name, d.is_stride] for d in s.dims]]
+            for s in sizes.symbols
+        ],
+        "conditions": list(sizes.conditions),
+    }
+
+
+def read_sizes(said: dict[str, Any] | None) -> Sizes:
+    """Return what `size_facts` wrote; earlier programs have no sizes that vary."""
+    if said is None:
+        return Sizes()
+    symbols = (Symbol(n, hint, tuple(Dim(*d) for d in dims)) for n, hint, dims in said["symbols"])
+    return Sizes(tuple(symbols), tuple(said["conditions"]))
 
 
 def _tile(tile: Tile | None) -> list[Any] | None:

@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.codegen.facts import FORMAT, read_hardware, read_reference
+from zerofx.codegen.facts import FORMAT, read_hardware, read_reference, read_sizes
 from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_record import Recorder
-from zerofx.compat.graphs import FakeTensorMode, pytree
-from zerofx.compat.tracing import new_fake_mode
+from zerofx.compat.graphs import pytree
+from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
+from zerofx.ir.settle import Written, settle
+from zerofx.ir.sizes import Sizes, evaluate
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_fault import file_lines
 from zerofx.kernels.launch import plain_forms
@@ -200,7 +202,8 @@ class _Regions:
             kind = type(args).__name__
             raise recorder.refuse(f"{name} takes one list, which it empties; this is a {kind}")
         for arg in args:
-            recorder.node(arg, f"an argument of {name}")
+            if not is_symbolic(arg):
+                recorder.node(arg, f"an argument of {name}")
         with recorder.region(recorder.unit_here()):
             return self._files.functions[name](args)
 
@@ -244,12 +247,18 @@ class Reading:
     """Runs the schedule's functions, forward first: what it saves is what backward takes."""
 
     emitted: Emitted
-    mode: FakeTensorMode = field(default_factory=new_fake_mode)
     outputs: dict[str, tuple[OutputInfo, ...]] = field(default_factory=dict)
     saved: list[tuple[OutputInfo, Tensor, fx.Node]] = field(default_factory=list)
+    saved_sizes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.directory, self.facts = self.emitted.directory, self.emitted.facts
+        self.sizes = read_sizes(self.facts.get("sizes"))
+        self.symbols = Symbols(self.sizes.hints) if self.sizes else None
+        self.written: Any = lambda size: size
+        if self.symbols is not None:
+            self.written = Written(self.symbols, self.sizes.hints)
+        self.mode = self.symbols.mode() if self.symbols is not None else new_fake_mode()
         self.layout: Layout = layout_from_facts(self.facts["layout"])
         self.params: dict[str, ParamInfo] = read_params(self.facts)
         rows = self.facts["placeholders"][FORWARD]
@@ -282,7 +291,7 @@ class Reading:
             returned = function(
                 calls,
                 recorder.shards,
-                [v for _, v in sorted(given[Role.SAVED].items())],
+                [*(v for _, v in sorted(given[Role.SAVED].items())), *self.saved_sizes],
                 given[Role.TANGENT],
             )
             specs = self._specs(BACKWARD)
@@ -295,7 +304,7 @@ class Reading:
     @contextmanager
     def _recording(self, name: str) -> Iterator[tuple[Recorder, Calls, dict[Role, dict]]]:
         phase = Phase.BACKWARD if name == BACKWARD else Phase.FORWARD
-        recorder = Recorder(self.directory, phase, self.files.paths)
+        recorder = Recorder(self.directory, phase, self.files.paths, self.written)
         recorder.shards = Shards(recorder, self.layout, self.device)
         calls = Calls(recorder, self.layout, self.params, self.device)
         calls.numbers = {k: info(node).index for k, (_, _, node) in enumerate(self.saved)}
@@ -316,7 +325,7 @@ class Reading:
                     continue
                 _, val, node = left.pop(index)
                 spec, fields = _spec(val), fields | _origin(node)
-            made = recorder.placeholder(role, recorder.fake(*spec), **fields)
+            made = recorder.placeholder(role, self._fake(recorder, spec), **fields)
             if role is Role.SHARD:
                 recorder.shards.add(index, made)
             else:
@@ -327,6 +336,27 @@ class Reading:
                 fake = recorder.fake(*_spec(val))
                 given[Role.SAVED][k] = recorder.placeholder(Role.SAVED, fake, **fields)
         return given
+
+    def _fake(self, recorder: Recorder, spec: Any) -> Tensor:
+        """Make a fake of a form that may have expressions of sizes."""
+        dtype, shape, stride, device = spec
+        if self.symbols is not None:
+            known: Any = self.symbols.sizes
+            shape, stride = (
+                [evaluate(n, known) if isinstance(n, str) else n for n in sizes]
+                for sizes in (shape, stride)
+            )
+        return recorder.fake(dtype, shape, stride, device)
+
+    def settle(self, graphs: Iterable[fx.GraphModule]) -> Sizes:
+        """Put sizes in the place of symbols; return those that the graphs serve."""
+        if self.symbols is None:
+            return self.sizes
+        mode = new_fake_mode()
+        for gm in graphs:
+            settle(gm.graph, self.symbols, self.sizes.hints, mode)
+        both = dict.fromkeys((*self.sizes.conditions, *self.symbols.conditions()))
+        return replace(self.sizes, conditions=tuple(both))
 
     # -- what they return -------------------------------------------------------------------------
     def _specs(self, name: str) -> list[OutputInfo]:
@@ -356,6 +386,8 @@ class Reading:
     ) -> list[tuple[OutputInfo, Tensor, fx.Node]]:
         names = [s.name for s in specs if s.role is Role.SAVED]
         found = []
+        while values and is_symbolic(values[-1]):
+            self.saved_sizes.insert(0, values.pop())
         for k, v in enumerate(values):
             node = recorder.node(v, f"saved value {k}")
             name = names[k] if len(names) == len(values) else info(node).name or node.name
@@ -443,6 +475,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
     graphs = {FORWARD: reading.forward(_graph_function(emitted, module, FORWARD))}
     if facts["training"]:
         graphs[BACKWARD] = reading.backward(_graph_function(emitted, module, BACKWARD))
+    sizes = reading.settle(graphs.values())
     edited = f"edited: {', '.join(emitted.edited) or 'nothing'}"
     num_nodes = sum(len(gm.graph.nodes) for gm in graphs.values())
     program = Planned(
@@ -463,6 +496,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
         reference=Unproved.GIVEN_UP if allow_changed_math else read_reference(facts["reference"]),
         signature=facts["signature"],
         directory=emitted.directory,
+        sizes=sizes,
     )
     _verify(program, emitted)
     return program

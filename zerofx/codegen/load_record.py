@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,19 @@ class Recorder(TorchDispatchMode):
     """Writes one graph: compute as it is dispatched, communication as `Calls` asks for it.
 
     Values are told apart by the tensor objects that stand for them. `region` is the region that
-    compute belongs to; compute in schedule.py itself gets regions of its own.
+    compute belongs to; compute in schedule.py itself gets regions of its own. `written` turns
+    what is computed of sizes that vary into what a graph holds of it.
     """
 
-    def __init__(self, directory: Path, phase: Phase, region_files: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        phase: Phase,
+        region_files: tuple[str, ...],
+        written: Callable[[Any], Any] = lambda size: size,
+    ) -> None:
         super().__init__()
+        self._written = written
         self.graph = fx.Graph()
         self.phase, self.region_files = phase, region_files
         self.schedule = str(directory / "schedule.py")
@@ -174,7 +182,9 @@ class Recorder(TorchDispatchMode):
 
     def _taken(self, func: Any, argument: Any) -> Any:
         is_value = isinstance(argument, Tensor)
-        return self.node(argument, f"an argument of {func}") if is_value else argument
+        return (
+            self.node(argument, f"an argument of {func}") if is_value else self._written(argument)
+        )
 
     def _describe_node(self, node: fx.Node) -> None:
         """Give a compute node its region, and the module and line from the comment beside it."""

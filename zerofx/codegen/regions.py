@@ -16,7 +16,6 @@ from zerofx.codegen.text import (
     RESERVED,
     attributes,
     callee,
-    describe,
     identifier,
     literal,
     namespace,
@@ -26,6 +25,7 @@ from zerofx.codegen.text import (
 from zerofx.compat.graphs import schema_of
 from zerofx.ir.graphs import is_fused, regions
 from zerofx.ir.meta import Phase, info, value
+from zerofx.ir.sizes import describe_node, form, names_in
 from zerofx.ir.spec import Kind, kind_of
 
 
@@ -44,6 +44,7 @@ class RegionCall:
     """One place where a region runs: the values it reads and makes, in the callee's order.
 
     kernel: what runs in its place where the region is one fused node, taken apart.
+    sizes: names of the sizes that it takes after its inputs.
     """
 
     code: RegionCode
@@ -51,6 +52,7 @@ class RegionCall:
     outputs: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     kernel: KernelCall | None = None
+    sizes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -89,7 +91,7 @@ class RegionLibrary:
         if key not in self.codes:
             name = self._name(nodes)
             self.codes[key] = RegionCode(name, body.source(name), key, body.unit)
-        return RegionCall(self.codes[key], inputs, outputs, tuple(nodes))
+        return RegionCall(self.codes[key], inputs, outputs, tuple(nodes), sizes=body.sizes)
 
     def _name(self, nodes: list[fx.Node]) -> str:
         unit = next((info(n).unit for n in nodes if info(n).unit), "root")
@@ -116,7 +118,9 @@ class _Body:
     ) -> None:
         self.nodes, self.inputs, self.outputs = nodes, list(inputs), list(outputs)
         self.names: dict[fx.Node, str] = {}
-        self.taken: set[str] = {*RESERVED, *map(namespace, self._namespaces())}
+        self.sizes = self._sizes()
+        spaces = map(namespace, self._namespaces())
+        self.taken: set[str] = {*RESERVED, *spaces, *self.sizes}
         self.unit = next((info(n).unit for n in nodes if info(n).unit), "")
         for i, node in enumerate(self.inputs):
             is_param = kind_of(node) is Kind.VIEW
@@ -177,7 +181,7 @@ class _Body:
             where = info(node)
             module = where.module.removeprefix(self.unit).strip(".")
             statement = f"{self.names[node]} = {call}"
-            kind = describe(value(node))
+            kind = describe_node(node)
             found.append((statement, with_origin(statement, kind, module, where.line)))
             if gone := self.dying.get(node):
                 statement = f"del {', '.join(self.names[g] for g in gone)}"
@@ -188,17 +192,33 @@ class _Body:
         schemas = [schema_of(n.target) for n in self.nodes]
         return sorted({"aten"} | {s.name.split("::")[0] for s in schemas if s is not None})
 
+    def _sizes(self) -> tuple[str, ...]:
+        """Return the names of the sizes on which the region's calls and forms depend."""
+        read = [(n.args, n.kwargs) for n in self.nodes]
+        forms = [form(n) for n in (*self.inputs, *self.outputs)]
+        return tuple(sorted(names_in(read) | names_in(forms)))
+
     def specs(self) -> list[tuple]:
-        return [_spec(value(n)) for n in self.inputs]
+        return [_spec(n) for n in self.inputs]
 
     def strides(self) -> list[tuple[int, ...]]:
         """Return the strides in which the rest of the program expects each result."""
-        return [tuple(value(n).stride()) for n in self.outputs]
+        return [form(n)[1] for n in self.outputs]
 
     def canonical(self) -> str:
         outs = [self.names[n] for n in self.outputs]
-        takes = [self.names[n] for n in self.inputs]
+        takes = self._takes()
         return repr((takes, self.specs(), [s for s, _ in self.lines()], outs, self.strides()))
+
+    def _takes(self) -> list[str]:
+        return [*(self.names[n] for n in self.inputs), *self.sizes]
+
+    def _table(self, name: str, what: str, entries: list) -> list[str]:
+        """Write a tuple with a comment; with sizes that vary, a function that returns it."""
+        if not self.sizes:
+            return [f"# {what}", f"{name} = (", *(f"    {entry!r}," for entry in entries), ")"]
+        head = [f"def {name}({', '.join(self.sizes)}):  # {what}", "    return ("]
+        return ["", *head, *(f"        {entry!r}," for entry in entries), "    )", ""]
 
     def source(self, name: str) -> str:
         """Return the region file's text."""
@@ -207,13 +227,12 @@ class _Body:
         rows += ["", "import operator", "", "import torch", ""]
         spaces = self._namespaces()
         rows += [f"{namespace(s)} = {attributes('torch.ops', s)}" for s in spaces] + [""]
-        rows += ["# dtype, shape, strides and device type of each element of `args`", "INPUTS = ("]
-        rows += [f"    {spec!r}," for spec in self.specs()]
-        rows += [")", "# strides of each result", "OUTPUTS = ("]
-        rows += [f"    {strides!r}," for strides in self.strides()]
-        rows += [")", "", "", f"def {name}(args):"]
-        if self.inputs:
-            takes = [self.names[n] for n in self.inputs]
+        form_of = "dtype, shape, strides and device type of each"
+        said = f"{form_of} {'tensor in' if self.sizes else 'element of'} `args`"
+        rows += self._table("INPUTS", said, self.specs())
+        rows += self._table("OUTPUTS", "strides of each result", self.strides())
+        rows += ["" if self.sizes else "\n", f"def {name}(args):"]
+        if takes := self._takes():
             rows.append(_indented(f"{wrap_tuple(takes, 12)} = args"))
         rows.append("    args.clear()")
         rows += [f"    {row}" for _, row in self.lines()]
@@ -223,6 +242,8 @@ class _Body:
         if not any("operator." in s for s, _ in self.lines()):
             rows.remove("import operator")
             rows.remove("")
+        if self.sizes and any("math." in row for row in rows):
+            rows[2:2] = ["import math", ""]
         return "\n".join(rows)
 
 
@@ -230,7 +251,8 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {row}" for row in text.split("\n"))
 
 
-def _spec(val: object) -> tuple:
+def _spec(node: fx.Node) -> tuple:
+    val = value(node)
     assert isinstance(val, torch.Tensor), f"a region input is {val!r}, not a tensor"
     dtype = str(val.dtype).removeprefix("torch.")
-    return dtype, tuple(val.shape), tuple(val.stride()), val.device.type
+    return dtype, *form(node), val.device.type

@@ -13,13 +13,14 @@ from torch import Tensor, fx
 
 from zerofx.codegen.kernels import tensor_args
 from zerofx.codegen.regions import RegionCall, RegionLibrary
-from zerofx.codegen.text import describe, identifier, literal, with_comment, wrap_list, wrap_tuple
+from zerofx.codegen.text import identifier, literal, with_comment, wrap_list, wrap_tuple
 from zerofx.compat.graphs import FakeTensor, argument_names
 from zerofx.errors import CaptureError
 from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.names import op_stem
 from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.sizes import describe_node
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
 from zerofx.plan.sizes import format_bytes
@@ -154,7 +155,8 @@ class Function:
     def __post_init__(self) -> None:
         self.graph = self.program.graph(self.name)
         self.calls = self.library.calls(self.graph)
-        reserved = (*RESERVED, *(c.code.name for c in self.calls.values()))
+        sizes = (s.name for s in self.program.sizes.symbols)
+        reserved = (*RESERVED, *(c.code.name for c in self.calls.values()), *sizes)
         self.names = Names(reserved)
         self.inside = {n for c in self.calls.values() for n in c.nodes}
         self.nodes = list(self.graph.nodes)
@@ -220,6 +222,8 @@ class Function:
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:
         """Return the function's body, one statement a row."""
+        if self.name != BACKWARD:
+            self._take_sizes()
         self._take_placeholders()
         index = 0
         while index < len(self.nodes):
@@ -259,19 +263,38 @@ class Function:
                 Role.BUFFER: f"buffers[{where.name!r}]",
                 Role.TANGENT: f"tangents[{where.index}]",
             }[role]  # type: ignore[index]
-            self._row(f"{name} = {source}", describe(value(node)))
+            self._row(f"{name} = {source}", describe_node(node))
         for node in constant_nodes(self.graph):
             source = f"constants.{constant_name(node)}"
-            self._row(f"{self.names.bind(node)} = {source}", describe(value(node)))
+            self._row(f"{self.names.bind(node)} = {source}", describe_node(node))
         if self.name == BACKWARD:
             saved.sort(key=lambda n: info(n).index)
-            if saved:
-                self._row(f"{wrap_tuple([self.names.bind(n) for n in saved], 0)} = saved")
+            if taken := [*(self.names.bind(n) for n in saved), *self._crossing_sizes()]:
+                self._row(f"{wrap_tuple(taken, 0)} = saved")
             self._row("saved.clear()")
+
+    def _take_sizes(self) -> None:
+        """Write the sizes that vary: forward reads them from its inputs, and saves backward's."""
+        read = {name for call in self.calls.values() for name in call.sizes}
+        read.update(self._crossing_sizes())
+        for symbol in self.program.sizes.symbols:
+            if symbol.name in read:
+                first = symbol.dims[0]
+                kind = "stride" if first.is_stride else "size"
+                text = f"{symbol.name} = inputs[{first.leaf}].{kind}({first.dim})"
+                self._row(text, ", ".join(map(str, symbol.dims)))
+
+    def _crossing_sizes(self) -> list[str]:
+        """Return the names of the sizes that forward saves for backward, after all tensors."""
+        if not self.program.sizes or BACKWARD not in self.program.graphs:
+            return []
+        calls = RegionLibrary().calls(self.program.graph(BACKWARD))
+        read = {name for call in calls.values() for name in call.sizes}
+        return [s.name for s in self.program.sizes.symbols if s.name in read]
 
     def _region(self, call: RegionCall) -> None:
         first = call.nodes[0]
-        takes = [self.names.bind(n) for n in call.inputs]
+        takes = [*(self.names.bind(n) for n in call.inputs), *call.sizes]
         gives = [self.names.bind(n) for n in call.outputs]
         self._row(f"args = {wrap_list(takes, 11)}")
         self._drop(first, but=call.outputs)
@@ -339,7 +362,8 @@ class Function:
             return
         outs = ", ".join(groups.get(Role.OUTPUT, []))
         updates = ", ".join(groups.get(Role.BUFFER_UPDATE, []) + groups.get(Role.INPUT_UPDATE, []))
-        saved = wrap_list(groups.get(Role.SAVED, []), len(outs) + len(updates) + 20)
+        kept = [*groups.get(Role.SAVED, []), *self._crossing_sizes()]
+        saved = wrap_list(kept, len(outs) + len(updates) + 20)
         self._row(f"return [{outs}], [{updates}], {saved}")
 
 
@@ -351,7 +375,7 @@ def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
     ]
     call = f"rt.{w.method(node)}({', '.join(texts)})"
     made = f"{w.bind(node)} = " if value(node) is not None else ""
-    return f"{made}{call}", info(node).unit, describe(value(node)) if made else ""
+    return f"{made}{call}", info(node).unit, describe_node(node) if made else ""
 
 
 def argument_pairs(node: fx.Node) -> list[tuple[str, Any]]:

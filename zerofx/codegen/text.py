@@ -19,6 +19,7 @@ from torch import fx
 
 from zerofx.compat.graphs import OpOverload, op_name
 from zerofx.errors import CaptureError
+from zerofx.ir.sizes import Ratio, Size
 from zerofx.ir.text import describe as describe
 from zerofx.ir.text import escaped, unescaped
 from zerofx.ir.text import identifier as identifier
@@ -112,6 +113,8 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k!r}: {literal(v, names)}" for k, v in value.items()) + "}"
+    if isinstance(value, (Size, Ratio)):
+        return value.text
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, complex) and not math.isfinite(abs(value)):

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
 
 from zerofx.compat.graphs import FakeTensor, FakeTensorMode
 from zerofx.compat.strides import TrueStrides
@@ -26,9 +29,12 @@ __all__ = [
     "DataDependentError",
     "DynamicShapeError",
     "OptimizedModule",
+    "Symbols",
     "describe_placeholder",
     "describe_results",
+    "expression",
     "is_outside_trace",
+    "is_symbolic",
     "new_fake_mode",
     "rerun_on_fakes",
     "shown_by",
@@ -62,6 +68,79 @@ def new_fake_mode() -> FakeTensorMode:
     if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own, of a process, which never shrinks
         FakeTensorMode.cache_clear()
     return TrueStrides(shape_env=None, allow_non_fake_inputs=True)
+
+
+# -- Symbols for sizes: made before tracing, and read back from what tracing did with them ---------
+
+
+class _Printer(PythonPrinter):
+    """Writes an expression in the Python that emitted source has, without torch's own functions."""
+
+    def _print_ToFloat(self, expr: Any) -> str:
+        return f"float({self._print(expr.args[0])})"
+
+    def _print_TruncToInt(self, expr: Any) -> str:
+        return f"int({self._print(expr.args[0])})"
+
+
+class Symbols:
+    """The symbols of one trace, each a size that is at least 2.
+
+    hints: name -> the value at which control flow on sizes goes the way that this trace takes.
+    The env notes each way that was taken as a guard; `conditions` are these guards.
+    """
+
+    def __init__(self, hints: Mapping[str, int]) -> None:
+        # Two symbols with one hint stay two symbols: which sizes are equal is for the caller to say
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+        self.sizes: dict[str, Any] = {}
+        self._names: dict[Any, Any] = {}  # torch's symbols -> those that are called as we say
+        for name, hint in hints.items():
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
+            self._names[symbol] = type(symbol)(name, integer=True, positive=True)
+
+    def mode(self) -> FakeTensorMode:
+        """Make the fake mode whose tensors may have these sizes."""
+        return TrueStrides(shape_env=self.env, allow_non_fake_inputs=True)
+
+    def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
+        """Return a value as a Python expression of the names."""
+        return self._written(self.env.replace(value.node.expr))
+
+    def _written(self, expr: Any) -> str:
+        """Write an expression: torch's names are other ones in each process, and set the order."""
+        return str(_Printer().doprint(expr.xreplace(self._names)))
+
+    def conditions(self) -> tuple[str, ...]:
+        """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
+
+        Nothing is said of those that the trace made constants.
+        """
+        known = {symbol: self.env.replace(symbol) for symbol in self._names}
+        constants = {symbol: found for symbol, found in known.items() if found.is_number}
+        guards = [guard.expr.xreplace(constants) for guard in self.env.guards]
+        texts = dict.fromkeys(map(self._written, guards))
+        return tuple(text for text in texts if text != "True")
+
+    def constants(self) -> frozenset[str]:
+        """Return the names of the sizes that the trace holds for one value of."""
+        named = self._names.items()
+        return frozenset(own.name for symbol, own in named if self.env.replace(symbol).is_number)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Tell whether a value is a size, or computed from sizes, that has a symbol."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """Return what two symbolic values of one trace have alike that are equal."""
+    return value.node.expr
+
+
+# -- The flags, classes and operators that make a module traceable ---------------------------------
 
 
 @contextlib.contextmanager

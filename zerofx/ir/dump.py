@@ -28,6 +28,7 @@ from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.names import name_nodes
 from zerofx.ir.program import Entry, Planned, Program
 from zerofx.ir.repeats import Layers, Row, collapse, spans
+from zerofx.ir.sizes import describe_node
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import as_text, describe, printable, short_dtype, without_numbers
 from zerofx.plan.sizes import format_bytes
@@ -91,7 +92,7 @@ class Writer:
             unit = info(node).unit if is_node else ""
             text = f"        {self.names[node] if is_node else node},"
             note = f"{spec.role.value} {spec.name}".strip()
-            kind = describe(value(node)) if is_node else ""
+            kind = describe_node(node) if is_node else ""
             line = f"{text:<{STATEMENT}} # {kind:<{TYPE}} {note}".rstrip()
             key = (spec.role, without_numbers(spec.name), kind, without_numbers(unit))
             rows.append(Row(unit, key, lambda _, line=line: line))  # type: ignore[misc]
@@ -340,7 +341,7 @@ def _region_row(group: Group) -> Row:
 def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     (node,) = group.nodes
     name = callee(node.target).removeprefix("zfx.")
-    kind = describe(value(node)) if isinstance(value(node), torch.Tensor) else ""
+    kind = describe_node(node) if isinstance(value(node), torch.Tensor) else ""
     key = (node.target, without_numbers(group.label), kind)
 
     kind_of_op = kind_of(node)

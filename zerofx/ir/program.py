@@ -19,6 +19,7 @@ from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
@@ -190,6 +191,7 @@ class Program(ABC):
     compute_dtype: what capture was asked to compute in; None if the user asked for no format, so
         that each parameter keeps its own.
     captured: the captured graph as ranks compare it, one operator per line; empty if it is not.
+    sizes: the sizes of inputs that vary from call to call, none if all are as they were captured.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -201,6 +203,7 @@ class Program(ABC):
     is_training: bool = True
     compute_dtype: torch.dtype | None = None
     captured: str = field(default="", repr=False)
+    sizes: Sizes = field(default_factory=Sizes)
 
     @abstractmethod
     def planned(self) -> Planned:
@@ -240,7 +243,9 @@ class Program(ABC):
         options: `basis="aten"` (the default) counts regions op by op, `"compiled"` as Inductor
             compiles them, which takes a compile of those that the cache lacks; `optimizer_bytes`
             per element; `keeps_results`, whether the loop holds all results until step() or the
-            loss alone (the default); `accumulation`, `no_sync`.
+            loss alone (the default); `accumulation`, `no_sync`; `sizes`, such as {"s0_1": 512},
+            values for sizes that vary (`program.sizes` has their names), instead of the largest
+            that had been seen when the program was compiled.
         """
         from zerofx.tools.reports import memory_of
 

@@ -12,8 +12,9 @@ from torch import fx
 from zerofx.compat.graphs import OpOverload, argument_names
 from zerofx.ir.meta import info
 from zerofx.ir.program import Planned, Program
+from zerofx.ir.sizes import describe_node
 from zerofx.ir.spec import Kind, kind_of, spec_of
-from zerofx.ir.text import describe, escaped, short_dtype
+from zerofx.ir.text import escaped, short_dtype
 from zerofx.layout.buckets import Layout
 from zerofx.plan.plan import Plan
 
@@ -90,7 +91,7 @@ def describe_graph(program: Program) -> str:
             where = info(node)
             if node.op == "placeholder":
                 role = where.role.value if where.role else "input"
-                name, called = f"{role} {where.name}", _form(node.meta.get("val"))
+                name, called = f"{role} {where.name}", _form(node)
             elif node.op == "call_function":
                 is_op = isinstance(node.target, OpOverload)
                 name = str(node.target) if is_op else getattr(node.target, "__name__", "call")
@@ -115,7 +116,6 @@ def graph_hashes(sizes: str, captured: str) -> bytes:
     return b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
 
 
-def _form(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return describe(value)
+def _form(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    return describe_node(node) if isinstance(val, torch.Tensor) else type(val).__name__

@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from zerofx.capture import call as trees
 from zerofx.capture import capture
 from zerofx.capture.model_state import ModelState
-from zerofx.capture.signature import Signature, describe_difference, describe_sizes
+from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load
 from zerofx.compat.modules import own_buffers
@@ -27,6 +27,7 @@ from zerofx.errors import ArgumentError, BudgetError
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
+from zerofx.ir.sizes import Sizes, Symbol, at, form, names_in
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
 from zerofx.ir.verify import verify
 from zerofx.layout.tiers import Tier
@@ -43,6 +44,7 @@ from zerofx.model.budget import (
     warn_of_slots,
 )
 from zerofx.model.digest import collective_digest, describe_graph, graph_hashes
+from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
@@ -52,7 +54,7 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.regions.cache import prepare_regions
 from zerofx.runtime.regions.keys import cache_dir
 from zerofx.runtime.regions.load import import_file
-from zerofx.runtime.step import Contract, Executable, Reach
+from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
 
 # -- A program tied to a model: the user's call in, the user's result out --------------------------
@@ -103,8 +105,7 @@ def contract(program: Planned, sizes: str = "") -> Contract:
     input_grads: list[int] = []
     if program.is_training:
         for node in program.placeholders(BACKWARD, Role.TANGENT):
-            val = value(node)
-            tangents[info(node).index] = (tuple(val.shape), tuple(val.stride()), val.dtype)
+            tangents[info(node).index] = (*form(node), value(node).dtype)
         input_grads = [s.index for s in program.outputs[BACKWARD] if s.role is Role.INPUT_GRAD]
     updates: list[tuple[str, str | int]] = [
         ("buffer", s.name) for s in specs if s.role is Role.BUFFER_UPDATE
@@ -132,7 +133,16 @@ def contract(program: Planned, sizes: str = "") -> Contract:
         label=program.model_name,
         digest=collective_digest(program),
         graph=graph_hashes(sizes, program.captured),
+        tangents_at=_tangents_at(program.sizes, tangents) if program.sizes else None,
     )
+
+
+def _tangents_at(
+    sizes: Sizes, tangents: dict[int, TangentForm]
+) -> Callable[[Sequence[Any]], dict[int, TangentForm]]:
+    if not any(names_in(form) for form in tangents.values()):
+        return lambda leaves: tangents
+    return lambda leaves: at(tangents, sizes.of(leaves))
 
 
 def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
@@ -223,7 +233,6 @@ def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
 log = logging.getLogger("zerofx")
 CORRECTIONS = 3  # of a budget, once the regions are compiled
 KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or not
-Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 
 
 class Programs(list[Planned]):
@@ -293,6 +302,7 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self._constants: dict[Key, Constants] = {}  # of programs that read some
+        self._lengths = Lengths() if setting.plan.dynamic != "off" else None
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
@@ -303,6 +313,7 @@ class ProgramTable:
         Under a budget a program is compiled again once the loop turns out to accumulate gradients,
         if it would take too much beside them.
         """
+        own, key = key, self._serving(key)
         if key in self._constants and self._constants[key].have_changed():
             self._forget(key)
         bound = self.bound.get(key)
@@ -316,13 +327,25 @@ class ProgramTable:
         if bound is None or not self._holds(bound.program, setting.loop):
             with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
                 try:
-                    bound = self.compile(key, args, kwargs, setting)
+                    bound = self.compile(key, args, kwargs, setting, own)
                 except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
                     self._engine.world.report_failure(repr(error))
                     raise
             bound.last_use = next(self._uses)
         self._setting = setting
         return bound
+
+    def _serving(self, key: Key) -> Key:
+        """Return the key of the program for a call: its own, or that of one for many sizes."""
+        if self._lengths is None:
+            return key
+        while (found := self._lengths.key_of(key)) != key:
+            if found in self.bound:
+                return found
+            if found in self.known and (self.known[found][1] / "schedule.py").is_file():
+                return found
+            self._lengths.forget(found)  # it was given up: perhaps another one serves the call
+        return key
 
     def _holds(self, program: Planned, loop: Loop) -> bool:
         """Tell whether a program stays under its budget in a loop; if so, note the loop.
@@ -341,8 +364,11 @@ class ProgramTable:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         setting: Setting | None = None,
+        own: Key | None = None,
     ) -> Bound:
         """Compile a call, write the directory, and bind it, in place of what it had before.
+
+        own: the key of the call itself, if `key` is that of a program for many sizes.
 
         Raises:
             BudgetError: nothing meets the budget; what the call had before stays.
@@ -353,8 +379,13 @@ class ProgramTable:
                 return self._bind(key)
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
-        captured, key = self._capture(args, kwargs, setting, key)
-        bound = self._install(key, self._planned(captured, setting))
+        captured, key = self._capture(args, kwargs, setting, own or key)
+        made = self._planned(captured, setting)
+        if made.sizes and self._lengths is not None:
+            call, key = key, self._lengths.serve(key, made.calling.tensor_leaves, made.sizes)
+            if call in self._constants:
+                self._constants[key] = self._constants.pop(call)
+        bound = self._install(key, made)
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
             if not excess or bound.program.signature in self._adopted:
@@ -366,7 +397,20 @@ class ProgramTable:
                 break
             bound = self._install(key, made)
         warn_of_regions(bound.program)
+        if made.sizes:
+            self._give_up_served(key)
         return bound
+
+    def _give_up_served(self, key: Key) -> None:
+        """Give up the programs whose calls another one serves from now on, which has this key."""
+        assert self._lengths is not None, "a program has sizes that vary under dynamic='off'"
+        for other in {*self.bound, *self.known} - {key}:
+            if self._lengths.is_served_by(other, key):
+                if other in self.bound:
+                    self._give_up(other)
+                self.known.pop(other, None)
+                self._constants.pop(other, None)
+                self._lengths.forget(other)
 
     def _install(self, key: Key, made: Planned) -> Bound:
         """Write a program's directory and bind it, in place of what its call had before."""
@@ -445,10 +489,10 @@ class ProgramTable:
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
-        captured = capture(
-            self._model,
+        captured = self._captured(
             args,
             kwargs,
+            key,
             differentiate=plan.differentiate,
             outputs=plan.outputs,
             units=plan.units,
@@ -477,6 +521,39 @@ class ProgramTable:
         if self._engine.world.size > 1:
             captured.captured = describe_graph(captured)
         return captured, key
+
+    def _captured(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, **options: Any
+    ) -> Captured:
+        """Capture a call, with symbols for the sizes that vary."""
+        take = functools.partial(capture, self._model, args, kwargs, **options)
+        if self._lengths is None:
+            return take()
+        call = trees.Call.of(self._model, args, kwargs)
+        varying = self._lengths.varying(key, call.tensors, call.names)
+        if not varying:
+            return take()
+        try:
+            captured = take(varying=varying)
+        except Exception as error:  # noqa: BLE001 - without symbols it is raised again
+            captured = take()
+            self._fix(key, call, varying, str(error).partition("\n")[0] or type(error).__name__)
+            return captured
+        free = {symbol.name for symbol in captured.sizes.symbols}
+        if fixed := [symbol for symbol in varying if symbol.name not in free]:
+            self._fix(key, call, fixed, "control flow, or a number computed from it, asks for it")
+        return captured
+
+    def _fix(self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str) -> None:
+        """Compile a program per value of these sizes from now on, and say so."""
+        assert self._lengths is not None, "no size varies under dynamic='off'"
+        self._lengths.fix(key, call.tensors, symbols)
+        log.warning(
+            "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
+            type(self._model).__name__,
+            ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
+            why,
+        )
 
     def _planned(self, captured: Captured, setting: Setting) -> Planned:
         """Run the passes on a captured call, unless a program was adopted for it."""

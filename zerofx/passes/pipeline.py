@@ -15,6 +15,7 @@ from zerofx.collector import paused_collector
 from zerofx.errors import BudgetError, PlanError, ProgramError
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
+from zerofx.ir.settle import take_forms
 from zerofx.ir.verify import take_reference, take_signature, verify
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
@@ -175,6 +176,8 @@ def run(
         except ProgramError:
             run(source, setting, until)
             raise
+    if program.sizes:
+        program.sizes = take_forms(program)
     if until is None:
         check_host_budget(program)
     return program

@@ -76,6 +76,8 @@ class Plan:
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     max_programs: how many programs, one per input signature, are ready to run at a time. A further
         one takes the place of the least recently used, with one warning.
+    dynamic: "off", or "auto": a dimension of the arguments that has had two values is free in the
+        programs compiled from then on, and one of them serves all its values (kernels="aten").
     debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:
@@ -103,6 +105,7 @@ class Plan:
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
+    dynamic: str = spec_field("off", one_of("off", "auto"))
     debug: bool = spec_field(False, flag)
 
     if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so
@@ -130,6 +133,7 @@ class Plan:
             kernels: str = ...,
             cuda_graph: bool = ...,
             max_programs: int = ...,
+            dynamic: str = ...,
             debug: bool = ...,
         ) -> None: ...
 

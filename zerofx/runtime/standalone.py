@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Collection
@@ -111,7 +112,8 @@ def run_standalone(schedule_file: str) -> None:
     axes = {name: LoopbackAxis(0, layout.mesh.along(name)) for name in AXES}
     device = torch.device(facts["placeholders"]["forward"][0][4][3])
     world = World(device=device, backend="loopback", axes=axes, whole=axes["replicate"])
-    inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"])
+    sizes = {name: hint for name, hint, _ in facts.get("sizes", {}).get("symbols", ())}
+    inputs, buffers, _ = _placeholders(facts["placeholders"]["forward"], sizes)
     with torch.no_grad(), tempfile.TemporaryDirectory(prefix="zerofx-") as folder:
         store = LooseStore(layout, world, folder)
         engine = Engine(store)  # type: ignore[arg-type]
@@ -119,7 +121,7 @@ def run_standalone(schedule_file: str) -> None:
         outs, _, saved = module.forward(engine, engine.store.shards, buffers, inputs)
         _say("forward returned " + ", ".join(f"{list(o.shape)}" for o in outs))
         if "backward" in facts["placeholders"]:
-            _, _, tangents = _placeholders(facts["placeholders"]["backward"])
+            _, _, tangents = _placeholders(facts["placeholders"]["backward"], sizes)
             module.backward(engine, engine.store.shards, saved, tangents)
             _say(f"backward reduced {len(store.grads.arrived)} buckets")
 
@@ -130,15 +132,24 @@ def _say(text: str) -> None:
 
 def _placeholders(
     rows: list[list[Any]],
+    sizes: dict[str, int],
 ) -> tuple[dict[int, Tensor], dict[str, Tensor], dict[int, Tensor]]:
-    """Return made-up inputs, buffers and tangents of the recorded shapes."""
+    """Return made-up inputs, buffers and tangents of the recorded shapes.
+
+    sizes: values for the sizes that vary, of which shapes and strides may have expressions.
+    """
+
+    def numbers(written: list[Any]) -> list[int]:
+        return [eval(n, {"math": math}, sizes) if isinstance(n, str) else n for n in written]
+
     inputs: dict[int, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     tangents: dict[int, Tensor] = {}
     for role, name, index, _, (dtype, shape, stride, device) in rows:
         if role not in ("input", "buffer", "tangent"):
             continue
-        made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        kind = getattr(torch, dtype)
+        made = torch.empty_strided(numbers(shape), numbers(stride), dtype=kind, device=device)
         made.fill_(1) if role != "input" or made.is_floating_point() else made.zero_()
         if role == "input":
             inputs[index] = made

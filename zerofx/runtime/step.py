@@ -27,6 +27,9 @@ class Reach:
     inputs: frozenset[int]
 
 
+TangentForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a program's emitted functions take and give, by leaf numbers.
@@ -35,6 +38,7 @@ class Contract:
     differentiable: those that may receive a gradient; others raise when they do.
     names: output leaf -> its name, for errors.
     tangents: output leaf -> (shape, strides, dtype) of the gradient that backward takes.
+    tangents_at: returns the same for a call with these leaves, where it depends on their sizes.
     input_grads: input leaves whose gradients backward returns, in order.
     updates: (kind, name or leaf) of each updated buffer or input, in order.
     guarded: whose memory saved values lie in and the user can write to: ("input", leaf),
@@ -52,7 +56,7 @@ class Contract:
     outputs: tuple[int, ...]
     differentiable: frozenset[int]
     names: dict[int, str]
-    tangents: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    tangents: dict[int, TangentForm]
     input_grads: tuple[int, ...]
     updates: tuple[tuple[str, str | int], ...]
     guarded: tuple[tuple[str, str | int], ...]
@@ -66,6 +70,7 @@ class Contract:
     label: str
     digest: str
     graph: bytes = NO_GRAPH
+    tangents_at: Callable[[Sequence[Any]], dict[int, TangentForm]] | None = None
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Call:
     saved: list[Tensor] | None = None
     writes: int = 0
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
+    tangents: dict[int, TangentForm] = field(default_factory=dict)
 
 
 Explain = Callable[[BaseException, Sequence[Any], dict[str, Tensor]], BaseException]
@@ -104,7 +110,9 @@ class Executable:
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
         """Run forward; return its output leaves in order."""
-        call = Call(leaves)
+        contract = self.contract
+        at_sizes = contract.tangents_at
+        call = Call(leaves, tangents=contract.tangents if at_sizes is None else at_sizes(leaves))
         if dual_level() >= 0:
             self._check_primal(leaves)
         if self._written:
@@ -181,7 +189,7 @@ class Executable:
         if returns:
             self._check_returns(returns[0])
         saved = self._take_saved(call)
-        tangents = self._tangents(incoming)
+        tangents = self._tangents(call, incoming)
         if engine.store.poll_writes() != call.writes:
             raise GradientError(
                 f"{self.contract.label}: the parameters were changed (by an optimizer step, a "
@@ -314,7 +322,7 @@ class Executable:
         call.saved, call.watched = None, []  # aliases would hold outputs to the end of backward
         return saved
 
-    def _tangents(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    def _tangents(self, call: Call, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         contract = self.contract
         tangents: dict[int, Tensor] = {}
         for leaf, grad in zip(contract.outputs, grads, strict=True):
@@ -326,7 +334,7 @@ class Executable:
                         'Plan(differentiate="all")'
                     )
                 continue
-            shape, strides, dtype = contract.tangents[leaf]
+            shape, strides, dtype = call.tangents[leaf]
             if grad is None:
                 grad = torch.zeros(shape, dtype=dtype, device=self.engine.world.device)
             if grad.stride() != strides:

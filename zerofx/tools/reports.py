@@ -6,7 +6,7 @@ Its methods import these functions when they are called, so that training loads 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from zerofx.errors import PlanError, UnpricedError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.meta import value
 from zerofx.ir.program import Planned, Program
+from zerofx.ir.settle import with_sizes
 from zerofx.model.allocations import compiled_regions
 from zerofx.plan.fields import one_of
 from zerofx.tools.views import look, memory, schedule
@@ -34,8 +35,18 @@ def schedule_of(program: Program, basis: str = ATEN) -> schedule.ScheduleView:
     return schedule.view(program, regions_as(basis, program.planned()), basis)
 
 
-def memory_of(program: Program, basis: str = ATEN, **options: Any) -> memory.MemoryView:
-    """Return what a rank holds. basis: as in `regions_as`; options: of `views.memory.view`."""
+def memory_of(
+    program: Program,
+    basis: str = ATEN,
+    sizes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> memory.MemoryView:
+    """Return what a rank holds. basis: as in `regions_as`; options: of `views.memory.view`.
+
+    sizes: values of symbols of the program; its hints for the others.
+    """
+    if sizes is not None:
+        program = with_sizes(program, sizes)
     compiled = regions_as(basis, program.planned())
     return memory.view(program, compiled=compiled, basis=basis, **options)
 

@@ -114,6 +114,7 @@ def test_defaults_are_the_contract() -> None:
         "kernels": "inductor",
         "cuda_graph": False,
         "max_programs": 16,
+        "dynamic": "off",
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"
@@ -172,6 +173,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"shard_axis_size": 0}, "allowed are whole numbers from 1"),
     ({"outputs": "loss", "differentiate": "all"}, "contradicts differentiate = 'all'"),
     ({"cuda_graph": True, "debug": True}, "contradicts debug = True"),
+    ({"dynamic": "on"}, "Plan.dynamic = 'on': allowed are 'off', 'auto'"),
+    ({"dynamic": "auto"}, "use kernels='aten'"),
+    ({"dynamic": "auto", "kernels": "aten", "activations": {"h.*": "offload"}}, "places of one"),
     ({"cuda_graph": True, "precision": "fp16"}, "a factor on the host"),
     ({"cuda_graph": True, "activations": {"h.*": "offload"}}, "contradicts offloaded activations"),
     ({"cuda_graph": True, "offload": {"activations": "cpu"}}, "contradicts offloaded activations"),

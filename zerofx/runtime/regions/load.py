@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import inspect
 import json
 import linecache
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -108,7 +109,10 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     return found
 
 
-def following(function: Region, strides: Sequence[tuple[int, ...]] | None) -> Region:
+Strides = Sequence[tuple[int, ...]]
+
+
+def following(function: Region, strides: Strides | Callable[..., Strides] | None) -> Region:
     """Return a region whose results have these strides, on which the rest of the program relies.
 
     An operator may return others than its fake kernel says, and so may a compiled region. The first
@@ -116,6 +120,8 @@ def following(function: Region, strides: Sequence[tuple[int, ...]] | None) -> Re
     """
     if not strides:  # programs emitted by earlier versions do not say
         return function
+    if callable(strides):
+        return _following_sizes(function, strides)
     differing: list[int] | None = None
 
     def run(args: list[Tensor]) -> Any:
@@ -130,6 +136,29 @@ def following(function: Region, strides: Sequence[tuple[int, ...]] | None) -> Re
         made = list(made)
         for i in differing:
             made[i] = laid_out(made[i], strides[i])
+        return made
+
+    return run
+
+
+def _following_sizes(function: Region, strides: Callable[..., Strides]) -> Region:
+    """Do the same for a region whose strides depend on the sizes that come last in its `args`."""
+    count = len(inspect.signature(strides).parameters)
+    differing: list[int] | None = None
+
+    def run(args: list[Any]) -> Any:
+        nonlocal differing
+        sizes = args[-count:]
+        made = function(args)
+        if differing is None:
+            pairs = enumerate(zip(made, strides(*sizes), strict=False))
+            alike = [(i, m, s) for i, (m, s) in pairs if m.dim() == len(s)]
+            differing = [i for i, m, s in alike if not has_strides(m, s)]
+        if not differing:
+            return made
+        made, wanted = list(made), strides(*sizes)
+        for i in differing:
+            made[i] = laid_out(made[i], wanted[i])
         return made
 
     return run

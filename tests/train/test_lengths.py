@@ -1,0 +1,206 @@
+"""Plan(dynamic="auto"): one program for all sizes of what varies, each step as plain PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+
+import zerofx
+from zerofx.errors import ProgramError
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab=31, seq=32, width=16, layers=2, heads=2)
+
+
+def compiled(model, **fields):
+    return zerofx.compile(model, zerofx.Plan(kernels="aten", dynamic="auto", **fields))
+
+
+def grads_of(model, plain, args):
+    """Return the loss and gradients of both from the same state; the gradients are dropped."""
+    found = []
+    for each in (model, plain):
+        loss = each(*args)
+        loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+        loss.backward()
+        named = {k: p.grad for k, p in each.named_parameters()}
+        grads = {k: g if type(g) is torch.Tensor else g.full_tensor() for k, g in named.items()}
+        found.append((loss.detach(), {k: g.clone() for k, g in grads.items()}))
+        for p in each.parameters():
+            p.grad = None
+    return found
+
+
+def check_equal(model, plain, args):
+    (loss, grads), (wanted, wanted_grads) = grads_of(model, plain, args)
+    torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted_grads[name], atol=1e-6, rtol=1e-6, msg=name)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))).square().mean()
+
+
+def test_a_second_value_makes_a_dimension_free_and_a_third_compiles_nothing():
+    torch.manual_seed(0)
+    plain = MLP()
+    model = compiled(MLP())
+    model.load_state_dict(plain.state_dict())
+    for rows in (5, 7, 9, 5, 31):
+        check_equal(model, plain, (torch.randn(rows, 6),))
+    assert len(model.programs) == 1
+    assert [str(d) for s in model.programs[0].sizes.symbols for d in s.dims] == ["x.shape[0]"]
+
+
+def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
+    torch.manual_seed(0)
+    plain = GPT(SMALL)
+    model = compiled(GPT(SMALL))
+    model.load_state_dict(plain.state_dict())
+    shapes = [(4, 12), (4, 20), (4, 9), (3, 20), (4, 32), (2, 11)]
+    for rows, length in shapes:
+        ids = torch.randint(0, 31, (rows, length))
+        check_equal(model, plain, (ids, ids))
+    assert len(model.programs) == 1
+    (program,) = model.programs
+    assert [len(s.dims) for s in program.sizes.symbols] == [2, 2]
+    ids = torch.randint(0, 31, (4, 9))  # which the program for four rows served before
+    model(ids, ids)
+    assert model.programs == [program]
+
+
+def test_texts_cut_from_a_batch_are_served_as_they_lie():
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL), compiled(GPT(SMALL))
+    model.load_state_dict(plain.state_dict())
+    for rows, length in ((4, 13), (4, 21), (3, 10), (2, 30)):
+        ids = torch.randint(0, 31, (rows, length))
+        check_equal(model, plain, (ids[:, :-1], ids[:, 1:]))
+    assert len(model.programs) == 1
+
+
+@torch.no_grad()
+def test_generation_compiles_for_two_lengths():
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL).eval(), compiled(GPT(SMALL)).eval()
+    model.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 31, (1, 3))
+    while ids.shape[1] < 12:
+        logits = [m(ids) for m in (model, plain)]
+        torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=1e-6)
+        ids = torch.cat([ids, logits[0][:, -1:].argmax(-1)], dim=1)
+    assert len(model.programs) == 1
+
+
+LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
+
+
+def ranks_of_other_lengths(stage: int) -> int:
+    """Train on each rank with texts of other lengths; return how many programs were compiled."""
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    plain, mine = GPT(SMALL), GPT(SMALL)
+    mine.load_state_dict(plain.state_dict())
+    model = compiled(mine, stage=stage)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for lengths in LENGTHS:
+        batches = [torch.randint(0, 31, (2, length)) for length in lengths]
+        model(batches[rank], batches[rank]).backward()
+        (sum(plain(ids, ids) for ids in batches) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = zerofx.full_state_dict(model)
+    for name, found in state.items():  # rank 0 has all, others none
+        torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
+    return len(model.programs)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
+    assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]
+
+
+def test_a_program_for_sizes_that_vary_is_emitted_loaded_and_adopted(tmp_path):
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL), compiled(GPT(SMALL))
+    model.load_state_dict(plain.state_dict())
+    for shape in ((2, 12), (3, 20)):
+        ids = torch.randint(0, 31, shape)
+        model(ids, ids).backward()
+    program = model.programs[0]
+    loaded = zerofx.load_program(program.emit(tmp_path / "program"))
+    assert loaded.sizes == program.sizes
+    assert loaded.memory().peak_bytes == program.memory().peak_bytes
+    model.zero_grad()
+    model.adopt(loaded)
+    ids = torch.randint(0, 31, (5, 7))
+    check_equal(model, plain, (ids, ids))
+    assert len(model.programs) == 1
+
+
+def test_memory_is_told_for_any_size():
+    model, alone = compiled(GPT(SMALL)), compiled(GPT(SMALL))
+    for length in (12, 20):
+        ids = torch.randint(0, 31, (2, length))
+        model(ids, ids).backward()
+    ids = torch.randint(0, 31, (2, 27))
+    alone(ids, ids).backward()
+    program = model.programs[0]
+    wanted = alone.programs[0].memory()
+    assert program.memory(sizes={"s0_1": 27}).peak_bytes == wanted.peak_bytes
+    with pytest.raises(ProgramError, match=r"has no size width; those that vary are s0_1"):
+        program.memory(sizes={"width": 4})
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.shape[0] % 2:
+            return self.a(x).sum()
+        return self.a(x).square().sum() + sum(x[:, i].sum() for i in range(x.shape[1]))
+
+
+def test_control_flow_on_a_size_has_a_program_for_each_way():
+    torch.manual_seed(0)
+    plain, model = Odd(), compiled(Odd())
+    model.load_state_dict(plain.state_dict())
+    for rows in (3, 5, 6, 8, 7, 12):
+        check_equal(model, plain, (torch.randn(rows, 4),))
+    assert len(model.programs) == 2
+
+
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            state = self.cell(state + x[:, step])
+        return state.sum()
+
+
+def test_a_size_that_cannot_vary_is_named_once(caplog):
+    torch.manual_seed(0)
+    plain, model = Looped(), compiled(Looped())
+    model.load_state_dict(plain.state_dict())
+    for length in (3, 4, 5):
+        check_equal(model, plain, (torch.randn(2, length, 4),))
+    assert caplog.text.count("x.shape[1] cannot vary within one program") == 1
+    assert len(model.programs) == 3
+    check_equal(model, plain, (torch.randn(6, 4, 4),))
+    check_equal(model, plain, (torch.randn(7, 4, 4),))
+    assert len(model.programs) == 3

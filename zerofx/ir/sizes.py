@@ -1,0 +1,190 @@
+"""Sizes that vary from call to call: how a graph holds them, and what they are at a call.
+
+A dimension of an input that varies has a symbol, `s0`. A graph holds no symbols and no nodes that
+compute with them. An argument of a node that depends on one is a `Size` (or a `Ratio`): a number,
+which also knows the expression that it is the value of. Its number belongs to one choice of sizes,
+the program's hints, and so do all fake values. Passes and analyses therefore see plain numbers:
+nothing that they compare can narrow what the program holds for. What is written says the
+expression: emitted source, dumps, and the digests of the proof.
+
+A node's `form` is its value's shape and strides in this form, for what is written of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir.meta import value
+from zerofx.ir.text import describe, short_dtype
+
+FORM = "zfx_form"  # in a node's meta
+
+
+class Size(int):
+    """A whole number that depends on sizes: its value at the hints, and its expression."""
+
+    text: str
+
+    def __new__(cls, hint: int, text: str) -> Size:
+        made = super().__new__(cls, hint)
+        made.text = text
+        return made
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> Any:
+        return type(self), (int(self), self.text)
+
+    def __deepcopy__(self, memo: Any) -> Size:
+        return self
+
+
+class Ratio(float):
+    """A fraction that depends on sizes: its value at the hints, and its expression."""
+
+    text: str
+
+    def __new__(cls, hint: float, text: str) -> Ratio:
+        made = super().__new__(cls, hint)
+        made.text = text
+        return made
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> Any:
+        return type(self), (float(self), self.text)
+
+    def __deepcopy__(self, memo: Any) -> Ratio:
+        return self
+
+
+# -- Which sizes of a call vary, and for which values a program holds ------------------------------
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of an input: of the leaf of this number, called `name` by the user.
+
+    is_stride: its stride is meant, of a tensor that is not contiguous, instead of its size.
+    """
+
+    leaf: int
+    dim: int
+    name: str = ""
+    is_stride: bool = False
+
+    def __str__(self) -> str:
+        where = f"stride({self.dim})" if self.is_stride else f"shape[{self.dim}]"
+        return f"{self.name}.{where}"
+
+    def read(self, leaves: Sequence[Any]) -> int:
+        """Return what it is at a call with these leaves."""
+        tensor = leaves[self.leaf]
+        return int(tensor.stride(self.dim) if self.is_stride else tensor.shape[self.dim])
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A size that varies, and the dimensions that have it, the first of which it is read from."""
+
+    name: str
+    hint: int
+    dims: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a program that vary.
+
+    conditions: Python expressions of the symbols' names. The program serves the sizes for which all
+        of them are true, and which are at least 2: torch computes with 0 and 1 in ways of its own.
+    """
+
+    symbols: tuple[Symbol, ...] = ()
+    conditions: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.symbols)
+
+    @property
+    def hints(self) -> dict[str, int]:
+        return {symbol.name: symbol.hint for symbol in self.symbols}
+
+    def of(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Return the symbols' values at a call with these leaves."""
+        return {s.name: s.dims[0].read(leaves) for s in self.symbols}
+
+    def allow(self, values: Mapping[str, int]) -> bool:
+        """Tell whether the program serves these sizes."""
+        if any(v < 2 for v in values.values()):
+            return False
+        return all(evaluate(text, values) for text in self.conditions)
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> Any:
+    """Return what an expression is for some sizes."""
+    return eval(_compiled(text), {"math": math}, dict(values))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> Any:
+    return compile(text, "<size>", "eval")
+
+
+def is_number(text: str) -> bool:
+    """Tell whether an expression depends on no size."""
+    return not _names(text)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(_compiled(text).co_names) - _FUNCTIONS
+
+
+def at(given: Any, values: Mapping[str, int]) -> Any:
+    """Return a `Size`, or what holds some in tuples, lists and dicts, as it is for some sizes."""
+    if isinstance(given, (Size, Ratio)):
+        return evaluate(given.text, values)
+    if isinstance(given, dict):
+        return {k: at(v, values) for k, v in given.items()}
+    if isinstance(given, (tuple, list)):
+        return type(given)([at(v, values) for v in given])
+    return given
+
+
+def names_in(given: Any) -> frozenset[str]:
+    """Return the names of the symbols that an argument of a node depends on."""
+    if isinstance(given, (Size, Ratio)):
+        return _names(given.text)
+    if isinstance(given, dict):
+        given = tuple(given.values())
+    if isinstance(given, (tuple, list)):
+        return frozenset().union(*map(names_in, given))
+    return frozenset()
+
+
+_FUNCTIONS = frozenset({"max", "min", "float", "int", "math", "sqrt", "ceil", "floor", "abs"})
+
+
+def form(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and strides of a node's tensor, with a `Size` for what varies."""
+    known = node.meta.get(FORM)
+    if known is not None:
+        return known
+    val = value(node)
+    return tuple(val.shape), tuple(val.stride())
+
+
+def describe_node(node: fx.Node) -> str:
+    """Return `f32[s0_0, 16]` for a node's value: a size that varies by its expression."""
+    known, val = node.meta.get(FORM), value(node)
+    if known is None:
+        return describe(val)
+    return f"{short_dtype(val.dtype)}[{', '.join(map(str, known[0]))}]"

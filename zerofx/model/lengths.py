@@ -1,0 +1,225 @@
+"""Which sizes of a model's calls vary, and which program serves a call whose sizes do.
+
+A dimension seen with a second value has a symbol in the programs that are compiled from then on.
+Dimensions that were equal in all calls share one. A size of 0 or 1 stays a number: torch computes
+with these in ways of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerofx.capture.signature import Signature
+from zerofx.ir.sizes import Dim, Sizes, Symbol
+
+Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
+# The number of a tensor among the arguments' leaves, and a dimension of it; or STRIDE and that, for
+# the stride of a dimension of a tensor that is not contiguous.
+Place = tuple[int, int]
+STRIDE = 1000
+CALLS = 64  # of one family that are looked at to tell which sizes vary
+KNOWN = 4096  # calls whose program is remembered
+
+
+@dataclass
+class _Family:
+    """Calls that differ in sizes alone, and in strides of tensors that are not contiguous.
+
+    seen: the sizes of calls, one of each. fixed: dimensions that cannot vary. served: the programs
+    for sizes that vary, by key, the latest last.
+    """
+
+    seen: list[dict[Place, int]] = field(default_factory=list)
+    fixed: set[Place] = field(default_factory=set)
+    served: dict[Key, _Served] = field(default_factory=dict)
+
+    def values(self, place: Place) -> tuple[int, ...]:
+        return tuple(call[place] for call in self.seen)
+
+    def note(self, sizes: dict[Place, int]) -> None:
+        if sizes not in self.seen:
+            self.seen.append(sizes)
+            del self.seen[1:-CALLS]
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a program serves: any sizes where `names` has the name of a symbol, `others` elsewhere.
+
+    conditions: which sizes these are, as `Sizes` has it.
+    """
+
+    sizes: Sizes
+    names: dict[Place, str]
+    others: dict[Place, int]
+
+    @classmethod
+    def of(cls, sizes: Sizes, leaves: Sequence[int], call: Mapping[Place, int]) -> _Served:
+        names = {_place(d, leaves): s.name for s in sizes.symbols for d in s.dims}
+        return cls(sizes, names, {p: n for p, n in call.items() if p not in names})
+
+    def key(self, call: Key) -> Key:
+        """Return the key of the program that serves a call, if that has the other sizes."""
+        suffix = "".join(f", {condition}" for condition in self.sizes.conditions)
+        return _named(call, {place: f"{name}{suffix}" for place, name in self.names.items()})
+
+    def serves(self, call: Mapping[Place, int]) -> bool:
+        if any(call[place] != size for place, size in self.others.items()):
+            return False
+        values: dict[str, int] = {}
+        for place, name in self.names.items():
+            if values.setdefault(name, call[place]) != call[place]:
+                return False
+        return self.sizes.allow(values)
+
+    def covers(self, other: _Served) -> bool:
+        """Tell whether this serves all that another one does."""
+        is_free = all(self.others.get(place, n) == n for place, n in other.others.items())
+        mine, theirs = set(self.sizes.conditions), set(other.sizes.conditions)
+        return is_free and other.names.items() <= self.names.items() and mine <= theirs
+
+
+class Lengths:
+    """Finds the keys of programs that serve calls of several sizes."""
+
+    def __init__(self) -> None:
+        self._families: dict[Key, _Family] = {}
+        self._known: dict[Key, Key] = {}  # a call's key -> that of the program that serves it
+
+    def key_of(self, key: Key) -> Key:
+        """Return the key of the program that serves a call; the call's own if there is none."""
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        family, sizes = self._family(key)
+        for general, served in reversed(family.served.items()):
+            if served.serves(sizes):
+                if len(self._known) >= KNOWN:
+                    self._known.clear()
+                self._known[key] = general
+                return general
+        return key
+
+    def varying(self, key: Key, leaves: Sequence[int], names: Sequence[str]) -> tuple[Symbol, ...]:
+        """Note a call that no program serves yet; return the sizes of it that vary.
+
+        leaves: the number of the leaf that each tensor is. names: the user's names of all leaves.
+        """
+        family, sizes = self._family(key)
+        family.note(sizes)
+        groups: dict[tuple[int, ...], list[Place]] = {}
+        for place, size in sizes.items():
+            values = family.values(place)
+            is_varying = len(set(values) - {0, 1}) > 1 and size > 1
+            if is_varying and place not in family.fixed:
+                groups.setdefault(values, []).append(place)
+        return tuple(
+            Symbol(
+                f"s{places[0][0]}_{places[0][1]}",
+                max(values),
+                tuple(
+                    Dim(leaves[t], dim % STRIDE, names[leaves[t]], dim >= STRIDE)
+                    for t, dim in places
+                ),
+            )
+            for values, places in groups.items()
+        )
+
+    def fix(self, key: Key, leaves: Sequence[int], symbols: Sequence[Symbol]) -> None:
+        """Take dimensions as they are from now on: a program cannot have symbols for them."""
+        family, _ = self._family(key)
+        family.fixed.update(_place(d, leaves) for s in symbols for d in s.dims)
+
+    def serve(self, key: Key, leaves: Sequence[int], sizes: Sizes) -> Key:
+        """Note the sizes that a program serves, which is compiled for this call; return its key."""
+        family, call = self._family(key)
+        served = _Served.of(sizes, leaves, call)
+        general = served.key(key)
+        family.served[general] = served
+        return general
+
+    def is_served_by(self, key: Key, general: Key) -> bool:
+        """Tell whether a program is needed no longer, since a later one serves its calls."""
+        for family in self._families.values():
+            later = family.served.get(general)
+            if later is None:
+                continue
+            if key in family.served:
+                return later.covers(family.served[key])
+            own, sizes = self._family(key)
+            return own is family and later.serves(sizes)
+        return False
+
+    def forget(self, key: Key) -> None:
+        """Drop the program of this key."""
+        for family in self._families.values():
+            family.served.pop(key, None)
+        self._known = {k: v for k, v in self._known.items() if v != key}
+
+    def _family(self, key: Key) -> tuple[_Family, dict[Place, int]]:
+        sizes: dict[Place, int] = {}
+
+        def masked(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
+            sizes.update({(number, dim): size for dim, size in enumerate(tensor[1])})
+            kind = "contiguous" if _is_contiguous(tensor[1], tensor[3]) else "strided"
+            if kind == "strided":
+                strides = enumerate(tensor[3])
+                sizes.update({(number, STRIDE + dim): stride for dim, stride in strides})
+            return _TENSOR, len(tensor[1]), tensor[2], kind, *tensor[4:]
+
+        general = _mapped(key, masked)
+        return self._families.setdefault(general, _Family()), sizes
+
+
+def _named(key: Key, names: Mapping[Place, str]) -> Key:
+    """Return a key with the names of sizes that vary in the place of their numbers."""
+
+    def named(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
+        shape = tuple(names.get((number, dim), size) for dim, size in enumerate(tensor[1]))
+        strides: Any = tuple(names.get((number, STRIDE + d), n) for d, n in enumerate(tensor[3]))
+        if not any(isinstance(size, str) for size in (*shape, *strides)):
+            return tensor
+        if _is_contiguous(tensor[1], tensor[3]):
+            strides = "contiguous"
+        return _TENSOR, shape, tensor[2], strides, *tensor[4:]
+
+    return _mapped(key, named)
+
+
+_TENSOR = "tensor"
+Change = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _mapped(key: Key, change: Change) -> Key:
+    """Return a key with the keys of its tensors changed, which are numbered in order."""
+    count = 0
+
+    def walk(part: Any) -> Any:
+        nonlocal count
+        if not isinstance(part, tuple):
+            return part
+        if len(part) == 6 and part[0] == _TENSOR and isinstance(part[1], torch.Size):
+            count += 1
+            return change(count - 1, part)
+        return tuple([walk(p) for p in part])
+
+    signature = key[0]
+    args, kwargs = walk(signature.args), walk(signature.kwargs)
+    return signature._replace(args=args, kwargs=kwargs), key[1]
+
+
+def _place(dim: Dim, leaves: Sequence[int]) -> Place:
+    return leaves.index(dim.leaf), dim.dim + STRIDE * dim.is_stride
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
