@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofx.capture.guard import check_arguments, check_packed
 from zerofx.compat.graphs import FakeTensorMode, TreeSpec, pytree
@@ -138,14 +138,16 @@ class Call:
     tensors: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Flatten a call.
+    def of(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """Flatten a call of a forward or another function.
 
         Raises:
             CaptureError: an argument is neither a plain tensor nor a hashable constant.
         """
         check_packed(args, kwargs)
-        names, leaves, spec = flatten_call(model.forward, tuple(args), kwargs)
+        names, leaves, spec = flatten_call(function, tuple(args), kwargs)
         check_arguments(names, leaves)
         tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
         return cls(names, leaves, spec, tensors)

@@ -19,6 +19,7 @@ from zerofx.capture.effects import (
     refuse_mode,
     refuse_rebinding,
 )
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
@@ -51,6 +52,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     constants: list[Tensor] | None = None,
     varying: Sequence[Symbol] = (),
+    entry: Entry = MODEL,
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -66,15 +68,17 @@ def capture(
     varying: the sizes that the program shall serve many values of. Control flow on them goes the
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
+    entry: the function of the model that is called, in the place of its forward.
+
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
             the fix.
     """
     with original(model):
-        check_modules(model)
+        check_modules(model, entry)
         place = torch.device(device) if device is not None else None
         check_device(place)
-        call = Call.of(model, args, kwargs or {})
+        call = Call.of(entry.function(model), args, kwargs or {})
         unit_of_param = find_units(model, units)
 
         own = {s.name: s.dims[0].read(call.leaves) for s in varying}
@@ -89,7 +93,9 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
+            harness = Harness(
+                model, call, swap.links(), differentiate, outputs, compute_dtype, entry
+            )
             try:
                 gm = trace(harness, fakes, mode, swap)
             except Exception as error:
@@ -111,7 +117,7 @@ def capture(
         calling=make_calling(call, harness.results),
         params=params,
         buffers=tuple(dict.fromkeys(buffers.values())),
-        model_name=type(model).__name__,
+        model_name=entry.describe(model),
         is_training=is_training,
         compute_dtype=compute_dtype,
         sizes=served,

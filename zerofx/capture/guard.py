@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor, distributed_by, unwrapped
 from zerofx.compat.graphs import FakeTensor, pytree, with_effects
@@ -159,21 +160,21 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_modules(model: nn.Module) -> None:
-    """Refuse modules and parameters that cannot be traced faithfully.
+def check_modules(model: nn.Module, entry: Entry = MODEL) -> None:
+    """Refuse modules and parameters that cannot be traced faithfully, among those of an entry.
 
     Raises:
         CaptureError: naming the module or parameter.
     """
     check_wrappers(model)
-    for name, module in model.named_modules():
+    for name, module in entry.modules(model).items():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"capture: {name or 'the model'} asks for sparse gradients, which have no fixed "
                 "size; make it with sparse=False"
             )
-    for name, param in model.named_parameters():
+    for name, param in entry.parameters(model).items():
         if has_gradient_hooks(param):
             raise CaptureError(
                 f"capture: {name} has a gradient hook, which a program would skip; hook the "

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerofx.capture import call as trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.swap import Links, State
@@ -76,8 +77,10 @@ class Harness(nn.Module):
         differentiate: str,
         outputs: str,
         compute_dtype: torch.dtype | None = None,
+        entry: Entry = MODEL,
     ) -> None:
         super().__init__()
+        self._entry = entry
         self.model = model
         self._call, self._links = call, links
         self._differentiate, self._outputs = differentiate, outputs
@@ -100,12 +103,14 @@ class Harness(nn.Module):
         with self._links.followed():
             try:
                 with self.lines, shown_by(self.lines.show):
-                    out = self.model(*args, **kwargs)
+                    out = self._entry.call(self.model, args, kwargs)
             finally:
                 self.changed_mode = modes.restore() or self.changed_mode
         self.changed_state = state.settle() or self.changed_state
         check_unwritten(tensors, given, versions)
-        with fx_traceback.annotate({MODULE: "", LINE: forward_line(self.model.forward)}):
+        with fx_traceback.annotate(
+            {MODULE: "", LINE: forward_line(self._entry.function(self.model))}
+        ):
             return self._hand_out(out, tensors)
 
     def _hand_out(self, out: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -129,7 +134,7 @@ class Harness(nn.Module):
                 handed.append(aliases.separate(leaf, i in results.differentiable))
         if not handed:
             raise CaptureError(
-                f"capture: {type(self.model).__name__}.forward returns no tensor but "
+                f"capture: {self._entry.describe(self.model)}.forward returns no tensor but "
                 f"{type(out).__name__}; return the loss, the outputs, or a container of them"
             )
         self.results = results

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.lines import is_user_file
 from zerofx.capture.original import SLOT, original
 from zerofx.compat.modules import CONTAINERS, forward_hooks, own_buffers
@@ -39,9 +40,10 @@ class Reach:
     """The code that the forwards of a model can reach, by name, outside torch.
 
     names: what it names: attributes, globals, and strings, which may be keys.
+    called: a method that is called besides the forwards.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], called: Any = None) -> None:
         self.names: set[str] = set()
         self.classes: dict[type, str] = {}
         self.functions: list[types.FunctionType] = []
@@ -57,6 +59,7 @@ class Reach:
                     self._add(value, kind)
             for hook in forward_hooks(module):
                 self._add(hook, None)
+        self._add(called, type(getattr(called, "__self__", None)))
         while self._pending:
             self._follow(*self._pending.pop())
 
@@ -84,8 +87,10 @@ class Reach:
 class Settings:
     """The settings of a model that lie outside its modules' plain attributes."""
 
-    def __init__(self, modules: dict[str, nn.Module], is_plain: Callable[[Any], bool]) -> None:
-        self._reach = Reach(modules)
+    def __init__(
+        self, modules: dict[str, nn.Module], is_plain: Callable[[Any], bool], called: Any = None
+    ) -> None:
+        self._reach = Reach(modules, called)
         self._is_plain = is_plain
         self._slots: list[tuple[str, Callable[[], Any]]] = []
         self._seen: set[int] = set()
@@ -299,14 +304,18 @@ class Reading:
 
 
 class ModelState:
-    """The part of a signature that lies in the model; holds its modules and parameters by list."""
+    """The part of a signature that lies in the model; holds its modules and parameters by list.
 
-    def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_modules())
-        self.module_names, self._modules = tuple(named), list(named.values())
+    entry: of whose modules and parameters.
+    """
+
+    def __init__(self, model: nn.Module, entry: Entry = MODEL) -> None:
+        self.entry = entry
         with original(model):
-            params = dict(model.named_parameters())
-            self._buffers, self._attributes = Buffers(named), Attributes(named)
+            named, params = entry.modules(model), entry.parameters(model)
+            self.module_names, self._modules = tuple(named), list(named.values())
+            called = None if entry.is_parameters else entry.function(model)
+            self._buffers, self._attributes = Buffers(named), Attributes(named, called)
         self.param_names, self._params = tuple(params), list(params.values())
 
     def leave_out_changed(self) -> list[str]:
@@ -373,8 +382,8 @@ class Attributes:
     config objects, and outside the modules, `Settings` says what is looked at.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules, self._settings = modules, Settings(modules, is_plain)
+    def __init__(self, modules: dict[str, nn.Module], called: Any = None) -> None:
+        self._modules, self._settings = modules, Settings(modules, is_plain, called)
         self._owners = [(name, vars(module)) for name, module in modules.items()]
         self._dicts = [own for _, own in self._owners]
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []

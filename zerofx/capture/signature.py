@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture import call as trees
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.guard import check_constant, has_hidden_state
 from zerofx.capture.model_state import PLAIN, ModelState, Reading, number_key, tensor_key
 from zerofx.errors import CaptureError
@@ -32,6 +33,7 @@ class Signature(NamedTuple):
     modes: `_MODE_NAMES` in order; autocast is (device, dtype, cache) or None.
     training, trainable: a byte for each submodule (parameter), in registration order.
     buffers, attributes: forms of the buffers; values of the modules' plain attributes.
+    entry: which function of the model is called; the other fields are of what that reaches.
     """
 
     args: tuple[Any, ...]
@@ -41,6 +43,7 @@ class Signature(NamedTuple):
     trainable: bytes
     buffers: Reading
     attributes: Reading
+    entry: Entry = MODEL
 
 
 def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -55,7 +58,7 @@ def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, An
         named = tuple([(k, _key(v)) for k, v in kwargs.items()]) if kwargs else ()
     except TypeError as error:
         raise _unhashable(args, kwargs) from error
-    return Signature(keys, named, _modes(), *state.read())
+    return Signature(keys, named, _modes(), *state.read(), state.entry)
 
 
 def _key(value: Any) -> Any:

@@ -7,7 +7,7 @@ freed during backward only if it was not, and autograd.grad must leave p.grad al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ def recording_autograd() -> Iterator[None]:
 def keeps_graph() -> bool:
     """Return whether the backward now running was called with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def backward_number() -> int:
+    """Return a number of the backward that runs now, which no other one has; -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(run: Callable[[], None]) -> None:
+    """Call `run` when the backward that runs now has done all else."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def will_run(node: Any) -> bool:

@@ -94,6 +94,16 @@ _CALL = (
 )
 
 
+def call_uncompiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module with its hooks, past what is called in its place (`intercept`)."""
+    return module._call_impl(*args, **kwargs)
+
+
+def intercept(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have `call` called in the place of a module; None undoes it. Copies of it are as before."""
+    module._compiled_call_impl = call
+
+
 def call_entries(module: nn.Module) -> Entries:
     """Return the attributes of a module's own that decide how it is called."""
     return {name: module.__dict__[name] for name in _CALL if name in module.__dict__}

@@ -25,6 +25,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
+from zerofx.capture.entry import MODEL
 from zerofx.capture.original import SLOT, original, set_class
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint
 from zerofx.compat.modules import (
@@ -137,7 +138,7 @@ class CompiledModule(nn.Module):
     @torch.compiler.disable  # it is compiled already: torch.compile runs it as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; the first call of each signature compiles it."""
-        return self._zerofx.call(args, kwargs)
+        return self._zerofx.call(MODEL, args, kwargs)
 
     # -- parameters and state -----------------------------------------------------------------
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
@@ -287,7 +288,7 @@ def compiled_class(model: nn.Module) -> type:
         return kind(*args, **kwargs)
 
     def run(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-        return self._zerofx.call(args, kwargs)
+        return self._zerofx.call(MODEL, args, kwargs)
 
     forward: Any = functools.update_wrapper(torch.compiler.disable(run), kind.forward)
     forward.__signature__ = inspect.signature(kind.forward)
@@ -370,4 +371,5 @@ def keep_class(
     made = compiled_class(model)
     model.__dict__[SLOT] = own
     set_class(model, made)
+    own.watch_calls()
     return cast(CompiledModule, model)

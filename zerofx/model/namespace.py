@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofx.capture.entry import Entry
 from zerofx.capture.explain import shorten
-from zerofx.capture.original import Original
+from zerofx.capture.original import Original, original
 from zerofx.capture.signature import signature_key
+from zerofx.capture.units import find_units
 from zerofx.comm.world import World
 from zerofx.compat.callers import reducer_of
-from zerofx.compat.modules import global_module_hooks, hooks_of, own_buffers
-from zerofx.errors import GradientError, PlanError, ShardError
+from zerofx.compat.modules import (
+    call_uncompiled,
+    global_module_hooks,
+    hooks_of,
+    intercept,
+    own_buffers,
+)
+from zerofx.errors import CaptureError, GradientError, PlanError, ShardError
 from zerofx.ir.program import Planned
 from zerofx.layout.buckets import Layout
+from zerofx.model import islands
 from zerofx.model.full_state import sharded_state_of
+from zerofx.model.islands import Island
 from zerofx.model.programs import Programs, ProgramTable, load_directory
 from zerofx.passes.order import Setting
+from zerofx.passes.placement import compute_dtype
 from zerofx.plan.parts import LossScale
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
@@ -46,8 +58,8 @@ class HookWatch:
     the model's own hooks those count that it had before it was compiled (`Original`).
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._dicts = [hooks for m in model.modules() for hooks in hooks_of(m)]
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._dicts = [hooks for m in modules.values() for hooks in hooks_of(m)]
         self._dicts += global_module_hooks()
         self._seen = -1
         self._occupied: list[dict] = []
@@ -149,11 +161,14 @@ class Namespace:
     def __init__(
         self, model: nn.Module, setting: Setting, engine: Engine, other: ProgramTable | None = None
     ) -> None:
-        self._model = cast("CompiledModule", model)
+        self.model = cast("CompiledModule", model)
         self.setting, self.engine = setting, engine
         self.table = ProgramTable(model, setting, engine, other)
-        self._hooks = HookWatch(model)
+        self._hooks: dict[Entry, HookWatch] = {}
+        self.islands: dict[Entry, Island] = {}
+        self._covered: list[str] = []  # modules whose calls run eagerly
         self.original = Original(model)
+        engine.turns.buffers = lambda: dict(model.named_buffers())
 
     def __repr__(self) -> str:
         found, world = self.programs, self.world
@@ -195,18 +210,74 @@ class Namespace:
         return self.engine.gradients.scaler
 
     # -- calls --------------------------------------------------------------------------------
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the program of a call; the first call of each signature compiles it."""
-        self.engine.store.check_bindings()
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the program of a call; the first call of each signature compiles it.
+
+        A function of which no program can be made runs as an island.
+        """
+        if not self.original.is_whole_in_part:
+            self.engine.store.check_bindings()
         if wrapper := reducer_of(self.engine.store.params.values()):
             raise self.is_parallel(wrapper)
-        key = signature_key(self.table.state, args, kwargs), self._hooks.handles()
+        island = self.islands.get(entry)
+        if island is not None:
+            return islands.run(self, island, args, kwargs)
         try:
+            key = signature_key(self.table.state(entry), args, kwargs), self._handles(entry)
             program = self.table.find(key, args, kwargs)
         except Exception as error:
             shorten(error)
-            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
-        return program(args, kwargs)
+            if not isinstance(error, CaptureError) or not self._may_be_island(entry):
+                raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+            island = islands.island_of(self, entry, error)
+        else:
+            return program(args, kwargs)
+        result = islands.run(self, island, args, kwargs)
+        self.islands[entry] = island  # only now: eager PyTorch can run it
+        islands.say(self, island)
+        return result
+
+    def _handles(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
+        """Return the handles of the hooks of an entry's modules."""
+        watch = self._hooks.get(entry)
+        if watch is None:
+            watch = self._hooks[entry] = HookWatch(entry.modules(self.model))
+        return watch.handles()
+
+    def _may_be_island(self, entry: Entry) -> bool:
+        return self.plan.islands == "auto" and not entry.is_parameters
+
+    def watch_calls(self) -> None:
+        """Have calls of submodules with parameters come to `enter`."""
+        for path, module in self.model.named_modules():
+            if path and next(module.parameters(), None) is not None:
+                intercept(module, functools.partial(self.enter, path))
+
+    def enter(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program."""
+        if self.original.is_captured or any(map(path.startswith, self._covered)):
+            return call_uncompiled(self.model.get_submodule(path), args, kwargs)
+        return self.call(Entry(path), args, kwargs)
+
+    @contextlib.contextmanager
+    def passing_through(self, path: str) -> Iterator[None]:
+        """Let modules inside one run eagerly, on parameters that are whole there."""
+        self._covered.append(f"{path}." if path else "")
+        try:
+            yield
+        finally:
+            self._covered.pop()
+
+    @functools.cached_property
+    def units(self) -> dict[str, str]:
+        """The unit of every parameter, by name."""
+        with original(self.model):
+            return find_units(self.model, self.plan.units)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What parameters and inputs are computed in; None where each has its own format."""
+        return compute_dtype(self.plan.precision)
 
     def adopt(
         self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False
@@ -269,7 +340,7 @@ class Namespace:
         flat: give every parameter as a flat tensor instead, as zerofx 0.1.0 saved it; to load what
             `dcp.save(model.sharded_state_dict())` of that version wrote.
         """
-        return sharded_state_of(self._model, flat)
+        return sharded_state_of(self.model, flat)
 
     # -- what the model's methods ask ---------------------------------------------------------
     def is_setting(self, name: str) -> bool:
@@ -277,9 +348,9 @@ class Namespace:
 
         Not what is new, since no capture has read it, and not what every module has.
         """
-        is_known = name in vars(self._model) or hasattr(self.original.kind, name)
+        is_known = name in vars(self.model) or hasattr(self.original.kind, name)
         is_own = is_known and not hasattr(nn.Module, name)
-        return is_own and self.table.state.may_read(name)
+        return is_own and self.table.state().may_read(name)
 
     def is_parallel(self, wrapper: str) -> ShardError:
         """Return the error to raise where another wrapper is applied to the model."""

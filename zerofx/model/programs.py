@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
 from zerofx.capture import capture
+from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.model_state import ModelState
 from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
@@ -56,6 +57,7 @@ from zerofx.runtime.regions.keys import cache_dir
 from zerofx.runtime.regions.load import import_file
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
+from zerofx.runtime.turns import GATHER, REDUCE, REFRESH, SYNC, Share
 
 # -- A program tied to a model: the user's call in, the user's result out --------------------------
 
@@ -132,9 +134,43 @@ def contract(program: Planned, sizes: str = "") -> Contract:
         ),
         label=program.model_name,
         digest=collective_digest(program),
+        shares={name: _shares(program, name) for name in program.graphs},
         graph=graph_hashes(sizes, program.captured),
         tangents_at=_tangents_at(program.sizes, tangents) if program.sizes else None,
     )
+
+
+def _shares(program: Planned, graph: str) -> str:
+    """Return the collectives of a graph in order, as `runtime.turns` reads them."""
+    found: list[Share] = []
+    packed: dict[int, tuple[int, ...]] = {}
+    for node in program.graph(graph).nodes:
+        spec = spec_of(node)
+        if spec is None:
+            continue
+        if spec.kind is Kind.PACK:
+            members = program.layout.buckets[info(node).index].params
+            places = {p.offset: i for i, p in enumerate(members)}
+            offsets: Any = node.args[2]
+            before = packed.get(info(node).index, ())
+            packed[info(node).index] = (*before, *(places[o] for o in offsets))
+        elif spec.kind is Kind.SYNC:
+            found.append(Share(SYNC, names=_synced(program, node)))
+        elif spec.axis and spec.is_gather:
+            found.append(Share(REFRESH if spec.stays else GATHER, bucket_of(node)))
+        elif spec.axis:
+            scale: Any = node.args[3]
+            bucket = bucket_of(node)
+            found.append(Share(REDUCE, bucket, packed[bucket], scale))
+    return " ".join(map(str, found))
+
+
+def _synced(program: Planned, node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the buffers whose new values follow rank 0's here."""
+    pairs = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
+    names = {n: s.name for s, n in pairs if s.role is Role.BUFFER_UPDATE}
+    parts = {n.args[1]: n for n in node.users}
+    return tuple(names[parts[i]] for i in range(len(parts)))
 
 
 def _tangents_at(
@@ -288,7 +324,7 @@ class ProgramTable:
         recorder: Recorder | None = None,
     ) -> None:
         self._model, self._setting, self._engine = model, setting, engine
-        self.state = ModelState(model)
+        self._states: dict[Entry, ModelState] = {}
         self.bound: dict[Key, Bound] = {}
         # A copy of the model has copies of the tensors that a program read.
         known = other.known.items() if other else ()
@@ -306,6 +342,13 @@ class ProgramTable:
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
+
+    def state(self, entry: Entry = MODEL) -> ModelState:
+        """Return what the calls of an entry depend on in the model."""
+        found = self._states.get(entry)
+        if found is None:
+            found = self._states[entry] = ModelState(self._model, entry)
+        return found
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Return what runs a call, compiled now if it is the first of its signature.
@@ -325,7 +368,7 @@ class ProgramTable:
         if self._watches:
             setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
         if bound is None or not self._holds(bound.program, setting.loop):
-            with self._engine.world.busy(f"compiling {type(self._model).__name__}"):
+            with self._engine.world.busy(f"compiling {key[0].entry.describe(self._model)}"):
                 try:
                     bound = self.compile(key, args, kwargs, setting, own)
                 except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
@@ -426,13 +469,14 @@ class ProgramTable:
 
         Says once what varies from call to call.
         """
-        limit = self._setting.plan.max_programs
-        if len(self.bound) < limit:
+        entry, limit = key[0].entry, self._setting.plan.max_programs
+        bound = {k: b for k, b in self.bound.items() if k[0].entry == entry}
+        if len(bound) < limit:
             return
         if not self._has_warned:
             self._has_warned = True
-            before = reversed(self.bound)  # of those alike, the latest
-            said = [describe_difference(key[0], other[0], self.state) for other in before]
+            before, state = reversed(bound), self.state(entry)  # of those alike, the latest
+            said = [describe_difference(key[0], other[0], state) for other in before]
             varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
             log.warning(
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
@@ -440,9 +484,9 @@ class ProgramTable:
                 "place of the least recently used one, which is made ready again when its call "
                 "comes back. Let what varies take few values (pad inputs to a few shapes), or "
                 "raise max_programs.",
-                type(self._model).__name__, limit, varies,
+                entry.describe(self._model), limit, varies,
             )  # fmt: skip
-        used = sorted(self.bound, key=lambda k: self.bound[k].last_use)
+        used = sorted(bound, key=lambda k: bound[k].last_use)
         self._give_up(*used[: len(used) - limit + 1])
 
     def _give_up(self, *keys: Key) -> None:
@@ -471,7 +515,7 @@ class ProgramTable:
                 "%s: a tensor that forward reads, and that is neither an argument nor a parameter "
                 "nor a buffer, was changed in place. Its calls are captured again each time. "
                 "Register it with register_buffer.",
-                type(self._model).__name__,
+                key[0].entry.describe(self._model),
             )
         if key in self.bound:
             self._give_up(key)
@@ -486,35 +530,36 @@ class ProgramTable:
         """
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
-        plan, device = setting.plan, self._engine.world.device
+        entry, plan, device = key[0].entry, setting.plan, self._engine.world.device
+        name, state = entry.describe(self._model), self.state(entry)
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
         captured = self._captured(
             args,
             kwargs,
             key,
-            differentiate=plan.differentiate,
-            outputs=plan.outputs,
+            differentiate=plan.differentiate if entry.is_model else "all",
+            outputs=plan.outputs if entry.is_model else "all",
             units=plan.units,
             device=device,
             compute_dtype=compute_dtype(plan.precision),
             constants=read,
         )
-        if changed := self.state.leave_out_changed():
+        if changed := state.leave_out_changed():
             log.warning(
                 "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
                 "capture only, and what is read there is baked into the program. Keep what changes "
                 "from call to call in a buffer, or pass it as an argument.",
-                type(self._model).__name__, ", ".join(changed),
+                name, ", ".join(changed),
             )  # fmt: skip
-        if (leaked := self.state.leaked()) and not self._has_warned_of_leaks:
+        if (leaked := state.leaked()) and not self._has_warned_of_leaks:
             self._has_warned_of_leaks = True
             log.warning(
                 "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
                 "so that they have no values, and no later call will. Return them from forward.",
-                type(self._model).__name__, ", ".join(leaked),
+                name, ", ".join(leaked),
             )  # fmt: skip
-        *_, attributes = self.state.read()
+        *_, attributes = state.read()
         key = key[0]._replace(attributes=attributes), key[1]
         if constants := Constants(read):
             self._constants[key] = constants
@@ -526,10 +571,11 @@ class ProgramTable:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, **options: Any
     ) -> Captured:
         """Capture a call, with symbols for the sizes that vary."""
-        take = functools.partial(capture, self._model, args, kwargs, **options)
-        if self._lengths is None:
+        entry = key[0].entry
+        take = functools.partial(capture, self._model, args, kwargs, entry=entry, **options)
+        if self._lengths is None or entry.is_parameters:
             return take()
-        call = trees.Call.of(self._model, args, kwargs)
+        call = trees.Call.of(entry.function(self._model), args, kwargs)
         varying = self._lengths.varying(key, call.tensors, call.names)
         if not varying:
             return take()
@@ -550,7 +596,7 @@ class ProgramTable:
         self._lengths.fix(key, call.tensors, symbols)
         log.warning(
             "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
-            type(self._model).__name__,
+            key[0].entry.describe(self._model),
             ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
             why,
         )
@@ -576,9 +622,9 @@ class ProgramTable:
         return program
 
     def drop(self) -> None:
-        """Forget every program: the model is another one now."""
-        self._give_up(*self.bound)
-        self.known.clear()
+        """Forget every program but those of parameters: the model is another one now."""
+        self._give_up(*[key for key in self.bound if not key[0].entry.is_parameters])
+        self.known = {k: made for k, made in self.known.items() if k in self.bound}
         self._constants.clear()
 
     def _instead_of(self, compiled: Planned) -> Planned:
@@ -589,8 +635,9 @@ class ProgramTable:
     def _bind(self, key: Key) -> Bound:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
         program, directory = self.known[key] = self.known.pop(key)  # the latest
-        spare = [k for k in self.known if k not in self.bound and k != key]
-        for old in spare[: max(0, len(self.known) - KEPT * self._setting.plan.max_programs)]:
+        alike = [k for k in self.known if k[0].entry == key[0].entry]
+        spare = [k for k in alike if k not in self.bound and k != key]
+        for old in spare[: max(0, len(alike) - KEPT * self._setting.plan.max_programs)]:
             del self.known[old]
         slots = slots_of(program)
         self._reserve(program, slots)

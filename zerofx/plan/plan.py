@@ -78,6 +78,9 @@ class Plan:
         one takes the place of the least recently used, with one warning.
     dynamic: "off", or "auto": a dimension of the arguments that has had two values is free in the
         programs compiled from then on, and one of them serves all its values (kernels="aten").
+    islands: "auto": a forward of which no static graph can be made runs eagerly, its parameters
+        gathered around it, while the modules that it calls have programs of their own; or "refuse",
+        which raises a CaptureError.
     debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:
@@ -106,6 +109,7 @@ class Plan:
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
     dynamic: str = spec_field("off", one_of("off", "auto"))
+    islands: str = spec_field("auto", one_of("auto", "refuse"))
     debug: bool = spec_field(False, flag)
 
     if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so
@@ -134,6 +138,7 @@ class Plan:
             cuda_graph: bool = ...,
             max_programs: int = ...,
             dynamic: str = ...,
+            islands: str = ...,
             debug: bool = ...,
         ) -> None: ...
 

@@ -22,6 +22,7 @@ from zerofx.runtime.tensors.piece import CastCopy
 from zerofx.runtime.tiers.away_shards import AwayShards
 from zerofx.runtime.tiers.bucket_updates import BucketUpdates
 from zerofx.runtime.tiers.nvme_values import NvmeValues
+from zerofx.runtime.turns import Turns
 from zerofx.runtime.views import BucketViews
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Engine:
         store.ledger.is_delayed = delayed
         self.updates = BucketUpdates(store, self.away, delayed)
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
+        self.turns = Turns(self)
         self.keeps_memory = False  # between calls too: recordings work at fixed addresses
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, Stamp] = {}  # bucket -> what its resident copy was made of

@@ -193,6 +193,10 @@ class Gradients:
             else:
                 place.zero_()  # a gradient of zero tangents may be NaN
 
+    def pack_nothing(self, bucket: int, params: tuple[int, ...]) -> None:
+        """Count a zero buffer as packed with gradients of the parameters at these positions."""
+        self._packed[bucket] += (params,)
+
     def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
         if self.discards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Contract:
     reach: output leaf -> what has a gradient from it. A loss leaves the rest as it is: None, or
         what an earlier backward has left there.
     digest: readable "name=value" items that must be equal on all ranks before a call.
+    shares: graph -> its collectives, for ranks that take part in them without running it
+        (`runtime.turns`).
     graph: hashes of the sizes of the inputs and of the captured graph (see `Agreement.agree`).
     """
 
@@ -69,6 +71,7 @@ class Contract:
     draws: frozenset[str]  # of "forward" and "backward": those that draw random numbers
     label: str
     digest: str
+    shares: Mapping[str, str] = field(default_factory=dict)
     graph: bytes = NO_GRAPH
     tangents_at: Callable[[Sequence[Any]], dict[int, TangentForm]] | None = None
 
@@ -82,6 +85,7 @@ class Call:
     writes: int = 0
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
     tangents: dict[int, TangentForm] = field(default_factory=dict)
+    turn: int | None = None  # its number, where ranks take turns
 
 
 Explain = Callable[[BaseException, Sequence[Any], dict[str, Tensor]], BaseException]
@@ -156,7 +160,11 @@ class Executable:
             engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")
-        self._agree(f"{kind} of {self.contract.label}", f"buckets to gather again={engine.stale()}")
+        if engine.turns.are_taken:
+            call.turn = engine.turns.forward(self.contract.label, self.contract.shares["forward"])
+        else:
+            state = f"buckets to gather again={engine.stale()}"
+            self._agree(f"{kind} of {self.contract.label}", state)
         with self._guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
@@ -216,7 +224,13 @@ class Executable:
         apart: contextlib.AbstractContextManager[list[Tensor | None]]
         apart = gradients.apart(self._anchor.nodes) if returns else contextlib.nullcontext([])
         try:
-            gradients.asked = self._agree_on_asked(used, named, state)
+            if call.turn is not None:
+                engine.turns.backward(
+                    call.turn, self.contract.label, self.contract.shares["backward"]
+                )
+                gradients.asked = self._asked(used, used, named)
+            else:
+                gradients.asked = self._agree_on_asked(used, named, state)
             with apart as found:
                 with self._guard(), torch.no_grad(), self._own_random("backward"):
                     assert self.backward is not None
@@ -268,16 +282,23 @@ class Executable:
         used: the outputs that this rank's loss uses. Where ranks use different ones, a parameter
         that one rank's loss reaches gets the mean with zeros from the others.
         """
-        reach, choice = self.contract.reach, " ".join(map(str, used))
+        choice = " ".join(map(str, used))
         found = self.engine.world.agree_but_for(
             f"backward of {self.contract.label}",
             f"{self.contract.digest};{state}",
             f"outputs={choice}",
             self.contract.graph,
         )
+        anywhere = [int(leaf) for each in found for leaf in each.partition("=")[2].split()]
+        return self._asked(used, anywhere, named)
+
+    def _asked(
+        self, used: Sequence[int], anywhere: Sequence[int], named: list[str] | None
+    ) -> Asked:
+        """Return which parameters get a gradient from these outputs, used here or anywhere."""
+        reach = self.contract.reach
         if named is None and len(used) == len(reach):
             return EVERYTHING
-        anywhere = {int(leaf) for each in found for leaf in each.partition("=")[2].split()}
         given = frozenset(name for leaf in used for name in reach[leaf].params)
         received = frozenset(name for leaf in anywhere for name in reach[leaf].params)
         if named is None:

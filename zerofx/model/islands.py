@@ -1,0 +1,195 @@
+"""Islands: forwards that run eagerly, since no static graph of them can be made.
+
+The forward of an island is the user's own code, and autograd records it. Around it zerofx gathers
+parameters, by programs like any other (`capture.entry`): where the island spans several units those
+that its module itself registers, else all in it. Modules that it calls have programs of their own,
+or are islands themselves, so that no more than one unit is whole at a time. What autograd would
+keep of whole parameters for backward is dropped after forward and gathered again when backward
+asks for it; the gradients go the way of every program's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.capture.entry import ALL, OWN, Entry
+from zerofx.capture.formats import cast_inputs
+from zerofx.capture.original import Place, original
+from zerofx.compat.autograd import at_end_of_backward, backward_number
+from zerofx.compat.graphs import pytree
+from zerofx.compat.modules import own_parameters
+from zerofx.errors import CaptureError
+from zerofx.runtime.turns import Turns
+
+if TYPE_CHECKING:
+    from zerofx.model.namespace import Namespace
+
+
+log = logging.getLogger("zerofx")
+
+
+@dataclass(frozen=True)
+class Island:
+    """A function of the model that runs eagerly, and why.
+
+    gathered: the entry whose program gives it whole parameters; None where it needs none.
+    """
+
+    entry: Entry
+    reason: str
+    gathered: Entry | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that it calls runs eagerly too, on the parameters gathered around it."""
+        return self.gathered is not None and self.gathered.method == ALL
+
+
+def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
+    """Return the island that a function becomes whose capture raised `error`."""
+    model = own.model
+    with original(model):
+        module = entry.module(model)
+        units = {own.units[name] for name in _names(module, entry.path)}
+        if len(units) > 1:
+            has_own = any(p is not None for p in own_parameters(module).values())
+            gathered = Entry(entry.path, OWN) if has_own else None
+        else:
+            gathered = Entry(entry.path, ALL) if units else None
+    return Island(entry, str(error).partition("\n")[0], gathered)
+
+
+def _names(module: nn.Module, path: str) -> list[str]:
+    """Return the names of all parameters in a module, of tied ones each."""
+    return [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
+
+
+class Whole:
+    """Whole parameters of one module for code that runs eagerly, and for its backward.
+
+    take: returns them, as a program's outputs; inside backward under no_grad.
+    """
+
+    def __init__(self, take: Callable[[], Sequence[Tensor]], turns: Turns) -> None:
+        self._take, self._turns = take, turns
+        self._tensors: list[Tensor] | None = None
+        self._places: dict[int, int] = {}  # where a storage lies -> which tensor's
+
+    def begin(self) -> Sequence[Tensor]:
+        """Gather them for forward."""
+        tensors = list(self._take())
+        self._places = {t.untyped_storage().data_ptr(): i for i, t in enumerate(tensors)}
+        self._tensors = tensors
+        for tensor in tensors:
+            if tensor.grad_fn is not None:  # one node for all of them, after all that used them
+                tensor.grad_fn.register_hook(lambda *_: self.drop())
+                break
+        return tensors
+
+    def drop(self) -> None:
+        """Let go of the values."""
+        self._tensors = None
+
+    @contextlib.contextmanager
+    def saved_as_places(self) -> Iterator[None]:
+        """Have autograd save where in which parameter a tensor lies, in the place of its values."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, saved: Tensor) -> Any:
+        which = self._places.get(_address(saved))
+        if which is None or self._tensors is None:
+            return saved
+        whole = self._tensors[which]
+        if saved.dtype is not whole.dtype:
+            return saved
+        return which, saved.size(), saved.stride(), saved.storage_offset()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self._tensors is None:
+            self._turns.begin_backward()
+            with torch.no_grad():
+                self._tensors = [t.detach() for t in self._take()]
+            if backward_number() != -1:
+                at_end_of_backward(self.drop)
+        which, size, strides, offset = saved
+        return self._tensors[which].as_strided(size, strides, offset)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins, 0 for one that has none of its own."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def places_of(module: nn.Module, which: str, tensors: Sequence[Tensor]) -> list[Place]:
+    """Return where whole tensors, in the order of their entry, stand in for parameters."""
+    modules = [module] if which == OWN else list(module.modules())
+    order: dict[int, int] = {}
+    found: list[Place] = []
+    for each in modules:
+        for key, param in own_parameters(each).items():
+            if param is not None:
+                number = order.setdefault(id(param), len(order))
+                found.append(Place(each, key, param, tensors[number]))
+    return found
+
+
+def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an island's forward; return what it returns."""
+    model = own.model
+    module = island.entry.module(model)
+    args, kwargs = _cast(own, args, kwargs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(own.engine.turns.taken())
+        if island.gathered is not None:
+            gathered = island.gathered
+            whole = Whole(lambda: own.call(gathered, (), {}), own.engine.turns)
+            tensors = whole.begin()
+            stack.callback(whole.drop)
+            places = places_of(module, gathered.method, tensors)
+            stack.enter_context(own.original.standing_in(places))
+            if torch.is_grad_enabled():
+                stack.enter_context(whole.saved_as_places())
+            if island.is_whole:
+                stack.enter_context(own.passing_through(island.entry.path))
+            del tensors, places
+        if module is model:
+            stack.enter_context(own.original.restored(model))
+        return island.entry.call(model, args, kwargs)
+
+
+def _cast(
+    own: Namespace, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments in the format that the plan computes in, as programs take them."""
+    dtype = own.compute_dtype
+    if dtype is None:
+        return args, kwargs
+
+    def cast(leaf: Any) -> Any:
+        return cast_inputs((leaf,), dtype)[0] if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(cast, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def say(own: Namespace, island: Island) -> None:
+    """Tell the user that a function has become an island, and what that means."""
+    name = island.entry.describe(own.model)
+    log.warning(
+        "%s runs eagerly, as no static graph of it can be made: %s. %s Plan(islands='refuse') "
+        "makes this an error.",
+        name, island.reason.removeprefix("capture: ").rstrip("."),
+        "All in it runs eagerly, on parameters gathered around it." if island.is_whole else
+        "The modules that it calls have programs of their own.",
+    )  # fmt: skip

@@ -1,0 +1,198 @@
+"""Turns: ranks whose code calls different programs launch each program's collectives together.
+
+Where a forward runs eagerly, it may call a program on one rank and not on another (layer drop, an
+expert without tokens). So each rank says which program it is about to run, before it launches
+anything. The same on all ranks: they run it. If not, the smallest text has its turn, and the ranks
+that did not mean to run it take part: they send their shards, take gradients of zero, and keep
+nothing. A rank at the end of its forward, or of its backward, takes part until all have come there.
+
+What a rank says contains all that taking part needs: the collectives of the program, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zerofx.compat.autograd import at_end_of_backward, backward_number
+from zerofx.errors import DesyncError
+from zerofx.layout.tiers import Tier
+
+if TYPE_CHECKING:
+    from zerofx.runtime.engine import Engine
+
+GATHER, REFRESH, REDUCE, SYNC = "gather", "refresh", "reduce", "sync"
+_MOST = 3000  # characters of what a rank says (the board's entries hold no more)
+_LAST = "~end"  # behind every other text
+
+
+@dataclass(frozen=True)
+class Share:
+    """One collective of a program: its kind, the bucket, and what else taking part needs.
+
+    positions: of the parameters whose gradients are reduced. scale: of the reduction.
+    names: the buffers that follow rank 0.
+    """
+
+    kind: str
+    bucket: int = -1
+    positions: tuple[int, ...] = ()
+    scale: float = 1.0
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rest = {
+            REDUCE: f":{self.scale!r}:{','.join(map(str, self.positions))}",
+            SYNC: f":{','.join(self.names)}",
+        }
+        return f"{self.kind}:{self.bucket}{rest.get(self.kind, '')}"
+
+    @classmethod
+    def read(cls, text: str) -> Share:
+        kind, bucket, *rest = text.split(":")
+        if kind == REDUCE:
+            positions = tuple(map(int, rest[1].split(",")))
+            return cls(kind, int(bucket), positions, float(rest[0]))
+        return cls(kind, int(bucket), names=tuple(rest[0].split(",")) if rest else ())
+
+
+class Turns:
+    """The turns of one model on one rank.
+
+    buffers: returns the model's buffers by name.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.buffers: Callable[[], dict[str, Tensor]] = dict
+        self._depth = 0  # of forwards that run eagerly
+        self._count = 0  # programs run so far by any rank
+        self._backward = -1  # the backward whose end is waited for
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether programs that are called now may differ from rank to rank."""
+        if self._engine.world.size == 1:
+            return False
+        return self._depth > 0 or (self._backward != -1 and self._backward == backward_number())
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Let ranks call different programs inside; all come to the end together."""
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self._depth -= 1
+            raise
+        self._depth -= 1
+        if not self.are_taken and self._engine.world.size > 1:
+            self._wait(_LAST)
+
+    def forward(self, label: str, shares: str) -> int:
+        """Return, once it is this program's turn, the number that its backward names."""
+        self._wait(f"forward of {label}/{shares}")
+        self._count += 1
+        return self._count
+
+    def begin_backward(self) -> None:
+        """Let ranks run different programs until the end of the backward that runs now."""
+        task = backward_number()
+        if self._engine.world.size > 1 and task not in (-1, self._backward):
+            self._backward = task
+            at_end_of_backward(self._end)
+
+    def backward(self, number: int, label: str, shares: str) -> None:
+        """Return once it is the turn of the backward of the program with this number."""
+        self.begin_backward()
+        self._wait(f"{10**9 - number} backward of {label}/{shares}")
+
+    def _end(self) -> None:
+        """Take part until the backward of every rank has ended."""
+        self._backward = -1
+        self._wait(_LAST)
+
+    def _wait(self, mine: str) -> None:
+        """Take part in other programs until all ranks run this one, or have its turn."""
+        if len(mine) > _MOST:
+            raise DesyncError(
+                f"{mine[:80]}...: it takes part in more collectives than ranks can tell each other "
+                "of, so that ranks cannot run different parts of this model. Give "
+                "Plan(bucket_bytes=...) more, so that there are fewer"
+            )
+        world = self._engine.world
+        while True:
+            found = world.agree_but_for("what runs next", "", f"next={mine}")
+            turn = min(each.partition("=")[2] for each in found)
+            if turn == mine:
+                return
+            self._take_part(turn)
+
+    # -- taking part ----------------------------------------------------------------------------
+    @torch.no_grad()
+    def _take_part(self, turn: str) -> None:
+        """Launch the collectives of a program that other ranks run."""
+        what, _, listed = turn.partition("/")
+        is_backward = " backward of " in f" {what}"
+        engine, gradients = self._engine, self._engine.gradients
+        if not is_backward:
+            self._count += 1
+        elif gradients.scaler is not None:
+            gradients.scaler.begin({})
+        try:
+            parts = {
+                GATHER: self._gather,
+                REFRESH: self._refresh,
+                REDUCE: self._reduce,
+                SYNC: self._sync,
+            }
+            for share in map(Share.read, filter(None, listed.split(" "))):
+                parts[share.kind](share)
+            if is_backward:
+                engine.rest()
+            else:
+                engine.away.settle_all()
+                engine.away.tell(what)
+        except BaseException as error:
+            engine.abandon(error)
+            raise
+
+    def _shard(self, bucket: int) -> Tensor:
+        """Return this rank's shard of a bucket, on the device."""
+        engine, shard = self._engine, self._engine.store.shards[bucket]
+        place = engine.layout.buckets[bucket]
+        if place.home is Tier.NVME:
+            shard = engine.wait(engine.read_shard(shard, bucket))
+        return engine.wait(engine.reload_shard(shard, bucket)) if place.is_away else shard
+
+    def _gather(self, share: Share) -> None:
+        engine = self._engine
+        full = engine.wait(engine.all_gather(self._shard(share.bucket), share.bucket))
+        engine.release(full)
+
+    def _refresh(self, share: Share) -> None:
+        engine, bucket = self._engine, share.bucket
+        shard = engine.store.shards[bucket]
+        if engine.layout.buckets[bucket].is_away:
+            shard = engine.wait(engine.refresh_shard(shard, bucket))
+        engine.wait(engine.refresh(shard, bucket))
+
+    def _reduce(self, share: Share) -> None:
+        engine, bucket = self._engine, share.bucket
+        buffer = engine.grad_buffer(bucket, zero=True)
+        engine.gradients.pack_nothing(bucket, share.positions)
+        reduced = engine.wait(engine.reduce_scatter(buffer, bucket, share.scale))
+        if engine.layout.buckets[bucket].is_away:
+            reduced = engine.wait(engine.offload_grad(reduced, bucket))
+        engine.store_grad(reduced, bucket)
+
+    def _sync(self, share: Share) -> None:
+        held = self.buffers()
+        mine: Sequence[Tensor] = [held[name] for name in share.names]
+        for buffer, value in zip(mine, self._engine.sync_buffers(mine), strict=True):
+            buffer.copy_(value)
