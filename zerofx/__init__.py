@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerofx.model.full_state import full_state_dict as full_state_dict
     from zerofx.model.full_state import iter_state_dict as iter_state_dict
     from zerofx.model.module import CompiledModule as CompiledModule
+    from zerofx.model.whole import whole as whole
     from zerofx.plan.plan import Offload as Offload
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
@@ -46,6 +47,7 @@ _HOME = {
     "CompiledModule": "zerofx.model.module",
     "full_state_dict": "zerofx.model.full_state",
     "iter_state_dict": "zerofx.model.full_state",
+    "whole": "zerofx.model.whole",
     "Plan": "zerofx.plan.plan",
     "Precision": "zerofx.plan.plan",
     "Offload": "zerofx.plan.plan",

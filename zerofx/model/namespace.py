@@ -148,6 +148,26 @@ def rule_of(asked: LossScale) -> ScaleRule:
     )
 
 
+# -- Calls that are alike but for sizes and values -------------------------------------------------
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the modes and the kinds of arguments of a call, without its sizes and values."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return modes, _form(args), tuple([(k, _form(v)) for k, v in kwargs.items()])
+
+
+def _form(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return kind, value.ndim, value.dtype, value.requires_grad
+    if kind in (tuple, list):
+        return kind, frozenset(map(_form, value))
+    if kind is dict:
+        return kind, frozenset([(str(k), _form(v)) for k, v in value.items()])
+    return kind
+
+
 # -- What zerofx adds to a model -------------------------------------------------------------------
 
 
@@ -165,15 +185,17 @@ class Namespace:
         self.setting, self.engine = setting, engine
         self.table = ProgramTable(model, setting, engine, other)
         self._hooks: dict[Entry, HookWatch] = {}
-        self.islands: dict[Entry, Island] = {}
+        self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
         self.original = Original(model)
         engine.turns.buffers = lambda: dict(model.named_buffers())
 
     def __repr__(self) -> str:
         found, world = self.programs, self.world
-        count = f"{len(found)} program{'s' * (len(found) != 1)}"
-        return f"zerofx(stage={self.plan.stage}, world={world.size}, {count})"
+        counts = [f"{len(found)} program{'s' * (len(found) != 1)}"]
+        if eager := self.islands:
+            counts.append(f"{len(eager)} island{'s' * (len(eager) != 1)}")
+        return f"zerofx(stage={self.plan.stage}, world={world.size}, {', '.join(counts)})"
 
     # -- what there is ------------------------------------------------------------------------
     @property
@@ -205,6 +227,14 @@ class Namespace:
         return Programs(b.program for b in self.table.bound.values())
 
     @property
+    def islands(self) -> list[Island]:
+        """The functions of the model that run eagerly, with the reason, innermost first.
+
+        What they compute is not proved; the programs that they call are.
+        """
+        return [next(iter(by_form.values())) for by_form in self._islands.values()]
+
+    @property
     def loss_scale(self) -> LossScaler | None:
         """The scale of fp16 gradients and how many steps were skipped; None without scaling."""
         return self.engine.gradients.scaler
@@ -219,8 +249,8 @@ class Namespace:
             self.engine.store.check_bindings()
         if wrapper := reducer_of(self.engine.store.params.values()):
             raise self.is_parallel(wrapper)
-        island = self.islands.get(entry)
-        if island is not None:
+        known = self._islands.get(entry)
+        if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
         try:
             key = signature_key(self.table.state(entry), args, kwargs), self._handles(entry)
@@ -232,9 +262,12 @@ class Namespace:
             island = islands.island_of(self, entry, error)
         else:
             return program(args, kwargs)
+        form = self._form(entry, args, kwargs)
         result = islands.run(self, island, args, kwargs)
-        self.islands[entry] = island  # only now: eager PyTorch can run it
-        islands.say(self, island)
+        # Only now: eager PyTorch can run it.
+        if entry not in self._islands:
+            islands.say(self, island)
+        self._islands.setdefault(entry, {})[form] = island
         return result
 
     def _handles(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
@@ -243,6 +276,10 @@ class Namespace:
         if watch is None:
             watch = self._hooks[entry] = HookWatch(entry.modules(self.model))
         return watch.handles()
+
+    def _form(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what tells calls apart of which one may be an island's and another need not."""
+        return entry.module(self.model).training, form_of(args, kwargs)
 
     def _may_be_island(self, entry: Entry) -> bool:
         return self.plan.islands == "auto" and not entry.is_parameters
@@ -255,9 +292,19 @@ class Namespace:
 
     def enter(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a submodule: eagerly inside what is captured or runs eagerly, else its program."""
-        if self.original.is_captured or any(map(path.startswith, self._covered)):
+        if self.original.is_captured or self.is_covered(path):
             return call_uncompiled(self.model.get_submodule(path), args, kwargs)
         return self.call(Entry(path), args, kwargs)
+
+    def is_covered(self, path: str) -> bool:
+        """Tell whether the parameters of a submodule are whole now, so that it runs eagerly."""
+        return any(map(f"{path}.".startswith, self._covered))
+
+    def enter_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the model's that reads its parameters: as a program, or as an island."""
+        if self.original.is_captured or self.is_covered("") or self.original.is_whole_in_part:
+            return getattr(self.original.kind, name)(self.model, *args, **kwargs)
+        return self.call(Entry("", name), args, kwargs)
 
     @contextlib.contextmanager
     def passing_through(self, path: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from training import loss_of
 import zerofx
 from zerofx.errors import PlanError
 from zerofx.kernels.launch import plain_forms, use_triton
-from zerofx.model.module import rule_of
+from zerofx.model.namespace import rule_of
 from zerofx.plan.parts import LossScale
 from zerofx.runtime.loss_scale import LossScaler
 

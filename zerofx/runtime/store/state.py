@@ -46,13 +46,15 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
 
 
 class FullReader:
-    """Reads parameters whole, on the host, each when it is asked for; each read is collective.
+    """Reads parameters whole, each when it is asked for; each read is collective.
 
     The last bucket that was gathered is kept, so that reading in order gathers each once.
+
+    device: where they are put; the host by default.
     """
 
-    def __init__(self, store: ShardStore) -> None:
-        self._store = store
+    def __init__(self, store: ShardStore, device: torch.device | None = None) -> None:
+        self._store, self._device = store, device
         self._last: tuple[int, Tensor] | None = None
 
     @torch.no_grad()
@@ -60,7 +62,7 @@ class FullReader:
         """Return one parameter whole, in memory of its own."""
         self._store.settle()
         where, first = self._store.layout.owned[name][0]
-        whole = torch.empty(first.whole_shape, dtype=where.dtype)
+        whole = torch.empty(first.whole_shape, dtype=where.dtype, device=self._device)
         for bucket, param in self._store.layout.owned[name]:
             rows = slice(None) if param.tile is None else slice(*param.tile.rows)
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
