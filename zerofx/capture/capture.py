@@ -19,12 +19,11 @@ from zerofx.capture.effects import (
     refuse_mode,
     refuse_rebinding,
 )
-from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
-from zerofx.capture.original import original
+from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units

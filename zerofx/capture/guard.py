@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from zerofx.capture.entry import MODEL, Entry
+from zerofx.capture.original import MODEL, Entry
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor, distributed_by, unwrapped
 from zerofx.compat.graphs import FakeTensor, pytree, with_effects

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerofx.capture import call as trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
-from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
+from zerofx.capture.original import MODEL, Entry
 from zerofx.capture.swap import Links, State
 from zerofx.compat.graphs import TreeSpec
 from zerofx.compat.tracing import is_symbolic, shown_by

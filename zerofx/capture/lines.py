@@ -27,7 +27,17 @@ _DEMO = str(Path(_PACKAGE) / "tools" / "demo")  # its models are captured as a u
 # watches assignments, also the user's, and has ops of its own.
 _BETWEEN = tuple(
     str(Path(_PACKAGE) / name)
-    for name in ("capture", "runtime", "kernels", "comm", "nvme", "layout", "policy", "compat")
+    for name in (
+        "capture",
+        "model",
+        "runtime",
+        "kernels",
+        "comm",
+        "nvme",
+        "layout",
+        "policy",
+        "compat",
+    )
 )
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]

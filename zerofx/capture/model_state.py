@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.lines import is_user_file
-from zerofx.capture.original import SLOT, original
+from zerofx.capture.original import MODEL, SLOT, Entry, original
 from zerofx.compat.modules import CONTAINERS, forward_hooks, own_buffers
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.compat.tracing import is_traced

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture import call as trees
-from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.guard import check_constant, has_hidden_state
 from zerofx.capture.model_state import PLAIN, ModelState, Reading, number_key, tensor_key
+from zerofx.capture.original import MODEL, Entry
 from zerofx.errors import CaptureError
 
 _TENSORS = frozenset({Tensor, nn.Parameter})

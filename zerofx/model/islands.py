@@ -1,9 +1,9 @@
 """Islands: forwards that run eagerly, since no static graph of them can be made.
 
 The forward of an island is the user's own code, and autograd records it. Around it zerofx gathers
-parameters, by programs like any other (`capture.entry`): where the island spans several units those
-that its module itself registers, else all in it. Modules that it calls have programs of their own,
-or are islands themselves, so that no more than one unit is whole at a time. What autograd would
+parameters, by programs like any other (`capture.original`): where the island spans several units
+those that its module itself registers, else all in it. Modules that it calls have programs of their
+own, or are islands themselves, so that no more than one unit is whole at a time. What autograd would
 keep of whole parameters for backward is dropped after forward and gathered again when backward
 asks for it; the gradients go the way of every program's.
 """
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.entry import ALL, OWN, Entry
 from zerofx.capture.formats import cast_inputs
-from zerofx.capture.original import Place, original
+from zerofx.capture.original import ALL, OWN, Entry, Place, original
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters

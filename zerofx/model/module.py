@@ -25,8 +25,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.entry import MODEL
-from zerofx.capture.original import SLOT, original, set_class
+from zerofx.capture.original import MODEL, SLOT, original, set_class
 from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint
 from zerofx.compat.modules import (
     Entries,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zerofx.capture.entry import Entry
 from zerofx.capture.explain import shorten
-from zerofx.capture.original import Original, original
+from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
 from zerofx.capture.units import find_units
 from zerofx.comm.world import World
@@ -184,7 +183,7 @@ class Namespace:
         self.model = cast("CompiledModule", model)
         self.setting, self.engine = setting, engine
         self.table = ProgramTable(model, setting, engine, other)
-        self._hooks: dict[Entry, HookWatch] = {}
+        self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before it is left without hooks
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
         self.original = Original(model)

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
 from zerofx.capture import capture
-from zerofx.capture.entry import MODEL, Entry
 from zerofx.capture.model_state import ModelState
+from zerofx.capture.original import MODEL, Entry
 from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load

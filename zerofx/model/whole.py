@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.entry import ALL, Entry
-from zerofx.capture.original import SLOT
+from zerofx.capture.original import ALL, SLOT, Entry
 from zerofx.compat.modules import intercepted
 from zerofx.errors import ArgumentError, ShardError
 from zerofx.model.islands import places_of
@@ -55,22 +54,25 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
             stack.enter_context(own.original.restored(own.model))
         yield module
     trained = [n for n, t in zip(params, tensors, strict=True) if t.grad is not None]
-    if not own.world.all_well("leaving zerofx.whole", not trained):
+    if name := _on_any_rank(own, "trained", trained):
         raise ShardError(
-            f"{trained[0] if trained else 'a parameter of another rank'} got a gradient inside "
-            "zerofx.whole, which ends here and is lost. Call the model outside zerofx.whole to "
-            "train it"
+            f"{name} got a gradient inside zerofx.whole, which ends here and is lost. Call the "
+            "model outside zerofx.whole to train it"
         )
     if write_back:
         _write_back(own, params, tensors)
-        return
-    written = _written(own, params, tensors)
-    if not own.world.all_well("after zerofx.whole", not written):
+    elif name := _on_any_rank(own, "written", _written(own, params, tensors)):
         raise ShardError(
-            f"{written[0] if written else 'a parameter'} was written to inside zerofx.whole, and "
-            "the new values are lost. Use zerofx.whole(model, write_back=True), which keeps those "
-            "of rank 0"
+            f"{name} was written to inside zerofx.whole, and the new values are lost. Use "
+            "zerofx.whole(model, write_back=True), which keeps those of rank 0"
         )
+
+
+def _on_any_rank(own: Namespace, what: str, names: list[str]) -> str:
+    """Return a name that some rank has, "" if none has any; a collective call."""
+    mine = f"{what}={names[0] if names else ''}"
+    found = own.world.agree_but_for("leaving zerofx.whole", "", mine)
+    return max(each.partition("=")[2] for each in found)
 
 
 @torch.no_grad()
@@ -109,8 +111,10 @@ def _place(module: nn.Module) -> tuple[Namespace, str]:
         if SLOT in module.__dict__:
             return module.__dict__[SLOT], ""
         call = intercepted(module)
-        if isinstance(call, functools.partial) and isinstance(call.func.__self__, Namespace):
-            return call.func.__self__, call.args[0]
+        if isinstance(call, functools.partial):
+            owner = getattr(call.func, "__self__", None)
+            if isinstance(owner, Namespace):
+                return owner, call.args[0]
     raise ArgumentError(
         f"zerofx.whole was given a {type(module).__name__} that is no part of a compiled model, or "
         "has no parameters. Give what zerofx.compile returned, or one of its submodules"

@@ -165,7 +165,14 @@ class Seeded(nn.Module):
 
 def test_a_seed_inside_forward_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"seeds torch's generator, and test_capture_outside.py"):
-        zerofx.compile(Seeded(), ATEN)(X)
+        zerofx.compile(Seeded(), {**ATEN, "islands": "refuse"})(X)
+
+
+def test_what_runs_under_a_seed_runs_eagerly() -> None:
+    plain, model = Seeded(), Seeded()
+    model.load_state_dict(plain.state_dict())
+    compiled = zerofx.compile(model, ATEN)
+    assert torch.equal(compiled(X), plain(X)) and torch.equal(compiled(X), plain(X))
 
 
 class Writes(nn.Module):

@@ -234,13 +234,16 @@ class Scaled(nn.Module):
         return torch.copysign(self.weight, torch.tensor(k)).mul(x).sum()
 
 
-def test_an_argument_that_changes_inside_is_refused() -> None:
+def test_an_argument_that_changes_inside_is_not_baked_in() -> None:
     model = zerofx.compile(Scaled(), ATEN)
+    refusing = zerofx.compile(Scaled(), {**ATEN, "islands": "refuse"})
     options = Options()
-    model(torch.ones(4), options)
-    options.k = 5.0
-    with pytest.raises(CaptureError, match=r"args\[1\] is a Options, whose attributes"):
-        model(torch.ones(4), options)
+    assert model(torch.ones(4), options).item() == 4.0
+    for k in (-5.0, 5.0):
+        options.k = k
+        assert model(torch.ones(4), options).item() == (4.0 if k > 0 else -4.0)
+        with pytest.raises(CaptureError, match=r"args\[1\] is a Options, whose attributes"):
+            refusing(torch.ones(4), options)
 
 
 def test_minus_zero_is_another_argument_than_zero() -> None:

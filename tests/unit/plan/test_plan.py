@@ -115,6 +115,7 @@ def test_defaults_are_the_contract() -> None:
         "cuda_graph": False,
         "max_programs": 16,
         "dynamic": "off",
+        "islands": "auto",
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"

@@ -1,0 +1,353 @@
+"""Islands: forwards that no static graph follows train as in plain PyTorch, on many ranks too."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.errors import ArgumentError, CaptureError, ShardError
+
+ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
+WIDTH = 16
+
+
+class Experts(nn.Module):
+    """Top-1 experts as they are written by hand: one without tokens is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        weight, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
+        return out.view(x.shape)
+
+
+class Packed(nn.Module):
+    """An LSTM over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([x.shape[1] - i for i in range(len(x))])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x)) * self.gain
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+class Text(nn.Module):
+    """A text model; `kind` says what in it no static graph follows.
+
+    turn: which step this is, and on which rank: layers are dropped by it, on each rank others.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        special = {"experts": Experts, "packed": Packed}.get(kind, mlp)
+        self.kind, self.turn = kind, torch.zeros(2, dtype=torch.long)
+        self.embed, self.norm = nn.Embedding(40, WIDTH), nn.LayerNorm(WIDTH)
+        self.places = nn.Parameter(0.1 * torch.randn(6, WIDTH))
+        self.blocks = nn.ModuleList(Block(special() if i % 2 else mlp()) for i in range(4))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places
+        for number, block in enumerate(self.blocks):
+            step, rank = self.turn
+            is_dropped = self.kind == "drop" and (step * 7 + number * 3 + rank * 5) % 4 == 0
+            if not is_dropped:
+                x = block(x)
+        if self.kind == "tied" and x.abs().mean().item() > 100:
+            x = x * 2
+        x = self.norm(x) + self.places.mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 40, (3, 6), generator=torch.Generator().manual_seed(9 * step + rank))
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named.items()}
+
+
+def train(kind: str, fields: dict[str, Any], steps: int = 3) -> list[str]:
+    """Train beside plain PyTorch, from the same state; return the entries that became islands."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plain = Text(kind)
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**{**ATEN, **fields}))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    for step in range(steps):
+        for each in range(world):
+            plain.turn = torch.tensor([step, each])
+            (plain(batch(step, each), batch(step, each)) / world).backward()
+        model.turn = torch.tensor([step, rank])
+        model(batch(step, rank), batch(step, rank)).backward()
+        found, wanted = grads_of(model), grads_of(plain)
+        assert {n for n in found if found[n] is None} == {n for n in wanted if wanted[n] is None}
+        for name, grad in found.items():
+            if grad is not None:
+                torch.testing.assert_close(grad, wanted[name], atol=1e-6, rtol=1e-5, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(island.entry) for island in model.zerofx.islands]
+
+
+KINDS = {
+    "experts": ["blocks.1", "blocks.3", ""],
+    "packed": ["blocks.1", "blocks.3", ""],
+    "drop": [""],
+    "tied": [""],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_island_trains_as_plain_pytorch(kind: str) -> None:
+    assert train(kind, {}) == KINDS[kind]
+
+
+def cases(kind: str, *plans: dict[str, Any]) -> list[list[str]]:
+    return [train(kind, fields) for fields in plans]
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "drop" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_ranks_that_call_different_modules_meet(pool: Pool, kind: str) -> None:
+    assert pool.run(2, cases, kind, {}) == [[KINDS[kind]]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_islands_under_other_plans(pool: Pool, kind: str) -> None:
+    plans: list[dict[str, Any]] = [
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 2, "bucket_bytes": 2**20},
+        {"persist_below": 10_000},
+        {"offload": {"parameters": "cpu", "optimizer": "cpu"}},
+        {"kernels": "inductor"},
+    ]
+    assert pool.run(2, cases, kind, *plans) == [[KINDS[kind]] * len(plans)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_islands_in_groups_of_ranks(pool: Pool, kind: str) -> None:
+    plans = {"shard_axis_size": 2}, {"stage": 3}
+    assert pool.run(4, cases, kind, *plans) == [[KINDS[kind]] * 2] * 4
+
+
+def test_an_island_is_said_once_and_can_be_refused(caplog: pytest.LogCaptureFixture) -> None:
+    model = zerofx.compile(Text("experts"), zerofx.Plan(**ATEN))
+    with caplog.at_level(logging.WARNING):
+        for step in range(2):
+            model(batch(step, 0), batch(step, 0)).backward()
+    assert caplog.text.count("Text.blocks.1 runs eagerly") == 1
+    assert "test_islands.py" in caplog.text and "nonzero" in caplog.text
+    islands = {str(i.entry): i for i in model.zerofx.islands}
+    assert islands["blocks.1"].is_whole and 0.2 < islands["blocks.1"].share < 0.5
+    assert not islands[""].is_whole and "3 islands" in repr(model.zerofx)
+    refused = zerofx.compile(Text("experts"), zerofx.Plan(**ATEN, islands="refuse"))
+    with pytest.raises(CaptureError, match="nonzero"):
+        refused(batch(0, 0), batch(0, 0))
+
+
+def test_one_call_as_an_island_leaves_others_their_program() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and x.sum().item() > 1e9:
+                return x
+            return self.b(self.a(x).relu()).square().mean()
+
+    model, x = zerofx.compile(Either(), zerofx.Plan(**ATEN)), torch.randn(2, 4)
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()(x).backward()
+    trained = [p.model_name for p in model.programs if p.is_training]
+    assert trained == ["Either"] and [str(i.entry) for i in model.zerofx.islands] == [""]
+
+
+def test_a_bug_in_an_island_raises_what_eager_raises() -> None:
+    class Buggy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum().item() > 0:
+                raise KeyError("a bug of the user's")
+            return self.a(x).sum()
+
+    model = zerofx.compile(Buggy(), zerofx.Plan(**ATEN))
+    with pytest.raises(KeyError, match="a bug of the user's"):
+        model(torch.ones(2, 4))
+    model(-torch.ones(2, 4)).backward()
+    assert model.a.weight.grad is not None
+
+
+def test_a_parameter_that_an_island_writes_to_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.a = nn.Parameter(torch.ones(())), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.scale.clamp_(x.sum().item() - 10, 10)
+            return (self.a(x) * self.scale).sum()
+
+    model = zerofx.compile(Writes(), zerofx.Plan(**ATEN))
+    with pytest.raises(ShardError, match="changes its parameter scale in place"):
+        model(torch.ones(2, 4))
+
+
+# -- methods and submodules that are called by themselves -------------------------------------------
+
+
+class Pairs(nn.Module):
+    """Two encoders and a projection, as CLIP has them; the methods read `self.project`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.image = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.project = nn.Parameter(torch.randn(WIDTH, 4))
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        return self.text(x) @ self.project
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        found = self.image(x) @ self.project
+        return found * 2 if found.sum().item() > 1e9 else found
+
+    def training_step(self, text: Tensor, image: Tensor) -> Tensor:
+        return self(text, image)
+
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
+        return self.encode_text(text).square().mean() + self.image(image).square().mean()
+
+
+def methods() -> None:
+    plain = Pairs()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**ATEN))
+    text, image = torch.ones(3, 8), torch.ones(3, 6)
+    calls = (
+        lambda m: m(text, image),
+        lambda m: m.training_step(text, image),
+        lambda m: m.encode_text(text).square().sum(),
+        lambda m: m.encode_image(image).square().sum(),
+        lambda m: m.text(text).square().sum() + m.image[0](image).sum(),
+    )
+    for call in calls:
+        losses = [call(m) for m in (model, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        found, wanted = grads_of(model), grads_of(plain)
+        for name, grad in found.items():
+            assert (grad is None) == (wanted[name] is None), name
+            if grad is not None:
+                torch.testing.assert_close(grad, wanted[name], atol=1e-5, rtol=1e-5, msg=name)
+        for m in (model, plain):
+            m.zero_grad()
+    names = {p.model_name for p in model.programs}
+    assert {"Pairs", "Pairs.encode_text", "Pairs.text", "Pairs.image.0"} <= names
+    assert [str(i.entry) for i in model.zerofx.islands] == ["encode_image"]
+
+
+def test_methods_and_submodules_run_as_programs() -> None:
+    methods()
+
+
+@pytest.mark.slow
+def test_methods_and_submodules_run_as_programs_on_two_ranks(pool: Pool) -> None:
+    pool.run(2, methods)
+
+
+# -- zerofx.whole ----------------------------------------------------------------------------------
+
+
+def whole() -> None:
+    plain = Pairs()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**ATEN))
+    text = torch.ones(3, 8)
+    with zerofx.whole(model) as inside:
+        assert type(inside) is Pairs and type(inside.project) is nn.Parameter
+        assert torch.equal(inside.encode_text(text), plain.encode_text(text))
+        for name, value in inside.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+    with zerofx.whole(model.text, write_back=True), torch.no_grad():
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        model.text[0].weight.mul_(2 + rank)  # what rank 0 makes of it is kept
+    with torch.no_grad():
+        plain.text[0].weight.mul_(2)
+    assert torch.equal(model.text(text), plain.text(text))
+    for name, value in zerofx.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    with (
+        pytest.raises(ShardError, match=r"image.0.weight was written to .* write_back=True"),
+        zerofx.whole(model.image),
+    ):
+        model.image[0].weight.data.mul_(2)
+    with (
+        pytest.raises(ShardError, match="project got a gradient inside"),
+        zerofx.whole(model),
+    ):
+        model.encode_text(text).sum().backward()
+    assert torch.equal(model.encode_text(text), plain.encode_text(text))
+
+
+def test_whole_parameters_for_eager_code() -> None:
+    whole()
+    with pytest.raises(ArgumentError, match="no part of a compiled model"), zerofx.whole(mlp()):
+        pass
+
+
+def test_whole_parameters_for_eager_code_on_two_ranks(pool: Pool) -> None:
+    pool.run(2, whole)
