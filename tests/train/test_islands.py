@@ -246,7 +246,7 @@ def test_a_parameter_that_an_island_writes_to_is_refused() -> None:
         model(torch.ones(2, 4))
 
 
-# -- methods and submodules that are called by themselves -------------------------------------------
+# -- methods and submodules that are called by themselves -----------------------------------------
 
 
 class Pairs(nn.Module):

@@ -3,9 +3,9 @@
 The forward of an island is the user's own code, and autograd records it. Around it zerofx gathers
 parameters, by programs like any other (`capture.original`): where the island spans several units
 those that its module itself registers, else all in it. Modules that it calls have programs of their
-own, or are islands themselves, so that no more than one unit is whole at a time. What autograd would
-keep of whole parameters for backward is dropped after forward and gathered again when backward
-asks for it; the gradients go the way of every program's.
+own, or are islands themselves, so that no more than one unit is whole at a time. What autograd
+would keep of whole parameters for backward is dropped after forward and gathered again when
+backward asks for it; the gradients go the way of every program's.
 """
 
 from __future__ import annotations
