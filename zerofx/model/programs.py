@@ -622,10 +622,18 @@ class ProgramTable:
         return program
 
     def drop(self) -> None:
-        """Forget every program but those of parameters: the model is another one now."""
-        self._give_up(*[key for key in self.bound if not key[0].entry.is_parameters])
-        self.known = {k: made for k, made in self.known.items() if k in self.bound}
-        self._constants.clear()
+        """Forget the programs of the model's own functions: an attribute of it is another one.
+
+        Those of submodules stay, and those of parameters.
+        """
+
+        def is_own(key: Key) -> bool:
+            return not (key[0].entry.path or key[0].entry.is_parameters)
+
+        self._give_up(*filter(is_own, self.bound))
+        self.known = {key: made for key, made in self.known.items() if not is_own(key)}
+        for key in filter(is_own, list(self._constants)):
+            del self._constants[key]
 
     def _instead_of(self, compiled: Planned) -> Planned:
         """Return the adopted program, called as the compiled one is."""
