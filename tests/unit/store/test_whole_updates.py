@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from matrix_optimizers import Shampoo, Soap
-from shard_cases import deliver, gradients, on_ranks, small_model, wholes
+from shard_cases import build, deliver, gradients, on_ranks, small_model, wholes
+from simulated import run_ranks
 from torch import Tensor, nn
 
 from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, DesyncError, ShardError
 from zerofx.optim import whole_matrices
+from zerofx.runtime.store.optimizer import swap_optimizer
 from zerofx.runtime.store.shards import ShardStore
 
 LARGEST = 33 * 13
@@ -80,11 +83,12 @@ def test_equals_the_unsharded_run_bitwise(name: str) -> None:
         assert store.writes > before
         return values, len(optimizer.state)
 
-    for size in (1, 2, 4):
-        answers = on_ranks(size, body)
+    for size, shard_size in ((1, 1), (2, 2), (4, 4), (4, 2)):
+        answers = on_ranks(size, body, shard_size=shard_size)
         for got, _ in answers:
             assert all(torch.equal(got[k], v) for k, v in expected.items()), size
-        assert sum(held for _, held in answers) == 3, "each matrix has one owner"
+        groups = size // shard_size
+        assert sum(held for _, held in answers) == 3 * groups, "each matrix has one owner"
 
 
 def test_a_rank_holds_its_share_and_at_most_one_matrix_more() -> None:
@@ -100,6 +104,34 @@ def test_a_rank_holds_its_share_and_at_most_one_matrix_more() -> None:
         held = on_ranks(size, body, base, shard_size)
         assert sum(held) == sum(matrices) * size // shard_size
         assert all(n <= sum(matrices) / shard_size + max(matrices) for n in held), held
+
+
+def test_an_optimizer_that_has_stepped_before_compile_goes_on() -> None:
+    def go_on(model: nn.Module, store: ShardStore | None, optimizer: Any) -> dict[str, Tensor]:
+        for step in (2, 3):
+            give(model, store, step)
+            optimizer.step()
+            model.zero_grad()
+        return wholes(model)
+
+    def rank(world: World) -> tuple[dict[str, Tensor], int]:
+        model, optimizer = copy.deepcopy((base, first))
+        whole_matrices(optimizer)
+        store = build(model, world)
+        swap_optimizer(optimizer, store.replaced)
+        return go_on(model, store, optimizer), len(optimizer.state)
+
+    base = small_model()
+    first = Shampoo(base.parameters())
+    for step in range(2):
+        give(base, None, step)
+        first.step()
+        base.zero_grad()
+    answers = run_ranks(2, rank)
+    expected = go_on(base, None, first)
+    assert sum(held for _, held in answers) == 5
+    for got, _ in answers:
+        assert all(torch.equal(got[k], v) for k, v in expected.items())
 
 
 def test_without_the_call_it_is_refused_and_with_it_it_trains() -> None:
