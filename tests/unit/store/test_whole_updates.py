@@ -14,6 +14,7 @@ from matrix_optimizers import Shampoo, Soap
 from shard_cases import build, deliver, gradients, on_ranks, small_model, wholes
 from simulated import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, DesyncError, ShardError
@@ -202,6 +203,8 @@ def test_a_state_dict_is_of_one_rank_and_takes_a_whole_one() -> None:
         if mine["state"]:
             with pytest.raises(ShardError, match="full_optimizer_state_dict"):
                 torch.save(mine, io.BytesIO())
+        with pytest.raises(ShardError, match=r"Use zerofx.save\(dir, model, optimizer\)"):
+            get_optimizer_state_dict(nn.Sequential(model), optimizer)
         for state in (mine, saved):
             optimizer.load_state_dict(state)
             assert len(optimizer.state) == len(mine["state"])

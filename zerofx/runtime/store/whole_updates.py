@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.collectives import Work
+from zerofx.compat.callers import is_within_checkpoint
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
 from zerofx.errors import ArgumentError, ShardError
 from zerofx.layout.tiles import cut, spread
@@ -541,7 +542,18 @@ class OwnedState(torch.Tensor):
 
 
 def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose states cannot be pickled."""
+    """Return a state dict whose states cannot be pickled.
+
+    Raises:
+        ShardError: torch.distributed.checkpoint asks, which takes it for what every rank has.
+    """
+    if is_within_checkpoint():
+        kind = type(optimizer).__name__
+        raise ShardError(
+            f"{kind} has the states of each matrix on one rank, which torch.distributed.checkpoint "
+            "cannot gather. Use zerofx.save(dir, model, optimizer), or zerofx."
+            "full_optimizer_state_dict(model, optimizer)"
+        )
 
     def guarded(value: Tensor) -> Tensor:
         return make_subclass(OwnedState, value.detach()) if value.ndim else value
