@@ -233,7 +233,7 @@ def run_gan(when: str) -> list[dict[str, Tensor]]:
     return [dict(state) for state in (*found, ours.module.state_dict())]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_gan_and_an_average_made_before_or_after_compile(pool: Pool, when: str) -> None:
     for expected, got, average, ours in pool.run(2, run_gan, when):
         for name, value in expected.items():
