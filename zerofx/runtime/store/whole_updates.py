@@ -5,10 +5,10 @@ keep matrices of their own: none of them can step flat pieces. At `step()` the o
 receives the pieces of its gradient and of its values, steps them with the user's own optimizer
 class, and sends the pieces of the new values back. The states are the owner's alone.
 
-Owners are chosen greedily: the largest parameter first, each for the rank that has least so far.
-So no rank owns more than 1/N of all elements plus one largest parameter. Newton-Schulz iterations
-cost m * n * min(m, n), and in a transformer min(m, n) is nearly the same everywhere, so this
-balances their time too.
+Owners are chosen greedily, the largest parameter first: the rank that holds most of it, if its 1/N
+of all elements has room for it, else the rank that owns least so far. So no rank owns more than 1/N
+of all elements plus one largest parameter. Newton-Schulz iterations cost m * n * min(m, n), and in
+a transformer min(m, n) is nearly the same everywhere, so this balances their time too.
 
 Parameters travel in rounds. In each round every rank receives parameters of at most the size of the
 largest one. The next round is under way while the owners compute, and so are the results of the
@@ -158,10 +158,19 @@ class WholeUpdates:
 
     def _choose_owners(self, optimizer: Optimizer) -> None:
         new = [p for p in _params(optimizer) if is_cut(p) and p not in self._owners]
-        for param in sorted(new, key=lambda p: -p.numel()):
+        shares: dict[int, float] = {}
+        for param in new:
             ledger = _piece(param).ledger
-            loads = self._loads.setdefault(id(ledger), [0] * ledger.layout.shard_size)
-            rank = loads.index(min(loads))
+            size = ledger.layout.shard_size
+            loads = self._loads.setdefault(id(ledger), [0] * size)
+            shares[id(ledger)] = shares.get(id(ledger), sum(loads) / size) + param.numel() / size
+        for param in sorted(new, key=lambda p: -p.numel()):
+            piece = _piece(param)
+            loads = self._loads[id(piece.ledger)]
+            held = [_length(piece.ranges_of(rank)) for rank in range(len(loads))]
+            share = shares[id(piece.ledger)]
+            fits = [r for r, load in enumerate(loads) if load + param.numel() <= share]
+            rank = max(fits, key=held.__getitem__) if fits else loads.index(min(loads))
             loads[rank] += param.numel()
             self._owners[param] = rank
 
@@ -429,17 +438,18 @@ class _Arrival:
         world = ledger.world
         self._mine = members[world.shard_rank]
         dtype = next(p.dtype for share in members for p in share)
-        sends = [_packed(_sent(share), dtype, world.device) for share in members]
+        self._sends = [_packed(_sent(share), dtype, world.device) for share in members]
         self._parts = [
             torch.empty(2 * _held(self._mine, rank), dtype=dtype, device=world.device)
             for rank in range(len(members))
         ]
-        self._work: Work = world.all_to_all(self._parts, sends, f"gathering for {kind}")
+        self._work: Work = world.all_to_all(self._parts, self._sends, f"gathering for {kind}")
 
     @torch.no_grad()
     def wait(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return (parameter, its values, its gradient), both whole, of what this rank owns."""
         self._work.wait()
+        self._sends = []
         made = [[_blank(param), _blank(param)] for param in self._mine]
         for rank, part in enumerate(self._parts):
             start = 0
@@ -469,7 +479,7 @@ class _Return:
         self._members = members
         dtype = next(p.dtype for share in members for p in share)
         flats = [(_piece(param), value.reshape(-1)) for param, value in updated]
-        sends = [
+        self._sends = [
             _packed([cut(flat, p.ranges_of(rank)) for p, flat in flats], dtype, world.device)
             for rank in range(len(members))
         ]
@@ -477,12 +487,13 @@ class _Return:
             torch.empty(sum(_piece(p).length for p in share), dtype=dtype, device=world.device)
             for share in members
         ]
-        self._work: Work = world.all_to_all(self._parts, sends, f"the updates of {kind}")
+        self._work: Work = world.all_to_all(self._parts, self._sends, f"the updates of {kind}")
 
     @torch.no_grad()
     def land(self) -> None:
         """Write what has come into the shards."""
         self._work.wait()
+        self._sends = []
         for share, part in zip(self._members, self._parts, strict=True):
             values = part.split([_piece(param).length for param in share]) if share else ()
             for param, value in zip(share, values, strict=True):
