@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import loss_of
 
 import zerofx
+from zerofx.errors import ArgumentError, SnapshotError
 from zerofx.optim import whole_matrices
 
 ATEN = {"kernels": "aten"}
@@ -125,9 +126,9 @@ def run_four(kind: str, plan: dict[str, Any]) -> tuple[float, int]:
 
 
 # -- saved, resumed, exported ---------------------------------------------------------------------
-def leave(folder: str, kind: str, case: str) -> float:
+def leave(folder: str, kind: str, case: str, stage: int) -> float:
     """Train two steps, leave them in three forms, and go on."""
-    model = zerofx.compile(CASES[case].make(), {**ATEN, "stage": 3})
+    model = zerofx.compile(CASES[case].make(), {**ATEN, "stage": stage})
     optimizers = made(model, kind)
     train(model, optimizers, range(2), case=case)
     zerofx.save(f"{folder}/snapshot", model, optimizers)
@@ -161,15 +162,21 @@ def resume(folder: str, kind: str, case: str, plan: dict[str, Any]) -> tuple[flo
     return errors[0], errors[1]
 
 
-KINDS = [("Soap", "gpt"), ("Muon", "gpt"), ("Adafactor", "chain"), ("Shampoo", "chain")]
+KINDS = [
+    ("Soap", "gpt", 3),
+    ("Muon", "gpt", 0),
+    ("Muon", "chain", 3),
+    ("Adafactor", "chain", 0),
+    ("Shampoo", "chain", 1),
+]
 SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "case"), [("Soap", "chain"), *SLOW])
+@pytest.mark.parametrize(("kind", "case", "stage"), [("Soap", "chain", 3), *SLOW])
 def test_states_go_on_at_another_world_size_and_in_plain_torch(
-    pool: Pool, kind: str, case: str, tmp_path: Path
+    pool: Pool, kind: str, case: str, stage: int, tmp_path: Path
 ) -> None:
-    assert all(error <= 1e-6 for error in pool.run(2, leave, str(tmp_path), kind, case))
+    assert all(error <= 1e-6 for error in pool.run(2, leave, str(tmp_path), kind, case, stage))
     full = torch.load(tmp_path / "full.pt", weights_only=True)
     plain = CASES[case].make(1)
     plain.load_state_dict(full["model"])
@@ -181,6 +188,30 @@ def test_states_go_on_at_another_world_size_and_in_plain_torch(
     for size, plan in ((1, {"stage": 3}), (2, {"stage": 1})):
         for errors in pool.run(size, resume, str(tmp_path), kind, case, plan):
             assert max(errors) <= 1e-6, (size, plan)
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = zerofx.compile(CASES["chain"].make(), ATEN)
+    optimizers = made(model, "Soap")
+    train(model, optimizers, range(1), case="chain")
+    zerofx.save(tmp_path / "two", model, optimizers)
+    zerofx.save(tmp_path / "one", model, optimizers[:1])
+    unmarked = Soap(split(model)[0])
+    with pytest.raises(SnapshotError, match=r"2 optimizers \(Soap, AdamW\), but 1 optimizer is"):
+        zerofx.load(tmp_path / "two", model, optimizers[0])
+    with pytest.raises(SnapshotError, match=r"Give zerofx.optim.whole_matrices\(Soap\(...\)\)"):
+        zerofx.load(tmp_path / "one", model, unmarked)
+    with pytest.raises(SnapshotError, match=r"only states .* Give zerofx.optim.whole_matrices"):
+        train(model, [unmarked], range(1), case="chain")
+        unmarked.state[split(model)[0][0]]["GG"] = torch.zeros(3)
+        zerofx.save(tmp_path / "odd", model, unmarked)
+    state = zerofx.full_optimizer_state_dict(model, optimizers[0])
+    with pytest.raises(SnapshotError, match=r"AdamW has groups of .* the state dict of"):
+        zerofx.load_full_optimizer_state_dict(model, optimizers[1], state)
+    with pytest.raises(SnapshotError, match="is a dict without 'state' and 'param_groups'"):
+        zerofx.load_full_optimizer_state_dict(model, optimizers[1], {})
+    with pytest.raises(ArgumentError, match=r"of type list, .* once for each optimizer"):
+        zerofx.full_optimizer_state_dict(model, optimizers)  # type: ignore[arg-type]
 
 
 # -- averages of the weights, two optimizers in turn ----------------------------------------------
