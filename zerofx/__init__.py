@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
     from zerofx.snapshot import export as export
+    from zerofx.snapshot import full_optimizer_state_dict as full_optimizer_state_dict
     from zerofx.snapshot import load as load
+    from zerofx.snapshot import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from zerofx.snapshot import load_weights as load_weights
     from zerofx.snapshot import save as save
     from zerofx.tools.predict import predict as predict
@@ -57,6 +59,8 @@ _HOME = {
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",
+    "full_optimizer_state_dict": "zerofx.snapshot",
+    "load_full_optimizer_state_dict": "zerofx.snapshot",
     "export": "zerofx.snapshot",
 }
 

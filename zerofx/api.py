@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -37,7 +37,7 @@ from zerofx.plan.fields import nearest
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph.recorder import check_recordable
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.store.optimizer import check_before, swap_optimizer
+from zerofx.runtime.store.optimizer import check_before, list_of, swap_optimizer
 from zerofx.runtime.store.shards import ShardStore
 from zerofx.runtime.tiers.homes import check_folder
 from zerofx.snapshot.files import check_call
@@ -50,7 +50,7 @@ def compile(
     model: nn.Module,
     plan: PlanLike = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
     machine: Hardware | str | os.PathLike[str] | None = None,
@@ -65,7 +65,8 @@ def compile(
     model: any nn.Module, materialised (rank 0's values are taken) or on meta (initialised unit by
         unit). Its parameters become shards in place.
     plan: a Plan, a dict of its fields, or the path of a YAML or JSON file. Default: stage 3.
-    optimizer: one built over `model.parameters()` has its parameters swapped for the shards.
+    optimizer: one built over `model.parameters()`, or a list of several, has its parameters swapped
+        for the shards.
     device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
     mesh: a DeviceMesh of the data-parallel ranks: 1-D (shard) or 2-D (replicate, shard), without
         names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It decides the
@@ -84,6 +85,7 @@ def compile(
         DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised; names it.
     """
     with StartUp(mesh) as start:  # where this raises, the other ranks are told
+        built = list_of(optimizer)
         _check_arguments(model, optimizer, weights, unknown)
         check_wrappers(model)
         check_class(model)
@@ -94,22 +96,22 @@ def compile(
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
         layout = make_layout(model, checked, world.size, described)
-        digest = f"{describe(optimizer)};{describe_layout(layout, checked)}"
+        digest = f"{describe(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
         world.agree(f"zerofx.compile of {type(model).__name__}", digest)
         if checked.offload.activations == "nvme":
             assert checked.offload.path is not None
             check_folder(world, checked.offload.path)
         in_backward = checked.update == "in-backward"
-        if optimizer is not None:
-            check_before(optimizer, layout, in_backward)
+        for each in built:
+            check_before(each, layout, in_backward)
         given = () if weights is None else names_of(world, weights)
         folder = checked.offload.path
         store = ShardStore.build(
             model, layout, world, in_backward=in_backward, folder=folder, given=given
         )
-        if optimizer is not None:
-            swap_optimizer(optimizer, store.replaced)
+        for each in built:
+            swap_optimizer(each, store.replaced)
         setting = Setting(checked, world.size, described, layout)
         engine = Engine(store, scaler, checked.debug, delayed=checked.offload.delayed)
         compiled = keep_class(model, setting, engine)
@@ -148,20 +150,30 @@ def _check_arguments(
         )
     if weights is not None:
         check_call('zerofx.compile(model, weights="folder")', weights)
-    if optimizer is None:
-        return
+    is_list = isinstance(optimizer, (list, tuple))
+    for number, each in enumerate(list_of(optimizer)):
+        _check_optimizer(model, each, f"optimizer[{number}]" if is_list else "optimizer")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
+    """Raise unless `optimizer`, the argument called `name`, is one over parameters of the model.
+
+    Raises:
+        ArgumentError: it is no optimizer.
+        OptimizerError: it has no parameter of the model.
+    """
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ArgumentError(
-            f"optimizer is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
-            "not one optimizer over model.parameters(). Build any optimizers over the parameters "
-            "of the model that zerofx.compile returns, and leave optimizer out"
+            f"{name} is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
+            "not an optimizer over model.parameters(), nor a list of such. Build any optimizers "
+            "over the parameters of the model that zerofx.compile returns, and leave optimizer out"
         )
     held = {id(param) for param in model.parameters()}
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if held and not any(id(param) in held for param in given):
         raise OptimizerError(
-            f"optimizer {type(optimizer).__name__} has none of the parameters of "
+            f"{name} {type(optimizer).__name__} has none of the parameters of "
             f"{type(model).__name__}, so that its steps would not train the model. It has "
             f"{len(given)} parameters, the model {len(held)} others. Build it over the "
             "model.parameters() of the model that is compiled"

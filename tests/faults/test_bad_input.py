@@ -203,7 +203,7 @@ def net() -> nn.Module:
         ({"plan": "zero3"}, ValueError, "must end in .yaml, .yml or .json"),
         ({"plan": "an optimizer"}, ValueError, "an optimizer is passed as optimizer="),
         ({"optimizer": "an optimizer"}, ValueError, "none of the parameters of Sequential"),
-        ({"optimizer": ["an optimizer"]}, TypeError, "optimizer is of type list"),
+        ({"optimizer": ["an optimizer"]}, TypeError, "optimizer[0] is of type str"),
         ({"optimizer": torch.optim.AdamW}, TypeError, "optimizer is the class AdamW"),
         ({"device": "gpu"}, ValueError, "device = 'gpu' is not a device of torch"),
         ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' is not there"),

@@ -38,15 +38,15 @@ class Hub:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._posted: dict[tuple, dict[int, tuple[tuple, Tensor]]] = {}
+        self._posted: dict[tuple, dict[int, tuple[tuple, Any]]] = {}
 
-    def post(self, key: tuple, rank: int, signature: tuple, value: Tensor) -> None:
+    def post(self, key: tuple, rank: int, signature: tuple, value: Any) -> None:
         """Leave this rank's part of a collective."""
         with self.changed:
             self._posted.setdefault(key, {})[rank] = (signature, value)
             self.changed.notify_all()
 
-    def wait_for(self, key: tuple, size: int) -> dict[int, tuple[tuple, Tensor]] | None:
+    def wait_for(self, key: tuple, size: int) -> dict[int, tuple[tuple, Any]] | None:
         """Return all parts once `size` ranks have posted, None if not all did within a moment."""
         with self.changed:
             row = self._posted[key]
@@ -76,7 +76,7 @@ class Arrival:
 
     def __init__(self, hub: Hub, key: tuple, rank: int, size: int) -> None:
         self._hub, self._key, self._rank, self._size = hub, key, rank, size
-        self.parts: list[Tensor] = []
+        self.parts: list[Any] = []
 
     def arrived(self) -> bool:
         """Wait a moment; return whether all parts are there.
@@ -147,13 +147,31 @@ class SimulatedAxis(Axis):
 
         return self._launch(("broadcast", src), buf, land, label)
 
+    def all_to_all(
+        self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
+    ) -> Work:
+        self._lane.count("all_to_all", sum(t.nbytes for t in sends) - sends[self.rank].nbytes)
+
+        def land(parts: list[Any]) -> None:
+            for landing, part in zip(receives, parts, strict=True):
+                assert landing.shape == part[self.rank].shape, f"{label}: {landing.shape}"
+                landing.copy_(part[self.rank])
+
+        copies = [t.detach().clone() for t in sends]
+        return self._post(("all-to-all", str(sends[0].dtype)), copies, land, label)
+
     def _launch(
         self, kind: tuple, sent: Tensor, land: Callable[[list[Tensor]], None], label: str
     ) -> Work:
+        signature = (*kind, sent.numel(), str(sent.dtype))
+        return self._post(signature, sent.detach().clone(), land, label)
+
+    def _post(
+        self, signature: tuple, sent: Any, land: Callable[[list[Any]], None], label: str
+    ) -> Work:
         key = (*self._name, self._calls)
         self._calls += 1
-        signature = (*kind, sent.numel(), str(sent.dtype))
-        self._hub.post(key, self.rank, signature, sent.detach().clone())
+        self._hub.post(key, self.rank, signature, sent)
         arrival = Arrival(self._hub, key, self.rank, self.size)
         return GroupWork(self._lane, label, [arrival], lambda: land(arrival.parts))
 

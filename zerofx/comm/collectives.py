@@ -18,7 +18,8 @@ from zerofx.policy import exchange
 from zerofx.policy.borrowing import Scratch
 
 STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")  # of a program's graphs
+COUNTED = (*KINDS, "all_to_all")
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Lane:
     """What the axes of one world share: the watch, their counters, and what is in flight."""
 
     watch: Watch
-    counters: dict[str, Traffic] = field(default_factory=lambda: {k: Traffic() for k in KINDS})
+    counters: dict[str, Traffic] = field(default_factory=lambda: {k: Traffic() for k in COUNTED})
     in_flight: dict[Work, None] = field(default_factory=dict)
 
     def count(self, kind: str, sent_bytes: int) -> None:
@@ -98,6 +99,17 @@ class Axis:
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         """Set `buf` on every rank to its value on rank `src` of this axis."""
+        return DONE
+
+    def all_to_all(
+        self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
+    ) -> Work:
+        """Send `sends[r]` to each rank r of this axis, and fill `receives[r]` with what r sends.
+
+        Sizes may differ between pairs of ranks; both ranks of a pair know them. Empty tensors are
+        not sent.
+        """
+        receives[0].copy_(sends[0])
         return DONE
 
     def rest(self, frees: Callable[[int], bool]) -> None:

@@ -158,6 +158,14 @@ class GlooAxis(Axis):
         handles = self._exchange(self._reduce_wire, sends, receives, label)
         return GroupWork(self._lane, label, handles)
 
+    def all_to_all(
+        self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
+    ) -> Work:
+        self._lane.count("all_to_all", sum(sends[peer].nbytes for peer in self._peers))
+        handles = self._exchange(self._reduce_wire, sends, receives, label)
+        receives[self.rank].copy_(sends[self.rank])
+        return GroupWork(self._lane, label, handles)
+
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]
 

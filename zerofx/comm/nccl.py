@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ class NcclAxis(Axis):
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
         handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
+        return GroupWork(self._lane, label, [handle])
+
+    def all_to_all(
+        self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
+    ) -> Work:
+        self._lane.count("all_to_all", sum(t.nbytes for r, t in enumerate(sends) if r != self.rank))
+        handle = dist.all_to_all(list(receives), list(sends), group=self._reduces, async_op=True)
         return GroupWork(self._lane, label, [handle])
 
 

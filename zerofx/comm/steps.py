@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,9 +51,13 @@ def options_of(optimizer: Optimizer) -> tuple[Any, ...]:
     return type(optimizer).__name__, tuple(names), tuple(groups)
 
 
-def describe(optimizer: Optimizer | None) -> str:
-    """Return the same as readable "name=value" items."""
-    return "optimizer=None" if optimizer is None else _text(options_of(optimizer))
+def describe(optimizers: Sequence[Optimizer]) -> str:
+    """Return the same as readable "name=value" items; of several, each item with its number."""
+    if len(optimizers) == 1:
+        return _text(options_of(optimizers[0]))
+    texts = [_text(options_of(each)).split(";") for each in optimizers]
+    items = [f"optimizers[{i}].{item}" for i, text in enumerate(texts) for item in text]
+    return ";".join(items) or "optimizer=None"
 
 
 def _plain(value: Any) -> Any:

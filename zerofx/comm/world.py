@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx.comm import groups
 from zerofx.comm.agreement import Agreement
 from zerofx.comm.board import NO_GRAPH
-from zerofx.comm.collectives import KINDS, Axis, Lane, Traffic, Work
+from zerofx.comm.collectives import COUNTED, Axis, Lane, Traffic, Work
 from zerofx.comm.gloo import Algorithm, always_direct
 from zerofx.comm.grid import rank_grid
 from zerofx.comm.meeting import timeout_s
@@ -81,7 +81,7 @@ class World:
         if not self._legs:
             self._legs = [(self._shard, "reduce_scatter")]
         self.shard_mesh, self.other_axes = shard_mesh, other_axes
-        self.counters = lane.counters if lane else {kind: Traffic() for kind in KINDS}
+        self.counters = lane.counters if lane else {kind: Traffic() for kind in COUNTED}
         self._lane, self._agreement = lane, agreement
         self.steps = StepLog()
         if agreement is not None:
@@ -185,6 +185,15 @@ class World:
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         """Set `buf` on every rank to its value on rank `src`."""
         return self._whole.broadcast(buf, src, label)
+
+    def all_to_all(
+        self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
+    ) -> Work:
+        """Send `sends[r]` to each rank r of the shard axis, and fill `receives[r]` with r's.
+
+        Sizes may differ between pairs of ranks; both ranks of a pair know them.
+        """
+        return self._shard.all_to_all(receives, sends, label)
 
     def rest(self, frees: Callable[[int], bool]) -> None:
         """Free receive buffers for whose bytes `frees` holds, until they are next needed."""

@@ -35,6 +35,7 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_called_by_distribution",
     "is_called_by_stager",
+    "is_within_checkpoint",
     "reducer_of",
     "unwrapped",
 ]
@@ -59,6 +60,18 @@ def is_called_by(module: str) -> bool:
 def is_called_by_checkpoint() -> bool:
     """Tell whether the function that asks was called by torch.distributed.checkpoint itself."""
     return _is_in("torch.distributed.checkpoint", 2)
+
+
+def is_within_checkpoint() -> bool:
+    """Tell whether torch.distributed.checkpoint runs on this thread, however deep."""
+    depth = 1
+    while True:
+        try:
+            if _is_in("torch.distributed.checkpoint", depth):
+                return True
+        except ValueError:  # the stack ends
+            return False
+        depth += 1
 
 
 def is_called_by_distribution() -> bool:

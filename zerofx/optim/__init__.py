@@ -18,5 +18,6 @@ from zerofx.optim.adam import Adam, AdamW
 from zerofx.optim.lamb import Lamb
 from zerofx.optim.lion import Lion
 from zerofx.optim.sgd import SGD
+from zerofx.runtime.store.whole_updates import whole_matrices
 
-__all__ = ["SGD", "Adam", "AdamW", "Lamb", "Lion"]
+__all__ = ["SGD", "Adam", "AdamW", "Lamb", "Lion", "whole_matrices"]

@@ -7,13 +7,26 @@ held.py, settling.py    files that stay open while they are read; a read that st
                         were replaced
 state.py                what is saved of the model and the optimizer: tensors by name
 dcp.py                  tensors to files and back through torch.distributed.checkpoint
+whole_states.py         states of optimizers that step whole parameters
+full_optimizer.py       an optimizer's whole state in plain PyTorch's form, for `torch.save`
 exporting.py            full weights as safetensors, for others
 weights.py, tensor_files.py    weights out of safetensors, straight into the shards
 """
 
 from zerofx.snapshot.exporting import export
+from zerofx.snapshot.full_optimizer import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+)
 from zerofx.snapshot.loading import load
 from zerofx.snapshot.saving import save
 from zerofx.snapshot.weights import load_weights
 
-__all__ = ["export", "load", "load_weights", "save"]
+__all__ = [
+    "export",
+    "full_optimizer_state_dict",
+    "load",
+    "load_full_optimizer_state_dict",
+    "load_weights",
+    "save",
+]

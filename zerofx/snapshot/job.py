@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,14 +16,19 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.errors import ArgumentError, SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
-from zerofx.runtime.store.optimizer import check_optimizer
+from zerofx.runtime.store.optimizer import check_optimizer, list_of
 from zerofx.snapshot import state
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class Job:
-    """A model, perhaps its optimizer, and the directory that they go to or come from."""
+    """A model, perhaps its optimizers, and the directory that they go to or come from.
 
-    def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizer | None) -> None:
+    optimizers: by the name that their tensors have in the snapshot.
+    """
+
+    def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
         if isinstance(optimizer, CompiledModule):
             raise ArgumentError(
                 f"model and optimizer are swapped: the second argument is a "
@@ -35,13 +40,15 @@ class Job:
                 f"{folder}: a snapshot is of what zerofx.compile returned, and this is a plain "
                 f"{type(model).__name__}; use torch.save(model.state_dict(), ...)"
             )
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise ArgumentError(
-                f"optimizer is of type {type(optimizer).__name__}, not an optimizer. Call "
-                "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
-                "optimizer); other values go to extra"
-            )
-        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.optimizers = _named(optimizer)
+        for name, each in self.optimizers.items():
+            if not hasattr(each, "param_groups"):
+                raise ArgumentError(
+                    f"{name} is of type {type(each).__name__}, not an optimizer. Call "
+                    "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
+                    "optimizer); other values go to extra"
+                )
+        self.folder, self.model = folder, model
         self.store = model._zerofx.engine.store
         self.world = self.store.world
         self.store.settle()  # updates under way come first
@@ -49,8 +56,8 @@ class Job:
     def check_model(self) -> None:
         """Take in what was assigned to the model; refuse an optimizer that cannot step shards."""
         self.store.check_bindings()
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer)
+        for each in self.optimizers.values():
+            check_optimizer(each)
 
     def describe(self) -> dict[str, Any]:
         """Return the names, dtypes and shapes that a save and a model must share."""
@@ -61,8 +68,16 @@ class Job:
 
     def digest(self) -> str:
         """Return what all ranks must have asked for alike."""
-        kind = "none" if self.optimizer is None else type(self.optimizer).__name__
-        return f"directory={self.folder.name};optimizer={kind}"
+        kinds = "+".join(type(each).__name__ for each in self.optimizers.values())
+        return f"directory={self.folder.name};optimizer={kinds or 'none'}"
+
+
+def _named(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizers of a call under the names that their tensors have in the snapshot."""
+    given = list_of(optimizer)
+    if len(given) == 1:
+        return {"optimizer": given[0]}
+    return {f"optimizer{number}": each for number, each in enumerate(given)}
 
 
 # -- The states of the random generators as tensors, so that they are saved like everything else ---

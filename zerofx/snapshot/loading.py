@@ -7,6 +7,7 @@ a save that replaces them meanwhile changes nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch.optim.optimizer import Optimizer
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
-from zerofx.snapshot import files, state
+from zerofx.snapshot import files, state, whole_states
 from zerofx.snapshot.dcp import LoadSteps
-from zerofx.snapshot.job import Job, random_states, set_random_states, unpack
+from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
 from zerofx.snapshot.settling import read_settled
 
 
 def load(
-    folder: str | os.PathLike[str], model: CompiledModule, optimizer: Optimizer | None = None
+    folder: str | os.PathLike[str],
+    model: CompiledModule,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Load what `save` saved, at any world size and stage, and return its `extra`.
 
@@ -47,6 +50,11 @@ class _Load(Job):
     """The steps of a load: open and check, which change nothing, and fill."""
 
     snapshot: files.OpenSnapshot | None = None
+
+    def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
+        super().__init__(folder, model, optimizer)
+        self.states: dict[str, dict[str, Any]] = {}
+        self.names: dict[str, list[list[str]]] = {}
 
     def open(self) -> str:
         """Open the snapshot; return what tells this save from any other."""
@@ -94,23 +102,41 @@ class _Load(Job):
             "model": {**sharded_state(self.store), **self.buffers},
             "random": state.one_row(self.random, row, saved_ranks),
         }
-        if self.optimizer is not None:
-            self.states = self._optimizer_targets(self.optimizer, for_plan)
-            targets["optimizer"] = state.shards_of(self.states)
+        for name, each in self.optimizers.items():
+            self.states[name] = self._optimizer_targets(name, each, for_plan)
+            targets[name] = state.shards_of(self.states[name])
         return {key: part for key, part in targets.items() if part}
 
-    def _optimizer_targets(self, optimizer: Optimizer, for_plan: bool) -> dict[str, Any]:
-        saved = self.values["optimizer"]
+    def _optimizer_targets(self, name: str, optimizer: Optimizer, for_plan: bool) -> dict[str, Any]:
+        saved = self._saved(name)
+        self.names[name] = state.group_names(self.store, optimizer)
+        state.check_same_groups(optimizer, self.names[name], saved)
+        whole_states.check_kept_whole(optimizer, saved)
+        if not for_plan:
+            state.make_far_states(self.store, optimizer, saved["pieces"])
+        return state.optimizer_targets(self.store, optimizer, saved, for_plan)
+
+    def _saved(self, name: str) -> dict[str, Any]:
+        """Return what was saved of one of the optimizers, without its tensors.
+
+        Raises:
+            SnapshotError: other optimizers were saved than are given; names both numbers.
+        """
+        one = self.values["optimizer"]
+        saved: dict[str, Any] = {"optimizer": one} if one else self.values.get("optimizers", {})
         if not saved:
             raise SnapshotError(
                 f"{self.folder} was saved without an optimizer; load it without one: "
                 "zerofx.load(dir, model)"
             )
-        self.names = state.group_names(self.store, optimizer)
-        state.check_same_groups(optimizer, self.names, saved)
-        if not for_plan:
-            state.make_far_states(self.store, optimizer, saved["pieces"])
-        return state.optimizer_targets(self.store, optimizer, saved["pieces"], for_plan)
+        if saved.keys() != self.optimizers.keys():
+            kinds = ", ".join(each["type"] for each in saved.values())
+            raise SnapshotError(
+                f"{self.folder} was saved with {len(saved)} optimizers ({kinds}), but "
+                f"{_count(len(self.optimizers))} given. Give the same ones, in the same order"
+            )
+        found: dict[str, Any] = saved[name]
+        return found
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -142,9 +168,13 @@ class _Load(Job):
             buffer.copy_(self.buffers[name])
         for path, module in state.extra_states_of(self.model):
             module.set_extra_state(self.values["modules"][path])
-        if self.optimizer is not None:
-            saved = self.values["optimizer"]
-            state.load_optimizer(self.optimizer, self.names, saved, self.states)
+        for name, each in self.optimizers.items():
+            saved, names = self._saved(name), self.names[name]
+            state.load_optimizer(self.store, each, names, saved, self.states[name])
         if self.model.loss_scale is not None and self.values.get("loss_scale"):
             self.model.loss_scale.load_state_dict(self.values["loss_scale"])
         set_random_states(self.random, self.world.device)
+
+
+def _count(number: int) -> str:
+    return "1 optimizer is" if number == 1 else f"{number} optimizers are"

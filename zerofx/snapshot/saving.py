@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch.optim.optimizer import Optimizer
 from zerofx.comm.together import together
 from zerofx.errors import SnapshotError
 from zerofx.model.module import CompiledModule
+from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
-from zerofx.snapshot import files, state
+from zerofx.runtime.store.whole_updates import needs_whole
+from zerofx.snapshot import files, state, whole_states
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
-from zerofx.snapshot.job import Job, pack, random_states
+from zerofx.snapshot.job import Job, Optimizers, pack, random_states
 
 
 def save(
     folder: str | os.PathLike[str],
     model: CompiledModule,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a training run to a directory of its own; a collective call, all ranks make it.
@@ -30,6 +32,7 @@ def save(
     The directory appears whole or not at all: one that is there is replaced only once the new one
     is complete and on disk.
 
+    optimizer: one, or a list of several; `load` is given the same.
     extra: what else to keep, rank 0's: numbers, strings, tensors and containers of them, such as
         the `state_dict()` of a learning rate scheduler or of a GradScaler.
 
@@ -42,7 +45,11 @@ def save(
     world, what = job.world, f"zerofx.save to {job.folder}"
     world.agree("zerofx.save", job.digest())
     try:
-        written = together(world, what, job.prepare, SnapshotError)[0]
+        surveys: list[dict[str, state.Survey]] = [{}] * world.size
+        if any(map(needs_whole, job.optimizers.values())):
+            job.settle()
+            surveys = together(world, what, job.survey, SnapshotError)
+        written = together(world, what, lambda: job.prepare(surveys), SnapshotError)[0]
         assert written is not None
         plans = together(world, what, lambda: job.plan(written), SnapshotError)
         parts = together(world, what, lambda: job.write(plans), SnapshotError)
@@ -58,19 +65,39 @@ class _Save(Job):
         self,
         folder: Path,
         model: CompiledModule,
-        optimizer: Optimizer | None,
+        optimizer: Optimizers,
         extra: Mapping[str, Any] | None,
     ) -> None:
         super().__init__(folder, model, optimizer)
         self.extra = {} if extra is None else extra
         self.written: Path | None = None  # the hidden directory, known to rank 0
 
-    def prepare(self) -> Path | None:
+    def settle(self) -> None:
+        """Have the states of what steps whole parameters with their owners; a collective call."""
+        for optimizer in self.optimizers.values():
+            if needs_whole(optimizer):
+                check_optimizer(optimizer)
+                whole_states.settle(optimizer)
+
+    def survey(self) -> dict[str, state.Survey]:
+        """Return what this rank holds of optimizers that step whole parameters."""
+        return {
+            name: state.Survey.of(self.store, each)
+            for name, each in self.optimizers.items()
+            if needs_whole(each)
+        }
+
+    def prepare(self, surveys: list[dict[str, state.Survey]]) -> Path | None:
         """Make sure that all can be saved; on rank 0 return the directory to write into."""
         self.check_model()
-        optimizer, values = self.optimizer, {}
-        if optimizer is not None:
-            values = state.optimizer_values(optimizer, state.group_names(self.store, optimizer))
+        values = {}
+        for name, each in self.optimizers.items():
+            names = state.group_names(self.store, each)
+            if needs_whole(each):
+                found = [survey[name] for survey in surveys]
+                values[name] = state.whole_values(each, names, found)
+            else:
+                values[name] = state.optimizer_values(each, names)
         if self.world.rank != 0:
             return None
         if not isinstance(self.extra, Mapping):
@@ -80,7 +107,8 @@ class _Save(Job):
         self.values = pack(
             {
                 "extra": dict(self.extra),
-                "optimizer": values,
+                "optimizer": values.get("optimizer", {}),
+                "optimizers": {} if "optimizer" in values else values,
                 "modules": modules,
                 "loss_scale": scaler.state_dict() if scaler is not None else {},
             }
@@ -101,9 +129,9 @@ class _Save(Job):
         if self.world.rank == 0:
             buffers = state.buffers_of(self.model)
             tensors["model"].update({n: b.detach() for n, b in buffers.items()})
-        if self.optimizer is not None:
-            pieces = state.optimizer_tensors(self.store, self.optimizer)
-            tensors.update({"optimizer": pieces} if pieces else {})
+        for name, optimizer in self.optimizers.items():
+            pieces = state.optimizer_tensors(self.store, optimizer)
+            tensors.update({name: pieces} if pieces else {})
         self.steps = SaveSteps(written, self.world.rank, tensors, self.store.homes.fetch)
         self.target = written
         return self.steps.local()

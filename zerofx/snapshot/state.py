@@ -7,7 +7,8 @@ loads it, and so does FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from zerofx.layout.tiers import Tier
 from zerofx.runtime.store.optimizer import STEP_STATES
 from zerofx.runtime.store.shards import ShardStore
 from zerofx.runtime.store.updates import BucketOptimizer
+from zerofx.runtime.store.whole_updates import needs_whole
 from zerofx.runtime.tensors.checkpoint import FlatPiece
 from zerofx.runtime.tensors.piece import ParameterPiece, is_cut
+from zerofx.snapshot import whole_states
 
 _SHOWN = 6  # names in one error
 
@@ -105,7 +108,13 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
 
 
 def optimizer_tensors(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
-    """Return {parameter: {state: this rank's shard}} of all states of a parameter's shape."""
+    """Return {parameter: {state: this rank's shard}} of all states of a parameter's shape.
+
+    Of an optimizer that steps whole parameters: {parameter: {number: tensor}} of what this rank
+    owns.
+    """
+    if needs_whole(optimizer):
+        return whole_states.numbered(whole_states.states_here(store, optimizer))
     return {
         name: shards
         for name, param in _stepped(optimizer, group_names(store, optimizer))
@@ -140,10 +149,45 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
                 raise SnapshotError(
                     f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
                     f"{list(value.shape)}, the parameter {list(param.shape)}; only states of the "
-                    "parameter's shape and single numbers can be cut again for other ranks"
+                    "parameter's shape and single numbers can be cut again for other ranks. Give "
+                    "zerofx.optim.whole_matrices(optimizer), whose states are saved whole"
                 )
             others.setdefault(name, {})[key] = value
     return {"type": type(optimizer).__name__, "groups": groups, "pieces": pieces, "others": others}
+
+
+def whole_values(
+    optimizer: Optimizer, names: list[list[str]], surveys: Sequence[Survey]
+) -> dict[str, Any]:
+    """Return the same of an optimizer that steps whole parameters, from what all ranks hold."""
+    groups = []
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        options = {k: v for k, v in group.items() if k != "params"}
+        for survey in reversed(surveys):
+            options |= survey.options[number]
+        groups.append({**options, "params": members})
+    whole = {name: states for survey in surveys for name, states in survey.states.items()}
+    kind = type(optimizer).__name__
+    return {"type": kind, "groups": groups, "pieces": {}, "others": {}, "whole": whole}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a rank holds of an optimizer that steps whole parameters.
+
+    states: nested states by parameter, numbers in place of tensors. options: of each group, those
+        that steps on this rank have written.
+    """
+
+    states: dict[str, Any]
+    options: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, store: ShardStore, optimizer: Optimizer) -> Survey:
+        """Return what this rank is to save, without the tensors."""
+        states = whole_states.states_here(store, optimizer)
+        described = {name: whole_states.taken_apart(held)[0] for name, held in states.items()}
+        return cls(described, whole_states.options_here(optimizer))
 
 
 def _stepped(optimizer: Optimizer, names: list[list[str]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -192,15 +236,18 @@ def make_far_states(store: ShardStore, optimizer: Optimizer, names: Iterable[str
 def optimizer_targets(
     store: ShardStore,
     optimizer: Optimizer,
-    pieces: Mapping[str, Iterable[str]],
+    saved: Mapping[str, Any],
     for_plan: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """Return a tensor to load each saved state into: the one in use, or a new one.
 
     for_plan: new ones have their form alone, and no memory.
     """
+    if needs_whole(optimizer):
+        return whole_states.targets(store, optimizer, {"whole": {}, **saved}, for_plan)
     params = store.params
     found: dict[str, dict[str, Tensor]] = {}
+    pieces: Mapping[str, Iterable[str]] = saved["pieces"]
     for name, keys in pieces.items():
         param = params[name]
         states = optimizer.state.get(param) or {}
@@ -237,6 +284,7 @@ def _like(param: nn.Parameter, piece: ParameterPiece, for_plan: bool) -> Tensor:
 
 
 def load_optimizer(
+    store: ShardStore,
     optimizer: Optimizer,
     names: list[list[str]],
     saved: Mapping[str, Any],
@@ -244,10 +292,13 @@ def load_optimizer(
 ) -> None:
     """Give the optimizer its loaded states and options, as its own `load_state_dict` does."""
     order = [name for group in names for name in group]
+    if needs_whole(optimizer):
+        tensors = whole_states.loaded(store, optimizer, {"whole": {}, **saved}, tensors)
     state = {
         position: {**tensors.get(name, {}), **saved["others"].get(name, {})}
         for position, name in enumerate(order)
-        if name in tensors or name in saved["others"]
+        if name in tensors
+        or (name in saved["others"] and whole_states.is_owned(optimizer, store.params[name]))
     }
     groups, start = [], 0
     for group, members in zip(saved["groups"], names, strict=True):

@@ -134,3 +134,22 @@ def dropped_and_drained() -> list[float]:
 
 def test_what_was_left_in_flight_is_drained(pool: Pool) -> None:
     assert pool.run(2, dropped_and_drained) == [[7.0, 8.0]] * 2
+
+
+def all_to_all() -> tuple[list[list[float]], int]:
+    return exchanged(World.connect("cpu"))
+
+
+def exchanged(world: World) -> tuple[list[list[float]], int]:
+    """Send r elements to rank r."""
+    sends = [torch.full((rank,), 1.0 + world.shard_rank) for rank in range(world.shard_size)]
+    receives = [torch.zeros(world.shard_rank) for _ in range(world.shard_size)]
+    world.all_to_all(receives, sends).wait()
+    return [t.tolist() for t in receives], world.counters["all_to_all"].sent_bytes
+
+
+def test_an_all_to_all_takes_unequal_parts(pool: Pool) -> None:
+    for size, answers in ((2, pool.run(2, all_to_all)), (3, run_ranks(3, exchanged))):
+        for rank, (received, sent_bytes) in enumerate(answers):
+            assert received == [[1.0 + source] * rank for source in range(size)]
+            assert sent_bytes == 4 * (size * (size - 1) // 2 - rank)

@@ -65,6 +65,16 @@ def axis(monkeypatch: pytest.MonkeyPatch) -> NcclAxis:
         assert async_op and group_src == 1
         return group.launch("broadcast", lambda: buf.fill_(1))
 
+    def exchange(
+        receives: list[torch.Tensor],
+        sends: list[torch.Tensor],
+        group: FakeGroup,
+        async_op: bool,
+    ) -> FakeHandle:
+        assert async_op
+        return group.launch("exchange", lambda: receives[1].copy_(sends[1] + 1))
+
+    monkeypatch.setattr(nccl.dist, "all_to_all", exchange)
     monkeypatch.setattr(nccl, "all_gather_flat", gather)
     monkeypatch.setattr(nccl, "reduce_scatter_flat", scatter)
     monkeypatch.setattr(nccl, "group_backend", lambda group, device: group)
@@ -96,6 +106,13 @@ def test_reductions_are_scaled_after_the_sum(axis: NcclAxis) -> None:
     axis.all_reduce(buf, 0.5).wait()
     axis.broadcast(said, 1).wait()
     assert part.tolist() == [2, 2] and buf.tolist() == [3, 3] and said.tolist() == [1, 1]
+
+
+def test_an_all_to_all_is_one_call_of_the_reductions_group(axis: NcclAxis) -> None:
+    receives, sends = ([torch.zeros(0), torch.full((2,), value)] for value in (0.0, 3.0))
+    axis.all_to_all(receives, sends).wait()
+    assert receives[1].tolist() == [4, 4] and axis._reduces.calls == ["exchange"]
+    assert axis._lane.counters["all_to_all"].sent_bytes == 8
 
 
 def test_a_stuck_transfer_is_aborted_and_named_at_the_next_launch(axis: NcclAxis) -> None:

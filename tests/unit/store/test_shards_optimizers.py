@@ -100,8 +100,6 @@ class Vectors(torch.optim.Optimizer):
 
 REFUSALS = {
     "LBFGS": "flat vectors",
-    "Adafactor": "row and column means",
-    "Muon": "whole matrices",
     "SparseAdam": "dense",
 }
 
@@ -117,15 +115,13 @@ def test_refused_by_name_with_the_reason(name: str) -> None:
     on_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
-def test_a_refused_optimizer_raises_at_its_first_step(name: str) -> None:
+def test_a_refused_optimizer_raises_at_its_first_step() -> None:
     """Users make optimizers where nothing of ours is asked."""
 
     def body(model: nn.Module, store: ShardStore, world: World) -> None:
-        params = [p for p in model.parameters() if p.ndim == 2]
-        optimizer = getattr(torch.optim, name)(params)
+        optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.ndim == 2])
         deliver(store, gradients(model, 0))
-        with pytest.raises(ShardError, match=rf"0.weight: .*; {name} needs whole .*AdamW"):
+        with pytest.raises(ShardError, match=r"0.weight: .*; LBFGS needs whole .*AdamW"):
             optimizer.step(lambda: torch.zeros(()))
 
     on_ranks(2, body)
@@ -136,7 +132,7 @@ def test_an_unknown_optimizer_is_refused_by_what_it_does() -> None:
         optimizer = Vectors(model.parameters(), {})
         check_optimizer(optimizer)
         deliver(store, gradients(model, 0))
-        with pytest.raises(ShardError, match=r"0.weight: mean needs the whole tensor.*Vectors"):
+        with pytest.raises(ShardError, match=r"0.weight: mean .*Vectors.*optim.whole_matrices"):
             optimizer.step()
 
     on_ranks(2, body)
@@ -207,10 +203,10 @@ def test_swap_refuses_what_it_cannot_cut_and_leaves_the_optimizer_alone() -> Non
         with pytest.raises(ShardError, match=r"0.weight: .*'rows' has shape \[33\].*\[33, 13\]"):
             swap_optimizer(optimizer, store.replaced)
         assert optimizer.param_groups[0]["params"][0] is old
-        muon = torch.optim.Muon([old])
-        with pytest.raises(ShardError, match="Muon is not supported"):
-            swap_optimizer(muon, store.replaced)
-        assert muon.param_groups[0]["params"][0] is old
+        lbfgs = torch.optim.LBFGS([old])
+        with pytest.raises(ShardError, match="LBFGS is not supported"):
+            swap_optimizer(lbfgs, store.replaced)
+        assert lbfgs.param_groups[0]["params"][0] is old
 
     base = small_model()
     run_ranks(2, rank)
@@ -244,13 +240,13 @@ def test_grad_scaler_finds_infinities_of_every_rank(overflow: bool) -> None:
 def give_a_refused_optimizer(folder: str) -> list[str]:
     model = zerofx.compile(nn.Linear(8, 8, bias=False), {"kernels": "aten"})
     plain = nn.Linear(8, 8, bias=False)
-    muon = torch.optim.Muon(model.parameters())
+    lbfgs = torch.optim.LBFGS(model.parameters())
     messages: list[str] = []
     calls: list[Callable[[], Any]] = [
-        lambda: zerofx.save(folder, model, muon),
-        lambda: zerofx.load(folder, model, muon),
+        lambda: zerofx.save(folder, model, lbfgs),
+        lambda: zerofx.load(folder, model, lbfgs),
         lambda: zerofx.compile(
-            plain, {"kernels": "aten"}, optimizer=torch.optim.Muon([plain.weight])
+            plain, {"kernels": "aten"}, optimizer=torch.optim.LBFGS([plain.weight])
         ),
     ]
     for give in calls:
@@ -264,4 +260,4 @@ def give_a_refused_optimizer(folder: str) -> list[str]:
 
 def test_every_way_in_refuses_by_name(pool: Pool, tmp_path: Path) -> None:
     for messages in pool.run(2, give_a_refused_optimizer, str(tmp_path / "snapshot")):
-        assert all("Muon is not supported on sharded parameters" in m for m in messages), messages
+        assert all("LBFGS is not supported on sharded parameters" in m for m in messages), messages

@@ -125,12 +125,24 @@ def test_mixing_what_is_cut_differently_is_refused_on_every_rank() -> None:
                 torch._foreach_add_([model[0].bias], [model[1].bias])
             with pytest.raises(ShardError, match=r"copy_ of a tensor of shape \[216\].*\[33, 13\]"):
                 model[0].weight.copy_(torch.zeros(216))
-            with pytest.raises(ShardError, match="plain tensor"):
-                torch.zeros(33, 13).copy_(model[0].weight)
             with pytest.raises(ShardError, match="plain tensor in one list position"):
-                torch._foreach_add_([torch.zeros(33)], [model[0].bias])
+                torch._foreach_add([torch.zeros(33)], [model[0].bias])
 
     on_ranks(2, body)
+
+
+def test_plain_tensors_are_written_from_whole_parameters() -> None:
+    """What an average of the weights does that was made before the model was compiled."""
+
+    def body(model: nn.Module, store: ShardStore, world: World) -> None:
+        weight, bias = model[0].weight.detach(), model[0].bias.detach()
+        copied, added = torch.zeros(33, 13).copy_(weight), [torch.ones(33), torch.ones(33, 13)]
+        torch._foreach_lerp_(added, [bias, weight], 0.25)
+        assert torch.equal(copied, whole(weight))
+        assert torch.equal(added[0], torch.lerp(torch.ones(33), whole(bias), 0.25))
+        assert torch.equal(added[1], torch.lerp(torch.ones(33, 13), copied, 0.25))
+
+    on_ranks(3, body)
 
 
 def test_deepcopy_and_pickling_of_a_parameter_are_refused() -> None:

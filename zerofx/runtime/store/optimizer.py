@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from zerofx.errors import ShardError
 from zerofx.layout.buckets import Layout
 from zerofx.layout.tiers import Tier
-from zerofx.runtime.store import updates
+from zerofx.runtime.store import updates, whole_updates
 from zerofx.runtime.tensors.piece import Ledger, is_cut, piece_of
 from zerofx.runtime.tensors.refuse import ACCEPTED_OPTIMIZERS
 from zerofx.runtime.tensors.tensor import whole_of
@@ -29,10 +29,15 @@ STEP_STATES = ("step", "mu_product", "eta", "mu")
 
 REFUSED = {
     "LBFGS": "it keeps flat vectors of all parameters and needs a closure",
-    "Adafactor": "it keeps row and column means of whole matrices",
-    "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "gradients of shards are dense",
 }
+
+
+def list_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers that a call was given: none, one, or several in a list or tuple."""
+    if isinstance(optimizer, (list, tuple)):
+        return list(optimizer)
+    return [] if optimizer is None else [optimizer]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -114,8 +119,11 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
     if any(is_cut(new) for _, new in swaps):
         check_type(optimizer)
     check_optimizer(optimizer)  # one made over parameters that were sharded before
+    is_whole = whole_updates.needs_whole(optimizer)
     states: dict[Tensor, Any] = {
-        new: {k: _cut_state(new, k, v) for k, v in optimizer.state[old].items()}
+        new: optimizer.state[old]
+        if is_whole
+        else {k: _cut_state(new, k, v) for k, v in optimizer.state[old].items()}
         for old, new in swaps
         if old in optimizer.state
     }
@@ -126,6 +134,9 @@ def swap_optimizer(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -
         optimizer.state.pop(old, None)
     optimizer.state.update(states)
     _checked.pop(optimizer, None)
+    whole = whole_updates.updates_of(optimizer)
+    if whole is not None:
+        whole.settle(optimizer)
     if isinstance(optimizer, updates.BucketOptimizer):
         optimizer.update_in_backward()
 
@@ -201,7 +212,7 @@ def watch_steps() -> None:
     plain tensors to torch, and a fused step moves no version counter. Steps over parameters that
     shards have replaced raise, and so do those that would divide by second moments in float16.
     """
-    register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_note_step)
 
 
@@ -210,13 +221,20 @@ _SECOND_MOMENTS = "Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop".split
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # how many params
 
 
-def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse, before it steps, an optimizer that needs float32 parameters and has none."""
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Check that an optimizer may step; return arguments of `step` if they are to be others."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _check_near(optimizer, params)
-    if _checked.get(optimizer) == len(params):
-        return
-    _watch_loads(optimizer, params)
+    whole = whole_updates.updates_of(optimizer)
+    if _checked.get(optimizer) != len(params):
+        if whole is None:
+            _watch_loads(optimizer, params)
+        _check_moments(optimizer, params)
+    return None if whole is None else whole.arguments(optimizer, args, kwargs)
+
+
+def _check_moments(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Refuse, before it steps, an optimizer that needs float32 parameters and has none."""
     kind = type(optimizer).__name__
     has_moments = any(base in _SECOND_MOMENTS for base in _torch_bases(optimizer))
     for param in params if has_moments else ():
@@ -257,6 +275,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "the old parameters, so step() would have no effect. Build it over the compiled "
             "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)"
         )
+    updating = whole_updates.updates_of(optimizer)
+    if updating is not None:
+        updating.finish()
     whole: dict[int, Ledger] = {}
     cut: dict[int, Ledger] = {}
     for group in optimizer.param_groups:

@@ -27,7 +27,7 @@ from zerofx.compat.optim import (
 )
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor
 from zerofx.errors import ShardError
-from zerofx.runtime.tensors.refuse import op_name
+from zerofx.runtime.tensors.refuse import calling_optimizer, op_name
 from zerofx.runtime.tensors.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -176,10 +176,16 @@ def _note_write(target: ShardedTensor) -> None:
 
 
 def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place function of each element on the first argument."""
+    """Run an in-place function of each element on the first argument.
+
+    A plain first argument has the whole parameter, as in an average of the weights that was made
+    before the model was compiled. The sharded arguments are then gathered: a collective call.
+    """
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        refuse(func, args, kwargs, "would write a sharded tensor's piece into a plain tensor")
+        if calling_optimizer() is not None:  # its states would be whole on every rank
+            refuse(func, args, kwargs, "would write a sharded tensor's piece into a plain tensor")
+        return func(*map(_whole, args), **{k: _whole(v) for k, v in kwargs.items()})
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(
             f"{target.zfx.name}: {op_name(func)}: a leaf Variable that requires grad is being "
@@ -188,6 +194,13 @@ def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _run(func, args, kwargs, target)
     _note_write(target)
     return target
+
+
+def _whole(value: Any) -> Any:
+    """Return an argument with nothing cut: a sharded tensor is gathered, a collective call."""
+    if isinstance(value, ShardedTensor):
+        return value.zfx.whole(local_tensor(value), "writing a whole copy")
+    return value
 
 
 def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -292,11 +305,27 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def foreach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place foreach or fused function on the pieces in one call."""
+    """Run an in-place foreach or fused function on the pieces in one call.
+
+    Plain tensors that are written from sharded ones are written one by one; see `pointwise_`.
+    """
     base = args[0]
+    if not any(map(_is_sharded, base)) and calling_optimizer() is None:
+        for number in range(len(base)):
+            func(*[_at(a, number) for a in args], **{k: _at(v, number) for k, v in kwargs.items()})
+        return base
     func(*[_local_list(a, base, func) for a in args], **_local_kwargs(func, base, kwargs))
     _note_writes(base)
     return base
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, ShardedTensor)
+
+
+def _at(values: Any, number: int) -> Any:
+    """Return one element of a list argument, whole and in a list; other arguments as they are."""
+    return [_whole(values[number])] if isinstance(values, (list, tuple)) else values
 
 
 def _local_kwargs(func: Any, base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

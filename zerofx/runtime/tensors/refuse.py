@@ -31,12 +31,12 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
         f"needs the whole tensor, but this rank holds elements {piece.says()} of its "
         f"{piece.shape.numel()} {list(piece.shape)}"
     )
-    optimizer = _calling_optimizer()
+    optimizer = calling_optimizer()
     if optimizer is not None:
         return ShardError(
             f"{piece.name}: {op} {reason}; {optimizer} needs whole matrices or vectors of "
-            "parameters and is not supported on sharded parameters: use one of "
-            f"{ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+            "parameters: give zerofx.optim.whole_matrices(optimizer), which steps each parameter "
+            f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
         )
     return ShardError(
         f"{piece.name}: {op} {reason}; use p.full_tensor() or zerofx.full_state_dict(model) on "
@@ -54,7 +54,8 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
     )
 
 
-def _calling_optimizer() -> str | None:
+def calling_optimizer() -> str | None:
+    """Return the class of the optimizer whose method runs on this thread, if one does."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

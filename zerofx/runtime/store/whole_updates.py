@@ -1,0 +1,609 @@
+"""Optimizers that need whole parameters: each parameter is updated by the one rank that owns it.
+
+Muon orthogonalises matrices, Adafactor keeps means of their rows and columns, Shampoo and SOAP
+keep matrices of their own: none of them can step flat pieces. At `step()` the owner of a parameter
+receives the pieces of its gradient and of its values, steps them with the user's own optimizer
+class, and sends the pieces of the new values back. The states are the owner's alone.
+
+Owners are chosen greedily, the largest parameter first: the rank that holds most of it, if its 1/N
+of all elements has room for it, else the rank that owns least so far. So no rank owns more than 1/N
+of all elements plus one largest parameter. Newton-Schulz iterations cost m * n * min(m, n), and in
+a transformer min(m, n) is nearly the same everywhere, so this balances their time too.
+
+Parameters travel in rounds. In each round every rank receives parameters of at most the size of the
+largest one. The next round is under way while the owners compute, and so are the results of the
+last one; no more than these three are held.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from zerofx.comm.collectives import Work
+from zerofx.compat.callers import is_within_checkpoint
+from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
+from zerofx.errors import ArgumentError, ShardError
+from zerofx.layout.tiles import cut, spread
+from zerofx.runtime.store.tree import attributes_of
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, is_cut, piece_of
+from zerofx.runtime.tensors.tensor import whole_of
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+# (where the class is defined, its name): what steps each parameter by itself and needs it whole
+KNOWN = (
+    ("torch.optim", "Muon"),
+    ("torch.optim", "Adafactor"),
+    ("transformers.optimization", "Adafactor"),
+)
+_DRIVER, _RUN = "_zerofx_whole", "_zerofx_run"
+_HOOKS = "_optimizer_"  # what the names of torch's own dicts of hooks begin with
+
+
+def whole_matrices(optimizer: O) -> O:
+    """Let an optimizer step whole parameters of a compiled model, each on the rank that owns it.
+
+    optimizer: any whose update of one parameter reads no other parameter: Shampoo, SOAP and the
+        like. `torch.optim.Muon`, `torch.optim.Adafactor` and transformers' Adafactor need no call.
+
+    Returns:
+        The same optimizer. Its class, its groups and the loop stay as they are.
+
+    Raises:
+        ArgumentError: it is no optimizer.
+        ShardError: it is known to need all parameters at once, or keeps parameters in an attribute.
+
+    Example:
+        optimizer = zerofx.optim.whole_matrices(SOAP(model.parameters(), lr=3e-3))
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Call "
+            "zerofx.optim.whole_matrices(optimizer) with one that is built"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ShardError(
+            "LBFGS is not supported on sharded parameters: it keeps flat vectors of all parameters "
+            "and needs a closure; use Plan(stage=0)"
+        )
+    _check_attributes(optimizer)
+    vars(optimizer).setdefault(_DRIVER, WholeUpdates())
+    return optimizer
+
+
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer steps whole parameters: of a known class, or marked as such."""
+    if _DRIVER in vars(optimizer):
+        return True
+    return any(
+        each.__name__ == name and each.__module__.startswith(module)
+        for each in type(optimizer).__mro__
+        for module, name in KNOWN
+    )
+
+
+def updates_of(optimizer: Optimizer) -> WholeUpdates | None:
+    """Return what steps an optimizer that needs whole parameters; None where none is sharded."""
+    if not needs_whole(optimizer) or not any(map(is_cut, _params(optimizer))):
+        return None
+    driver: WholeUpdates = vars(optimizer).setdefault(_DRIVER, WholeUpdates())
+    driver.attach(optimizer)
+    return driver
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_attributes(optimizer: Optimizer) -> None:
+    """Raise if an optimizer keeps parameters elsewhere than in its groups and states.
+
+    Raises:
+        ShardError: names the attribute.
+    """
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        held = value.values() if isinstance(value, Mapping) else value
+        items = list(held) if isinstance(value, (list, tuple, set, Mapping)) else [held]
+        if any(isinstance(item, nn.Parameter) for item in items):
+            kind = type(optimizer).__name__
+            raise ShardError(
+                f"{kind} keeps parameters in its attribute {name!r}, so that its step would read "
+                "pieces instead of whole matrices. Read them from param_groups, or use "
+                "Plan(stage=0)"
+            )
+
+
+class WholeUpdates:
+    """The updates of one optimizer: who owns its parameters, and the steps of what is owned here.
+
+    `optimizer.state` holds the states of the parameters that this rank owns, and of no other.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[Tensor, int] = {}  # parameter -> rank of the shard axis
+        self._loads: dict[int, list[int]] = {}  # id(ledger) -> elements that each rank owns
+        self._alone: dict[Tensor, LoneOptimizer] = {}
+        self._attached = self._settled = False
+        self._run: Callable[[], None] | None = None  # the step that `step()` is about to make
+        self._kinds: dict[type, type] = {}
+
+    # -- the optimizer that this belongs to ------------------------------------------------------
+    def attach(self, optimizer: Optimizer) -> None:
+        """Follow what an optimizer loads and shows; once."""
+        if self._attached:
+            return
+        _check_attributes(optimizer)
+        self._attached = True
+        optimizer.register_load_state_dict_pre_hook(self._keep_owned)
+        optimizer.register_load_state_dict_post_hook(self._note_load)
+        optimizer.register_state_dict_post_hook(_guard)
+
+    def owner(self, optimizer: Optimizer, param: Tensor) -> int:
+        """Return the rank of the shard axis that owns a sharded parameter."""
+        if param not in self._owners:
+            self._choose_owners(optimizer)
+        return self._owners[param]
+
+    def _choose_owners(self, optimizer: Optimizer) -> None:
+        new = [p for p in _params(optimizer) if is_cut(p) and p not in self._owners]
+        shares: dict[int, float] = {}
+        for param in new:
+            ledger = _piece(param).ledger
+            size = ledger.layout.shard_size
+            loads = self._loads.setdefault(id(ledger), [0] * size)
+            shares[id(ledger)] = shares.get(id(ledger), sum(loads) / size) + param.numel() / size
+        for param in sorted(new, key=lambda p: -p.numel()):
+            piece = _piece(param)
+            loads = self._loads[id(piece.ledger)]
+            held = [_length(piece.ranges_of(rank)) for rank in range(len(loads))]
+            share = shares[id(piece.ledger)]
+            fits = [r for r, load in enumerate(loads) if load + param.numel() <= share]
+            rank = max(fits, key=held.__getitem__) if fits else loads.index(min(loads))
+            loads[rank] += param.numel()
+            self._owners[param] = rank
+
+    def owns(self, optimizer: Optimizer, param: Tensor) -> bool:
+        """Tell whether this rank steps a parameter: it owns it, or every rank has it whole."""
+        if not is_cut(param):
+            return True
+        return self.owner(optimizer, param) == _piece(param).ledger.world.shard_rank
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Give the states that were made or loaded otherwise to the owners; a collective call.
+
+        States that are cut like their parameter are gathered. Of whole ones, which all ranks have,
+        the owner keeps its own.
+        """
+        if self._settled:
+            return
+        self._settled = True
+        for param in [p for p in _params(optimizer) if is_cut(p) and p in optimizer.state]:
+            whole = _gathered(param, optimizer.state[param])
+            if self.owns(optimizer, param):
+                optimizer.state[param] = whole
+            else:
+                del optimizer.state[param]
+
+    def _keep_owned(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict that is about to be loaded without the states of other ranks."""
+        params = list(_params(optimizer))
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        if len(numbers) != len(params):
+            return state_dict  # torch refuses it
+        owned = dict(zip(numbers, params, strict=True))
+        state = {
+            number: _mapped(states, _plain)
+            for number, states in state_dict["state"].items()
+            if number not in owned or self.owns(optimizer, owned[number]) or _has_cut(states)
+        }
+        return {**state_dict, "state": state}
+
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._alone.clear()
+        self._settled = False
+
+    def options_of_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return, of each group, the values that steps on this rank have written into it."""
+        found = []
+        for group in optimizer.param_groups:
+            alone = (self._alone.get(param) for param in group["params"])
+            found.append(next((each.written() for each in alone if each is not None), {}))
+        return found
+
+    # -- a step ----------------------------------------------------------------------------------
+    def arguments(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments for the user's `step` that make it call `run` instead of stepping.
+
+        `step` is given a stand-in for the optimizer. When it reads `param_groups`, the parameters
+        are stepped, and it finds no group. A closure has run by then, and so have the user's hooks.
+        """
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+        waits = closure is not None
+
+        def evaluate() -> Any:
+            nonlocal waits
+            loss = closure()
+            waits = False
+            return loss
+
+        def run() -> None:
+            if not waits and self._run is not None:
+                self._run = None
+                self.step(optimizer)
+
+        self._run = run
+        kind = type(optimizer)
+        if kind not in self._kinds:
+            self._kinds[kind] = type(kind.__name__, (kind,), {"param_groups": _NoGroups()})
+        stand_in: Any = object.__new__(self._kinds[kind])
+        vars(stand_in).update(vars(optimizer))
+        vars(stand_in)[_RUN] = run
+        if closure is None:
+            return (stand_in, *args[1:]), kwargs
+        if len(args) > 1:
+            return (stand_in, evaluate, *args[2:]), kwargs
+        return (stand_in,), {**kwargs, "closure": evaluate}
+
+    def finish(self) -> None:
+        """Make the step that the user's `step` has not asked for."""
+        if self._run is not None:
+            self._run()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step every parameter that has a gradient; a collective call."""
+        self.settle(optimizer)
+        ledgers: dict[int, tuple[Ledger, list[Tensor]]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if is_cut(param):
+                    ledger = _piece(param).ledger
+                    ledgers.setdefault(id(ledger), (ledger, []))[1].append(param)
+                else:
+                    self._step_in_place(optimizer, param, param.grad)
+        for ledger, params in ledgers.values():
+            self._step_together(optimizer, ledger, params)
+
+    def _step_together(
+        self, optimizer: Optimizer, ledger: Ledger, params: Sequence[Tensor]
+    ) -> None:
+        """Step the sharded parameters of one model, round by round."""
+        world, kind = ledger.world, type(optimizer).__name__
+        ledger.pending.join()
+        names = ",".join(_piece(p).name for p in params)
+        world.agree(f"a step of {kind}", f"{len(params)} parameters with a gradient: {names}")
+        rounds = self._rounds(optimizer, params, ledger.layout.shard_size)
+        try:
+            arriving = _Arrival(ledger, rounds[0], kind)
+            leaving: _Return | None = None
+            for number, members in enumerate(rounds):
+                arrived = arriving.wait()
+                if number + 1 < len(rounds):
+                    arriving = _Arrival(ledger, rounds[number + 1], kind)
+                updated = [
+                    (param, self._step_alone(optimizer, param, value, grad))
+                    for param, value, grad in arrived
+                ]
+                del arrived
+                if leaving is not None:
+                    leaving.land()
+                leaving = _Return(ledger, members, updated, kind)
+                del updated
+            if leaving is not None:
+                leaving.land()
+        except BaseException as error:
+            world.report_failure(repr(error))
+            world.drain()
+            raise
+        finally:
+            ledger.note_write()
+
+    def _rounds(
+        self, optimizer: Optimizer, params: Sequence[Tensor], size: int
+    ) -> list[list[list[Tensor]]]:
+        """Return the rounds of a step: in each, what every rank is to step.
+
+        In a round no rank has more elements than the largest parameter, and all are of one dtype.
+        """
+        found: list[list[list[Tensor]]] = []
+        for dtype in dict.fromkeys(p.dtype for p in params):
+            alike = sorted((p for p in params if p.dtype == dtype), key=lambda p: -p.numel())
+            shares: list[list[list[Tensor]]] = [[] for _ in range(size)]
+            filled = [0] * size
+            for param in alike:
+                rank = self.owner(optimizer, param)
+                if not shares[rank] or filled[rank] + param.numel() > alike[0].numel():
+                    shares[rank].append([])
+                    filled[rank] = 0
+                shares[rank][-1].append(param)
+                filled[rank] += param.numel()
+            found += [[*row] for row in zip_longest(*shares, fillvalue=[])]
+        return found
+
+    def _step_in_place(self, optimizer: Optimizer, param: Tensor, grad: Tensor) -> None:
+        """Step a parameter that every rank has whole."""
+        value = param.detach()
+        updated = self._step_alone(optimizer, param, value, grad)
+        if updated.data_ptr() != value.data_ptr():  # its step has assigned `p.data`
+            value.copy_(updated)
+
+    def _step_alone(
+        self, optimizer: Optimizer, param: Tensor, value: Tensor, grad: Tensor
+    ) -> Tensor:
+        """Step one whole parameter with the user's class; return its new values."""
+        alone = self._alone.get(param)
+        if alone is None:
+            alone = self._alone[param] = LoneOptimizer(optimizer)
+        return alone.step(optimizer, param, value, grad)
+
+
+class _NoGroups:
+    """`param_groups` of a stand-in: reading them makes the step, and there are none."""
+
+    def __get__(self, stand_in: Any, kind: type | None = None) -> Any:
+        if stand_in is not None:
+            vars(stand_in)[_RUN]()
+        return []
+
+    def __set__(self, stand_in: Any, value: Any) -> None:
+        """Ignore the groups: a stand-in lasts one step."""
+
+
+class LoneOptimizer:
+    """A copy of the user's optimizer with one parameter, whole.
+
+    Options of its group follow those of the user's group; what its own steps write there stays.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        made: Optimizer = object.__new__(type(optimizer))
+        for name, value in vars(optimizer).items():
+            if name.startswith(_HOOKS):
+                vars(made)[name] = OrderedDict()
+            elif name not in (_DRIVER, "step", "param_groups", "state"):
+                is_own = isinstance(value, (Tensor, list, dict, set)) and name != "defaults"
+                vars(made)[name] = copy.deepcopy(value) if is_own else value
+        made.state = defaultdict(dict)
+        made.param_groups = [{"params": []}]
+        self._made, self._given = made, dict[str, Any]()
+
+    def step(self, optimizer: Optimizer, param: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+        """Step `value` with `grad`, both whole, and the states that `optimizer` has of `param`."""
+        made, states = self._made, optimizer.state
+        with torch.no_grad():
+            whole = nn.Parameter(value, requires_grad=param.requires_grad)
+        vars(whole).update(attributes_of(param))
+        whole.grad = grad
+        self._follow(optimizer, param)
+        made.param_groups[0]["params"] = [whole]
+        if param in states:
+            made.state[whole] = states[param]
+        type(made).step(made)
+        made.param_groups[0]["params"] = []
+        if whole in made.state:
+            states[param] = made.state.pop(whole)
+        return whole.detach()
+
+    def _follow(self, optimizer: Optimizer, param: Tensor) -> None:
+        """Take over the options of the parameter's group that have changed since the last step."""
+        mine = self._made.param_groups[0]
+        group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+        for key, option in group.items():
+            if key == "param_names":
+                position = next(i for i, p in enumerate(group["params"]) if p is param)
+                mine[key] = [option[position]]
+            elif key != "params" and (
+                key not in self._given or not _is_same(option, self._given[key])
+            ):
+                mine[key] = self._given[key] = option
+
+    def written(self) -> dict[str, Any]:
+        """Return the options that steps have written."""
+        return {
+            key: option
+            for key, option in self._made.param_groups[0].items()
+            if key not in ("params", "param_names")
+            and not (key in self._given and _is_same(option, self._given[key]))
+        }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    is_value = isinstance(one, (bool, int, float, str, tuple)) and not isinstance(other, Tensor)
+    return is_value and type(one) is type(other) and bool(one == other)
+
+
+# -- the pieces on their way to the owners and back ---------------------------------------------
+class _Arrival:
+    """The values and gradients of one round, on their way to the owners."""
+
+    @torch.no_grad()
+    def __init__(self, ledger: Ledger, members: list[list[Tensor]], kind: str) -> None:
+        world = ledger.world
+        self._mine = members[world.shard_rank]
+        dtype = next(p.dtype for share in members for p in share)
+        self._sends = [_packed(_sent(share), dtype, world.device) for share in members]
+        self._parts = [
+            torch.empty(2 * _held(self._mine, rank), dtype=dtype, device=world.device)
+            for rank in range(len(members))
+        ]
+        self._work: Work = world.all_to_all(self._parts, self._sends, f"gathering for {kind}")
+
+    @torch.no_grad()
+    def wait(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return (parameter, its values, its gradient), both whole, of what this rank owns."""
+        self._work.wait()
+        self._sends = []
+        made = [[_blank(param), _blank(param)] for param in self._mine]
+        for rank, part in enumerate(self._parts):
+            start = 0
+            for which in range(2):
+                for param, flats in zip(self._mine, made, strict=True):
+                    ranges = _piece(param).ranges_of(rank)
+                    stop = start + _length(ranges)
+                    spread(flats[which], ranges, part[start:stop])
+                    start = stop
+        self._parts = []
+        shaped = [[flat.view(p.shape) for flat in f] for p, f in zip(self._mine, made, strict=True)]
+        return [(p, value, grad) for p, (value, grad) in zip(self._mine, shaped, strict=True)]
+
+
+class _Return:
+    """The new values of one round, on their way back to the shards."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        ledger: Ledger,
+        members: list[list[Tensor]],
+        updated: list[tuple[Tensor, Tensor]],
+        kind: str,
+    ) -> None:
+        world = ledger.world
+        self._members = members
+        dtype = next(p.dtype for share in members for p in share)
+        flats = [(_piece(param), value.reshape(-1)) for param, value in updated]
+        self._sends = [
+            _packed([cut(flat, p.ranges_of(rank)) for p, flat in flats], dtype, world.device)
+            for rank in range(len(members))
+        ]
+        self._parts = [
+            torch.empty(sum(_piece(p).length for p in share), dtype=dtype, device=world.device)
+            for share in members
+        ]
+        self._work: Work = world.all_to_all(self._parts, self._sends, f"the updates of {kind}")
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Write what has come into the shards."""
+        self._work.wait()
+        self._sends = []
+        for share, part in zip(self._members, self._parts, strict=True):
+            values = part.split([_piece(param).length for param in share]) if share else ()
+            for param, value in zip(share, values, strict=True):
+                _piece(param).local(param).copy_(value)
+
+
+def _sent(share: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's pieces of the values, then of the gradients."""
+    grads = [p.grad for p in share]
+    return [
+        *(_piece(p).local(p) for p in share),
+        *(_piece(p).local(g) for p, g in zip(share, grads, strict=True) if g is not None),
+    ]
+
+
+def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not pieces:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.cat([piece.to(device) for piece in pieces])
+
+
+def _held(share: Sequence[Tensor], rank: int) -> int:
+    return sum(_length(_piece(param).ranges_of(rank)) for param in share)
+
+
+def _length(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _blank(param: Tensor) -> Tensor:
+    return torch.empty(param.numel(), dtype=param.dtype, device=param.device)
+
+
+def _piece(param: Tensor) -> ParameterPiece:
+    piece = piece_of(param)
+    assert piece is not None
+    return piece
+
+
+# -- states -------------------------------------------------------------------------------------
+class OwnedState(torch.Tensor):
+    """A state in `optimizer.state_dict()` that this rank alone has, in the state's own memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardError(
+            "pickling optimizer.state_dict() would save the states of one rank only: each matrix "
+            "has its state on the rank that owns it; use zerofx.save(dir, model, optimizer), or "
+            "torch.save of zerofx.full_optimizer_state_dict(model, optimizer)"
+        )
+
+
+def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict whose states cannot be pickled.
+
+    Raises:
+        ShardError: torch.distributed.checkpoint asks, which takes it for what every rank has.
+    """
+    if is_within_checkpoint():
+        kind = type(optimizer).__name__
+        raise ShardError(
+            f"{kind} has the states of each matrix on one rank, which torch.distributed.checkpoint "
+            "cannot gather. Use zerofx.save(dir, model, optimizer), or zerofx."
+            "full_optimizer_state_dict(model, optimizer)"
+        )
+
+    def guarded(value: Tensor) -> Tensor:
+        return make_subclass(OwnedState, value.detach()) if value.ndim else value
+
+    state = {key: _mapped(states, guarded) for key, states in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.as_subclass(Tensor) if isinstance(value, OwnedState) else value
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return nested dicts, lists and tuples with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(part, change) for part in value)
+    return value
+
+
+def _has_cut(states: Any) -> bool:
+    """Tell whether a tensor among nested states is cut like its parameter."""
+    found: list[bool] = []
+    _mapped(states, lambda tensor: found.append(is_cut(tensor)))
+    return any(found)
+
+
+def _gathered(param: Tensor, states: Any) -> Any:
+    """Return nested states of a parameter with those that are cut gathered; a collective call."""
+    piece = _piece(param)
+
+    def gather(value: Tensor) -> Tensor:
+        if is_cut(value):
+            return piece.whole(piece.local(value), "gathering a state")
+        if isinstance(value, DTensor):
+            return whole_of(value, piece, "taking over a state")
+        return value
+
+    return _mapped(states, gather)
