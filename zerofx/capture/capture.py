@@ -28,7 +28,8 @@ from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_r
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
-from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule
+from zerofx.compat.known import KnownValues
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
@@ -62,7 +63,8 @@ def capture(
     compute_dtype: in which parameters and inputs of 32 or 16 bits are computed with (bf16, say, for
         a plan of that precision); by default each in its own.
     constants: gets the tensors whose values are part of the program: forward reads them, and they
-        are neither arguments nor registered.
+        are neither arguments nor registered; or they are buffers, and its control flow depends on
+        their values.
     varying: the sizes that the program shall serve many values of. Control flow on them goes the
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
@@ -92,11 +94,15 @@ def capture(
             harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
             try:
                 gm = trace(harness, fakes, mode, swap)
+                if swap.has_read_updated(gm):  # of what changes with each call nothing is known
+                    mode.holds = False
+                    gm = trace(harness, fakes, mode, swap)
             except Exception as error:
                 shorten(error)
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     if constants is not None:
         constants += harness.lines.constants.values()
+        constants += mode.read.values()
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
@@ -136,7 +142,7 @@ def settled(
 
 
 def trace(
-    harness: Harness, fakes: tuple[Tensor, ...], mode: FakeTensorMode, swap: StateSwap
+    harness: Harness, fakes: tuple[Tensor, ...], mode: KnownValues, swap: StateSwap
 ) -> fx.GraphModule:
     """Trace the harness and refuse a forward that leaves side effects."""
 

@@ -8,15 +8,17 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerofx.capture.call import place
 from zerofx.capture.effects import RESERVED, Held
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
-from zerofx.compat.graphs import FakeTensorMode
+from zerofx.compat.known import KnownValues
 from zerofx.compat.modules import own_buffers, own_parameters
+from zerofx.compat.tracing import describe_results
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -31,7 +33,7 @@ class StateSwap:
     def __init__(
         self,
         model: nn.Module,
-        mode: FakeTensorMode,
+        mode: KnownValues,
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
         computes: Mapping[str, torch.dtype],
@@ -44,6 +46,7 @@ class StateSwap:
         self._fakes: dict[int, Tensor] = {}
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
+        self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
             for holder in (own_parameters(module), own_buffers(module)):
@@ -67,6 +70,8 @@ class StateSwap:
                 made = nn.Parameter(torch.empty(shape, dtype=dtype, device=where), needs)
             else:
                 made = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=where)
+                if type(tensor) is Tensor and not tensor.is_meta and dtype == tensor.dtype:
+                    self._mode.hold(made, tensor)
         self._fakes[id(tensor)] = made
         return made
 
@@ -85,6 +90,12 @@ class StateSwap:
             for holder, content in zip(holders, before, strict=True):
                 _restore(holder, content)
             self.reset_attributes()
+
+    def has_read_updated(self, gm: fx.GraphModule) -> bool:
+        """Tell whether a trace depends on the value of a buffer that it updates."""
+        results = describe_results(gm.graph.output_node())
+        updated = {str(name) for kind, name in results if kind == "buffer-update"}
+        return any(id(t) in self._mode.read and f"model.{n}" in updated for n, t in self._buffers)
 
     def is_disturbed(self) -> bool:
         """Tell whether something else than the fakes is registered now."""
@@ -204,6 +215,8 @@ def annotated(
             forward = module.forward
             if name in casts and dtype is not None:
                 forward = casting(forward, name, dtype)
+            if isinstance(module, _BatchNorm) and module.momentum is None:
+                forward = _averaging(module, forward)
             module.__dict__["forward"] = _marking(forward, name)
         yield
     finally:
@@ -221,3 +234,31 @@ def _marking(forward: Any, name: str) -> Any:
             return forward(*args, **kwargs)
 
     return marked
+
+
+def _averaging(norm: _BatchNorm, forward: Any) -> Any:
+    """Keep the cumulative averages of a batch norm without a momentum, whose weight is a number.
+
+    The weight of a batch is 1 / (how many there were): a buffer's value, which is a tensor here.
+    """
+
+    @functools.wraps(forward)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        if not norm.training or norm.running_mean is None:
+            return forward(*args, **kwargs)
+        buffers = own_buffers(norm)
+        averages = {key: buffers[key] for key in ("running_mean", "running_var")}
+        buffers.update({key: old.clone() for key, old in averages.items()})
+        norm.momentum = 1.0  # for this batch's own
+        try:
+            out = forward(*args, **kwargs)
+            latest = {key: buffers[key] for key in averages}
+        finally:
+            buffers.update(averages)
+            norm.momentum = None
+        with torch.no_grad():
+            for key, old in averages.items():
+                old.lerp_(latest[key], 1.0 / norm.num_batches_tracked)
+        return out
+
+    return averaged

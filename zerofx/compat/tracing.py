@@ -11,19 +11,28 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.source import ConstantSource
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
+from torch.fx.node import has_side_effect
+from torch.nn.modules import transformer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
 
 from zerofx.compat.graphs import FakeTensor, FakeTensorMode
-from zerofx.compat.strides import TrueStrides
+from zerofx.compat.known import KnownValues
 
 __all__ = [
     "DataDependentError",
@@ -63,11 +72,11 @@ def is_traced(value: object) -> bool:
     return isinstance(value, (FunctionalTensor, FakeTensor))
 
 
-def new_fake_mode() -> FakeTensorMode:
+def new_fake_mode() -> KnownValues:
     """Make a fake mode with static shapes that lets the model's own constants in."""
     if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own, of a process, which never shrinks
         FakeTensorMode.cache_clear()
-    return TrueStrides(shape_env=None, allow_non_fake_inputs=True)
+    return KnownValues(shape_env=None, allow_non_fake_inputs=True)
 
 
 # -- Symbols for sizes: made before tracing, and read back from what tracing did with them ---------
@@ -101,9 +110,9 @@ class Symbols:
             self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
             self._names[symbol] = type(symbol)(name, integer=True, positive=True)
 
-    def mode(self) -> FakeTensorMode:
+    def mode(self) -> KnownValues:
         """Make the fake mode whose tensors may have these sizes."""
-        return TrueStrides(shape_env=self.env, allow_non_fake_inputs=True)
+        return KnownValues(shape_env=self.env, allow_non_fake_inputs=True)
 
     def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """Return a value as a Python expression of the names."""
@@ -173,15 +182,64 @@ class _InlineCheckpoint:
 
 @contextlib.contextmanager
 def inlined_checkpoints() -> Iterator[None]:
-    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer."""
+    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer.
+
+    That takes contexts (`context_fn`) which are dispatch modes. Of others the one for forward is
+    entered here; recomputing is up to the plan.
+    """
     from torch.utils import checkpoint
 
-    old = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _InlineCheckpoint  # type: ignore[assignment,misc]
-    try:
+    plain = checkpoint._checkpoint_without_reentrant_generator
+
+    def in_context(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        forward, recompute = context_fn()
+        if all(isinstance(c, TorchDispatchMode) for c in (forward, recompute)):
+            yield from plain(fn, preserve, lambda: (forward, recompute), *args, **kwargs)
+            return
+        with forward:
+            yield from plain(fn, preserve, checkpoint.noop_context_fn, *args, **kwargs)
+
+    with (
+        mock.patch.object(checkpoint, "CheckpointFunction", _InlineCheckpoint),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", in_context),
+    ):
         yield
-    finally:
-        checkpoint.CheckpointFunction = old  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def optional_causal_hints() -> Iterator[None]:
+    """Let `nn.TransformerEncoder` take a mask for what it is if its values are not known.
+
+    It looks whether the mask is the causal one, which only decides how attention computes the same.
+    """
+    found = transformer._detect_is_causal_mask
+
+    def detect(*args: Any, **kwargs: Any) -> bool:
+        try:
+            return found(*args, **kwargs)
+        except (DataDependentError, GuardOnDataDependentSymNode):
+            return False
+
+    with mock.patch.object(transformer, "_detect_is_causal_mask", detect):
+        yield
+
+
+# Without a user and without an effect, tracing would drop it as dead.
+CHECK_LINALG = has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
+
+@contextlib.contextmanager
+def plain_checks() -> Iterator[None]:
+    """Trace the check of a result of `torch.linalg` as an operator, not as an ordered effect.
+
+    It raises as it does in eager, wherever it is among the other operators.
+    """
+    holder = singleton.find(CHECK_LINALG.name()).effect
+    if getattr(holder, "effect", None) is None:  # torch 2.11
+        yield
+        return
+    with mock.patch.object(holder, "_effect", None):
+        yield
 
 
 @contextlib.contextmanager
@@ -197,6 +255,8 @@ def traceable() -> Iterator[None]:
         with (
             compiling_flags(),
             inlined_checkpoints(),
+            optional_causal_hints(),
+            plain_checks(),
             torch.compiler.set_stance("force_eager"),  # what the user compiled is traced through
             warnings.catch_warnings(),
         ):

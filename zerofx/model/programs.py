@@ -250,20 +250,22 @@ class Constants:
     It keeps none of them alive: what has gone cannot be read again.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], buffers: Sequence[dict[str, Any]] = ()) -> None:
         counted = [t for t in tensors if not t.is_inference()]  # those count no versions
         self._read = [(weakref.ref(t), version_of(t)) for t in counted]
+        slots = [(held, key, id(t)) for held in buffers for key, t in held.items()]
+        self._slots = [slot for slot in slots if slot[2] in set(map(id, tensors))]
 
     def __bool__(self) -> bool:
         return bool(self._read)
 
     def have_changed(self) -> bool:
-        """Tell whether one was written to since."""
+        """Tell whether one was written to since, or a buffer is another tensor now."""
         for ref, version in self._read:
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
                 return True
-        return False
+        return any(id(held.get(key)) != number for held, key, number in self._slots)
 
 
 class ProgramTable:
@@ -468,9 +470,9 @@ class ProgramTable:
         if not self._has_warned_of_constants:
             self._has_warned_of_constants = True
             log.warning(
-                "%s: a tensor that forward reads, and that is neither an argument nor a parameter "
-                "nor a buffer, was changed in place. Its calls are captured again each time. "
-                "Register it with register_buffer.",
+                "%s: a tensor was changed in place whose values a program depends on. It is captured "
+                "again each time. If forward only computes with the tensor, register it with "
+                "register_buffer. If control flow depends on it, pass what it decides as an argument.",
                 type(self._model).__name__,
             )
         if key in self.bound:
@@ -516,7 +518,7 @@ class ProgramTable:
             )  # fmt: skip
         *_, attributes = self.state.read()
         key = key[0]._replace(attributes=attributes), key[1]
-        if constants := Constants(read):
+        if constants := Constants(read, [*map(own_buffers, self._model.modules())]):
             self._constants[key] = constants
         if self._engine.world.size > 1:
             captured.captured = describe_graph(captured)
