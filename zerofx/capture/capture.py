@@ -20,9 +20,11 @@ from zerofx.capture.effects import (
     refuse_rebinding,
 )
 from zerofx.capture.explain import explained, shorten
+from zerofx.capture.first_call import Change, is_same
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
+from zerofx.capture.lines import is_raised_by_model
 from zerofx.capture.original import original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
@@ -52,6 +54,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     constants: list[Tensor] | None = None,
     varying: Sequence[Symbol] = (),
+    changes: list[Change] | None = None,
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -65,6 +68,8 @@ def capture(
     constants: gets the tensors whose values are part of the program: forward reads them, and they
         are neither arguments nor registered; or they are buffers, and its control flow depends on
         their values.
+    changes: gets what a first call leaves in the attributes of modules. The program is that of the
+        calls that find these values there.
     varying: the sizes that the program shall serve many values of. Control flow on them goes the
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
@@ -91,12 +96,9 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
+            harness = Harness(model, call, swap, differentiate, outputs, compute_dtype)
             try:
-                gm = trace(harness, fakes, mode, swap)
-                if swap.has_read_updated(gm):  # of what changes with each call nothing is known
-                    mode.holds = False
-                    gm = trace(harness, fakes, mode, swap)
+                gm = trace(harness, fakes, mode, swap, changes)
             except Exception as error:
                 shorten(error)
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
@@ -142,17 +144,54 @@ def settled(
 
 
 def trace(
+    harness: Harness,
+    fakes: tuple[Tensor, ...],
+    mode: KnownValues,
+    swap: StateSwap,
+    changes: list[Change] | None = None,
+) -> fx.GraphModule:
+    """Trace the harness; refuse a forward whose side effects a program would have to repeat.
+
+    changes: gets what a first call leaves in attributes. The trace is that of the calls after it.
+    """
+    gm = trace_once(harness, fakes, mode, swap)
+    if swap.has_read_updated(gm):  # of what changes with each call nothing is known
+        mode.holds = False
+        gm = trace_once(harness, fakes, mode, swap)
+    changed = swap.changed_attribute()
+    if changed is None:
+        return gm
+    left = swap.changes()
+    if left:
+        with swap.after(left):
+            again = trace_once(harness, fakes, mode, swap)
+            is_settled = swap.changed_attribute() is None and is_same(gm, again)
+        if is_settled:
+            if changes is not None:
+                changes += left
+            return again
+    swap.reset_attributes()
+    says_compiling = harness.says_compiling
+    raise refuse_attribute(*changed, lambda: rerun_on_fakes(harness, fakes, mode, says_compiling))
+
+
+def trace_once(
     harness: Harness, fakes: tuple[Tensor, ...], mode: KnownValues, swap: StateSwap
 ) -> fx.GraphModule:
-    """Trace the harness and refuse a forward that leaves side effects."""
+    """Trace the harness and refuse a forward that leaves side effects outside attributes."""
 
     def rerun() -> None:
-        rerun_on_fakes(harness, fakes, mode)
+        rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
 
     generators = HostGenerators()
     try:
         with explained(harness.lines):
-            gm = trace_joint(harness, fakes)
+            gm = trace_joint(harness, fakes, harness.says_compiling)
+    except Exception as error:
+        if not harness.says_compiling or not is_raised_by_model(error.__traceback__):
+            raise
+        harness.says_compiling = False  # a branch for compilers may have raised
+        return trace_once(harness, fakes, mode, swap)
     finally:
         moved = generators.restore()
     if moved:
@@ -167,10 +206,6 @@ def trace(
         )
     if harness.changed_state:
         raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
-    changed = swap.changed_attribute()
-    if changed is not None:
-        swap.reset_attributes()
-        raise refuse_attribute(*changed, rerun)
     return gm
 
 

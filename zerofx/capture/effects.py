@@ -139,24 +139,24 @@ class Held:
         attributes = {n: (v, _content(v)) for n, v in own.items() if n not in RESERVED}
         return cls(module, dict(own_children(module)), attributes)
 
-    def changed(self) -> str | None:
-        """Return the name of an attribute or child that is not as it was, or None."""
+    def changed(self) -> list[str]:
+        """Return the names of attributes and children that are not as they were."""
         children, now = own_children(self.module), self.module.__dict__
-        for name in {**self.children, **children}:
-            if children.get(name) is not self.children.get(name):
-                return name
+        names = {**self.children, **children}
+        found = [n for n in names if children.get(n) is not self.children.get(n)]
         ignored = RESERVED | recomputed(self.module)
         for name in {**self.attributes, **now}:
             if name in ignored:
                 continue
             if name not in now or name not in self.attributes:
-                return name
+                found.append(name)
+                continue
             value, content = self.attributes[name]
             if not _same(value, now[name]):
-                return name
-            if content is not None and not _same(content, _content(now[name])):
-                return name
-        return None
+                found.append(name)
+            elif content is not None and not _same(content, _content(now[name])):
+                found.append(name)
+        return found
 
     def restore(self) -> None:
         """Put every attribute and child back, in place where the value is a container."""
@@ -169,7 +169,7 @@ class Held:
         for name, (value, content) in self.attributes.items():
             own[name] = value
             if content is not None:
-                _put_back(value, content)
+                put_back(value, content)
 
 
 def _content(value: Any) -> Any:
@@ -183,7 +183,8 @@ def _content(value: Any) -> Any:
     return None
 
 
-def _put_back(value: Any, content: Any) -> None:
+def put_back(value: Any, content: Any) -> None:
+    """Give a value the content that it had, in place."""
     if isinstance(value, list):
         value[:] = content
     elif isinstance(value, (dict, set)):
@@ -234,11 +235,12 @@ def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
 
     path: the attribute's qualified name. The module must hold its old attributes again.
     """
-    where = find_line(run, lambda: held.changed() is not None)
+    where = find_line(run, lambda: bool(held.changed()))
     return CaptureError(
         f"capture: forward changes the attribute {path}{at_line(where)}, which a program would "
-        "not repeat (what it read would be baked in); return the value instead, keep it in a "
-        "buffer or, if only a first call changes it, call the model once before it is compiled"
+        "not repeat (what it read would be baked in, and each call finds or leaves another value); "
+        "return the value instead, keep it in a buffer or, if only a first call changes it, call the "
+        "model once before it is compiled"
     )
 
 

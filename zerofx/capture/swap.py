@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerofx.capture.call import place
 from zerofx.capture.effects import RESERVED, Held
+from zerofx.capture.first_call import Change, changes_of
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
 from zerofx.compat.known import KnownValues
@@ -110,10 +111,33 @@ class StateSwap:
     def changed_attribute(self) -> tuple[str, Held] | None:
         """Return (qualified name, what its module held) of an attribute that changed, or None."""
         for (name, _), held in zip(self._modules, self._held, strict=True):
-            attribute = held.changed()
-            if attribute is not None:
+            for attribute in held.changed():
                 return (f"{name}.{attribute}" if name else attribute), held
         return None
+
+    def changes(self) -> list[Change] | None:
+        """Return what a forward has left in attributes, None if no later call can find that."""
+        found: list[Change] = []
+        for held in self._held:
+            of_module = changes_of(held, self._mode.value_of)
+            if of_module is None:
+                return None
+            found += of_module
+        return found
+
+    @contextlib.contextmanager
+    def after(self, changes: Sequence[Change]) -> Iterator[None]:
+        """Let forwards begin with these values in attributes."""
+        before = self._held
+        self.reset_attributes()
+        for change in changes:
+            change.apply()
+        self._held = [Held.of(held.module) for held in before]
+        try:
+            yield
+        finally:
+            self._held = before
+            self.reset_attributes()
 
     def links(self) -> Links:
         """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict."""

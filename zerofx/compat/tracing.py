@@ -153,14 +153,14 @@ def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 @contextlib.contextmanager
-def compiling_flags() -> Iterator[None]:
+def compiling_flags(value: bool = True) -> Iterator[None]:
     """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and put it back.
 
     Libraries (transformers) ask these to take their traceable paths.
     """
     old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = True
-    torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag = value
+    torch.compiler._is_exporting_flag = value
     try:
         yield
     finally:
@@ -243,7 +243,7 @@ def plain_checks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traceable() -> Iterator[None]:
+def traceable(says_compiling: bool = True) -> Iterator[None]:
     """Make torch's own Python code traceable and quiet: what fails is raised, not also printed."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -253,7 +253,7 @@ def traceable() -> Iterator[None]:
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
         with (
-            compiling_flags(),
+            compiling_flags(says_compiling),
             inlined_checkpoints(),
             optional_causal_hints(),
             plain_checks(),
@@ -288,8 +288,12 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> t
 _DECOMPOSED = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
 
 
-def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
+def trace_joint(
+    module: torch.nn.Module, args: tuple[Any, ...], says_compiling: bool = True
+) -> torch.fx.GraphModule:
     """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
+
+    says_compiling: what `torch.compiler.is_compiling()` is. Some forwards raise if it is true.
 
     Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
     nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
@@ -302,7 +306,7 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
     with (
         config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
         use_lazy_graph_modules(True),
-        traceable(),
+        traceable(says_compiling),
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,
     ):
@@ -310,9 +314,14 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
         return joint.graph_module
 
 
-def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+def rerun_on_fakes(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    mode: FakeTensorMode,
+    says_compiling: bool = True,
+) -> None:
     """Call `module(*args)` on fake tensors as tracing does, for its side effects only."""
-    with traceable(), torch.random.fork_rng(devices=[]), mode:
+    with traceable(says_compiling), torch.random.fork_rng(devices=[]), mode:
         module(*args)
 
 

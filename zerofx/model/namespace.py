@@ -153,6 +153,7 @@ class Namespace:
         self.setting, self.engine = setting, engine
         self.table = ProgramTable(model, setting, engine, other)
         self._hooks = HookWatch(model)
+        self.table.handles = self._hooks.handles
         self.original = Original(model)
 
     def __repr__(self) -> str:

@@ -17,7 +17,9 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
 from zerofx.capture import capture
+from zerofx.capture.first_call import Change
 from zerofx.capture.model_state import ModelState
+from zerofx.capture.original import original
 from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load
@@ -306,6 +308,7 @@ class ProgramTable:
         self._constants: dict[Key, Constants] = {}  # of programs that read some
         self._lengths = Lengths() if setting.plan.dynamic != "off" else None
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
+        self.handles: Callable[[], tuple[tuple[int, ...], ...]] = tuple  # of the hooks, for keys
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
@@ -470,9 +473,10 @@ class ProgramTable:
         if not self._has_warned_of_constants:
             self._has_warned_of_constants = True
             log.warning(
-                "%s: a tensor was changed in place whose values a program depends on. It is captured "
-                "again each time. If forward only computes with the tensor, register it with "
-                "register_buffer. If control flow depends on it, pass what it decides as an argument.",
+                "%s: a tensor was changed in place whose values a program depends on. It is "
+                "captured again each time. If forward only computes with the tensor, register it "
+                "with register_buffer. If control flow depends on it, pass what it decides as an "
+                "argument.",
                 type(self._model).__name__,
             )
         if key in self.bound:
@@ -491,6 +495,7 @@ class ProgramTable:
         plan, device = setting.plan, self._engine.world.device
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
+        left: list[Change] = []
         captured = self._captured(
             args,
             kwargs,
@@ -501,7 +506,11 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
             constants=read,
+            changes=left,
         )
+        with original(self._model):
+            for change in left:
+                change.apply()
         if changed := self.state.leave_out_changed():
             log.warning(
                 "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
@@ -517,7 +526,7 @@ class ProgramTable:
                 type(self._model).__name__, ", ".join(leaked),
             )  # fmt: skip
         *_, attributes = self.state.read()
-        key = key[0]._replace(attributes=attributes), key[1]
+        key = key[0]._replace(attributes=attributes), self.handles() if left else key[1]
         if constants := Constants(read, [*map(own_buffers, self._model.modules())]):
             self._constants[key] = constants
         if self._engine.world.size > 1:
