@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from zerofx.capture.first_call import Change, is_same
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
-from zerofx.capture.lines import is_raised_by_model
+from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
@@ -38,6 +38,9 @@ from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import Sizes, Symbol
+
+
+MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
 
 
 @paused_collector()
@@ -154,6 +157,10 @@ def trace(
 
     changes: gets what a first call leaves in attributes. The trace is that of the calls after it.
     """
+
+    def rerun() -> None:
+        rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
+
     gm = trace_once(harness, fakes, mode, swap)
     if swap.has_read_updated(gm):  # of what changes with each call nothing is known
         mode.holds = False
@@ -168,11 +175,10 @@ def trace(
             is_settled = swap.changed_attribute() is None and is_same(gm, again)
         if is_settled:
             if changes is not None:
-                changes += left
+                changes += told_apart(left, swap, rerun)
             return again
     swap.reset_attributes()
-    says_compiling = harness.says_compiling
-    raise refuse_attribute(*changed, lambda: rerun_on_fakes(harness, fakes, mode, says_compiling))
+    raise refuse_attribute(*changed, rerun)
 
 
 def trace_once(
@@ -188,9 +194,10 @@ def trace_once(
         with explained(harness.lines):
             gm = trace_joint(harness, fakes, harness.says_compiling)
     except Exception as error:
-        if not harness.says_compiling or not is_raised_by_model(error.__traceback__):
+        if is_raised_by_model(error.__traceback__) and harness.says_compiling:
+            harness.says_compiling = False  # a branch for compilers may have raised
+        elif not is_check(harness.lines, rerun, mode):
             raise
-        harness.says_compiling = False  # a branch for compilers may have raised
         return trace_once(harness, fakes, mode, swap)
     finally:
         moved = generators.restore()
@@ -207,6 +214,46 @@ def trace_once(
     if harness.changed_state:
         raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
     return gm
+
+
+def told_apart(
+    changes: Sequence[Change], swap: StateSwap, rerun: Callable[[], None]
+) -> list[Change]:
+    """Note which attributes forward sets without looking at what they had before."""
+    names = {change.name for change in changes if change.content is None}
+    unread = set()
+    for name in sorted(names) if len(names) <= MOST_PROBED else ():
+        if not swap.reads([c for c in changes if c.name == name and c.content is None], rerun):
+            unread.add(name)
+    return [replace(c, is_read=c.content is not None or c.name not in unread) for c in changes]
+
+
+def is_check(lines: LineMode, rerun: Callable[[], None], mode: KnownValues) -> bool:
+    """Tell whether a forward raises if a tensor is true (or false), and what it raises.
+
+    An `assert`, or an `if` that raises, is then a check that the program makes too. Any other
+    control flow on values is not.
+    """
+    line = lines.undecided
+    if not line:
+        return False
+    said: dict[bool, str] = {}
+    for value in (True, False):
+        lines.checks[line] = value, ""
+        try:
+            with mode.apart():
+                rerun()
+        except Exception as error:  # noqa: BLE001 - which one it is tells what the line is for
+            if is_raised_by_model(error.__traceback__) and not isinstance(error, CaptureError):
+                first = (str(error).splitlines() or [""])[0]
+                said[value] = f"{type(error).__name__}: {first} ({line})"
+    del lines.checks[line]
+    lines.undecided = ""
+    if len(said) != 1:
+        return False
+    ((bad, text),) = said.items()
+    lines.checks[line] = not bad, text
+    return True
 
 
 def warn_of_dropped(model: nn.Module, results: Results) -> None:

@@ -152,9 +152,8 @@ class Held:
                 found.append(name)
                 continue
             value, content = self.attributes[name]
-            if not _same(value, now[name]):
-                found.append(name)
-            elif content is not None and not _same(content, _content(now[name])):
+            is_as_before = content is None or _same(content, _content(now[name]))
+            if not (_same(value, now[name]) and is_as_before):
                 found.append(name)
         return found
 
@@ -238,9 +237,9 @@ def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
     where = find_line(run, lambda: bool(held.changed()))
     return CaptureError(
         f"capture: forward changes the attribute {path}{at_line(where)}, which a program would "
-        "not repeat (what it read would be baked in, and each call finds or leaves another value); "
-        "return the value instead, keep it in a buffer or, if only a first call changes it, call the "
-        "model once before it is compiled"
+        "not repeat (what it read would be baked in), and the next call would find or leave "
+        "something else; return the value instead, keep it in a buffer or, if only a first call "
+        "changes it, call the model once before it is compiled"
     )
 
 

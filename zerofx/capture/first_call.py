@@ -30,28 +30,43 @@ _MAX_NESTED = 4
 class Change:
     """A new value of one attribute of a module.
 
-    content: what is in the value, if it is a container that was changed in place.
-    is_read: whether forward looks at what was there before.
+    path: the module's. content: what is in the value, if it is a container that was changed in
+    place. is_read: whether forward looks at the value that was there before.
     """
 
-    module: nn.Module
+    path: str
     name: str
     value: Any
     content: Any = None
     is_read: bool = True
 
-    def apply(self) -> None:
-        """Give the module's attribute its new value."""
-        self.module.__dict__[self.name] = self.value
+    def apply(self, model: nn.Module) -> None:
+        """Give the attribute its new value."""
+        model.get_submodule(self.path).__dict__[self.name] = self.value
         if self.content is not None:
             put_back(self.value, self.content)
+
+
+class Unreadable:
+    """Stands in an attribute for a value that nothing may look at."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _Varies
+
+    __bool__ = __len__ = __iter__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __floordiv__ = __mod__ = __getitem__ = __setitem__ = __contains__ = __call__ = _refuse
+    __hash__ = __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Varies
 
 
 class _Varies(Exception):
     """A value differs from call to call."""
 
 
-def changes_of(held: Held, value_of: ValueOf) -> list[Change] | None:
+def changes_of(path: str, held: Held, value_of: ValueOf) -> list[Change] | None:
     """Return what a forward has left in a module's attributes.
 
     None if a later call cannot find it: a tensor that varies, or another child.
@@ -63,12 +78,14 @@ def changes_of(held: Held, value_of: ValueOf) -> list[Change] | None:
         for name in names:
             if name not in own:
                 return None
-            value, (before, content) = own[name], held.attributes.get(name, (held, None))
-            if value is before:  # a container whose content has changed
-                assert content is not None, f"{name} has not changed"
-                found.append(Change(held.module, name, value, _settled(value, value_of)))
-            else:
-                found.append(Change(held.module, name, _settled(value, value_of)))
+            value, (before, _) = own[name], held.attributes.get(name, (held, None))
+            if value is not before:
+                found.append(Change(path, name, _settled(value, value_of)))
+                continue
+            settled = _settled(value, value_of)  # a container whose content has changed
+            if settled is value:
+                return None  # a random generator
+            found.append(Change(path, name, value, settled))
     except _Varies:
         return None
     return found
@@ -97,19 +114,13 @@ def _settled(value: Any, value_of: ValueOf, depth: int = 0) -> Any:
     return value
 
 
-class Unreadable:
-    """Stands in an attribute for a value that nothing may look at."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise _Varies
-
-    __bool__ = __len__ = __iter__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __getitem__ = _refuse
-    __hash__ = __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = _refuse  # type: ignore[assignment]
-    __contains__ = __call__ = __setitem__ = __truediv__ = __floordiv__ = __mod__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        raise _Varies
+def is_alike(one: Change | None, other: Change) -> bool:
+    """Tell whether two calls leave the same in an attribute, tensors compared by their values."""
+    if one is None or one.content is not None or other.content is not None:
+        return False
+    leaves, spec = pytree.tree_flatten(one.value)
+    others, other_spec = pytree.tree_flatten(other.value)
+    return spec == other_spec and all(map(_are_equal, leaves, others))
 
 
 # -- Do two traces compute the same? ---------------------------------------------------------------
@@ -189,10 +200,10 @@ def _have_same_arguments(
                 return False
             if pairs.get(mine) is its:
                 continue
-            is_alike = mine.op != "get_attr" and mine.target is its.target
-            if not (is_alike and _have_same_arguments(mine, its, a, b, pairs)):
-                if not _are_equal(a.value(mine), b.value(its)):
-                    return False
+            is_same_call = mine.op != "get_attr" and mine.target is its.target
+            is_alike = is_same_call and _have_same_arguments(mine, its, a, b, pairs)
+            if not is_alike and not _are_equal(a.value(mine), b.value(its)):
+                return False
             pairs[mine] = its
         elif pairs.get(mine) is not its:
             return False

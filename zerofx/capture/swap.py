@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerofx.capture.call import place
 from zerofx.capture.effects import RESERVED, Held
-from zerofx.capture.first_call import Change, changes_of
+from zerofx.capture.first_call import Change, Unreadable, changes_of, is_alike
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
 from zerofx.compat.known import KnownValues
-from zerofx.compat.modules import own_buffers, own_parameters
+from zerofx.compat.modules import BatchNorm, own_buffers, own_parameters
 from zerofx.compat.tracing import describe_results
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
@@ -118,8 +118,8 @@ class StateSwap:
     def changes(self) -> list[Change] | None:
         """Return what a forward has left in attributes, None if no later call can find that."""
         found: list[Change] = []
-        for held in self._held:
-            of_module = changes_of(held, self._mode.value_of)
+        for (name, _), held in zip(self._modules, self._held, strict=True):
+            of_module = changes_of(name, held, self._mode.value_of)
             if of_module is None:
                 return None
             found += of_module
@@ -131,13 +131,24 @@ class StateSwap:
         before = self._held
         self.reset_attributes()
         for change in changes:
-            change.apply()
+            change.apply(self.model)
         self._held = [Held.of(held.module) for held in before]
         try:
             yield
         finally:
             self._held = before
             self.reset_attributes()
+
+    def reads(self, changes: Sequence[Change], run: Callable[[], None]) -> bool:
+        """Tell whether a forward looks at what some attributes had before it sets them."""
+        hidden = [replace(change, value=Unreadable()) for change in changes]
+        with self.after(hidden), self._mode.apart():
+            try:
+                run()
+            except Exception:  # noqa: BLE001 - whatever came of an object without a value
+                return True
+            left = {(c.path, c.name): c for c in self.changes() or ()}
+            return any(not is_alike(left.get((c.path, c.name)), c) for c in changes)
 
     def links(self) -> Links:
         """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict."""
@@ -239,7 +250,7 @@ def annotated(
             forward = module.forward
             if name in casts and dtype is not None:
                 forward = casting(forward, name, dtype)
-            if isinstance(module, _BatchNorm) and module.momentum is None:
+            if isinstance(module, BatchNorm) and module.momentum is None:
                 forward = _averaging(module, forward)
             module.__dict__["forward"] = _marking(forward, name)
         yield
@@ -260,7 +271,7 @@ def _marking(forward: Any, name: str) -> Any:
     return marked
 
 
-def _averaging(norm: _BatchNorm, forward: Any) -> Any:
+def _averaging(norm: BatchNorm, forward: Any) -> Any:
     """Keep the cumulative averages of a batch norm without a momentum, whose weight is a number.
 
     The weight of a batch is 1 / (how many there were): a buffer's value, which is a tensor here.

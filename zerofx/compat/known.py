@@ -8,7 +8,8 @@ on (`.item()`, `if`, `nonzero`, a mask as an index).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,15 @@ class KnownValues(TrueStrides):
     def hold(self, fake: Tensor, real: Tensor) -> None:
         """Let a fake have the value of a real tensor until it is written to."""
         fake.__dict__[_NOTE] = _Origin(None, value=real)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forget afterwards which tensors were written to."""
+        before = set(self._written)
+        try:
+            yield
+        finally:
+            self._written = before
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of the value of a tensor that tracing made, None if it varies."""

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 Entries: TypeAlias = dict[str, Any]  # by the module's own names; an entry may be None
 

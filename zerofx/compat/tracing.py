@@ -212,11 +212,11 @@ def optional_causal_hints() -> Iterator[None]:
 
     It looks whether the mask is the causal one, which only decides how attention computes the same.
     """
-    found = transformer._detect_is_causal_mask
+    look = transformer._detect_is_causal_mask
 
     def detect(*args: Any, **kwargs: Any) -> bool:
         try:
-            return found(*args, **kwargs)
+            return look(*args, **kwargs)
         except (DataDependentError, GuardOnDataDependentSymNode):
             return False
 
@@ -228,17 +228,25 @@ def optional_causal_hints() -> Iterator[None]:
 CHECK_LINALG = has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 
+def _check_all(kind: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
+    """Stand in for `torch._check_tensor_all_with`, which looks at the values."""
+    said = message if isinstance(message, str) else "a check of the model's failed"
+    torch._assert_async(cond.all(), f"{kind.__name__}: {said}")
+
+
 @contextlib.contextmanager
 def plain_checks() -> Iterator[None]:
-    """Trace the check of a result of `torch.linalg` as an operator, not as an ordered effect.
+    """Trace checks of values as operators: those of `torch.linalg`, and torch's function for them.
 
-    It raises as it does in eager, wherever it is among the other operators.
+    They raise as in eager, wherever they are among the other operators.
     """
-    holder = singleton.find(CHECK_LINALG.name()).effect
-    if getattr(holder, "effect", None) is None:  # torch 2.11
-        yield
-        return
-    with mock.patch.object(holder, "_effect", None):
+    with contextlib.ExitStack() as stack:
+        holder = singleton.find(CHECK_LINALG.name()).effect
+        if (
+            getattr(holder, "effect", None) is not None
+        ):  # an ordered effect; on torch 2.11 it is none
+            stack.enter_context(mock.patch.object(holder, "_effect", None))
+        stack.enter_context(mock.patch.object(torch, "_check_tensor_all_with", _check_all))
         yield
 
 

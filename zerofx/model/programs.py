@@ -69,8 +69,11 @@ class Bound:
     last_use: the number of its latest call, among those of all programs of the model.
     """
 
-    def __init__(self, program: Planned, executable: Executable, slots: Pool) -> None:
+    def __init__(
+        self, program: Planned, executable: Executable, slots: Pool, model: nn.Module
+    ) -> None:
         self.program, self.executable, self.slots = program, executable, slots
+        self._model = model
         self.last_use = -1
         calling = program.calling
         self._leaves = executable.contract.outputs
@@ -79,9 +82,11 @@ class Bound:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outs = self.executable(_leaves(args, kwargs))
+        calling = self.program.calling
+        for change in calling.left:
+            change.apply(self._model)
         if self._is_single:
             return outs[0]
-        calling = self.program.calling
         results: list[Any] = [calling.constants.get(i) for i in range(self._num_outputs)]
         for leaf, out in zip(self._leaves, outs, strict=True):
             results[leaf] = out
@@ -510,7 +515,10 @@ class ProgramTable:
         )
         with original(self._model):
             for change in left:
-                change.apply()
+                change.apply(self._model)
+        if unread := tuple(change for change in left if not change.is_read):
+            self.state.leave_out((change.path, change.name) for change in unread)
+            captured = replace(captured, calling=replace(captured.calling, left=unread))
         if changed := self.state.leave_out_changed():
             log.warning(
                 "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
@@ -621,7 +629,7 @@ class ProgramTable:
             forward, backward = recorded.forward, recorded.backward
         buffers, blame = self._buffers_of(program), Blame(program, directory)
         executable = Executable(forward, backward, made, self._engine, buffers, blame)
-        self.bound[key] = bound = Bound(program, executable, slots)
+        self.bound[key] = bound = Bound(program, executable, slots, self._model)
         if self.on_bound is not None:
             self.on_bound(bound)
         return bound

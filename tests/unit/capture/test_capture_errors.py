@@ -64,7 +64,7 @@ def remember(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def file(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    m.by_name["b"] = 2
+    m.by_name[len(m.by_name)] = 2
     return h.sum()
 
 

@@ -94,6 +94,24 @@ def test_a_table_follows_the_longest_input() -> None:
     assert model.length == 3 and len(model.programs) <= 3
 
 
+def test_an_attribute_that_forward_only_sets_follows_each_call() -> None:
+    """Calls of two lengths in turn have one program each, and the attribute is each call's own."""
+
+    def body(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        m.length = x.shape[0]
+        return h * m.length
+
+    model = zerofx.compile(Later(body), PLAN)
+    for _ in range(3):
+        for x in (vectors(), vectors()[:2]):
+            model(x)
+            assert model.length == x.shape[0]
+    assert len(model.programs) == 2
+    made = {id(program) for program in model.programs}
+    model(vectors())
+    assert {id(program) for program in model.programs} == made
+
+
 def test_capture_alone_leaves_the_model_as_it_was() -> None:
     for body in (remember_width, cached, install_hooks):
         model = Later(body)

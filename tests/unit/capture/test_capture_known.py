@@ -90,6 +90,43 @@ def test_a_check_of_linalg_is_part_of_the_program() -> None:
         model(torch.zeros(4, 4))
 
 
+# -- checks: control flow that raises --------------------------------------------------------------
+def asserting(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    assert not torch.isnan(x).any(), "not a number"
+    return h
+
+
+def raising(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    for part in (x, h):
+        if part.abs().max() > 1e6:
+            raise ValueError(f"more than {1e6:.0f}")
+    assert torch.isfinite(h).all().item()
+    return h
+
+
+def checking(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    torch._check_tensor_all(x < 1e6, lambda: "large")
+    return h
+
+
+@pytest.mark.parametrize(
+    ("body", "bad", "said"),
+    [
+        (asserting, float("nan"), r"AssertionError: not a number \(test_capture_known.py"),
+        (raising, 1e7, r"ValueError: more than 1000000 \(test_capture_known.py"),
+        (checking, 1e7, "RuntimeError: a check of the model's failed"),
+    ],
+)
+def test_a_check_is_made_by_the_program(body: Any, bad: float, said: str) -> None:
+    model = Body(body)
+    check(model, vectors())
+    zerofx.compile(model, zerofx.Plan(**ATEN))
+    model(vectors())
+    with pytest.raises(RuntimeError, match=said):
+        model(torch.full((3, 4), bad))
+    model(vectors())
+
+
 # -- buffers ---------------------------------------------------------------------------------------
 def by_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if m.count.sum() > 3 else h
