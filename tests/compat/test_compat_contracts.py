@@ -693,7 +693,7 @@ def fake_cache() -> None:
 )
 def data_dependence() -> None:
     with tracing.new_fake_mode():
-        made = torch.ones(2)
+        made = torch.rand(2)
         with pytest.raises(tracing.DataDependentError):
             made.sum().item()
         with pytest.raises(tracing.DynamicShapeError):
@@ -837,6 +837,14 @@ def linalg_checks() -> None:
     with tracing.plain_checks():
         holder = tracing.singleton.find(tracing.CHECK_LINALG.name()).effect
         assert getattr(holder, "effect", None) is None
+
+
+@contract("torch._C._functorch.maybe_current_level")
+def transforms() -> None:
+    from zerofx.compat import autograd
+
+    seen = torch.func.vmap(lambda x: x * autograd.is_transforming())(torch.ones(1))
+    assert seen.item() == 1.0 and not autograd.is_transforming()
 
 
 @contract("torch._check_tensor_all_with")

@@ -13,14 +13,15 @@ from torch.fx.graph import CodeGen
 
 from zerofx.capture.call import Call
 from zerofx.capture.effects import (
+    Change,
     HostGenerators,
+    is_same,
     refuse_attribute,
     refuse_host_random,
     refuse_mode,
     refuse_rebinding,
 )
 from zerofx.capture.explain import explained, shorten
-from zerofx.capture.first_call import Change, is_same
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
@@ -31,14 +32,13 @@ from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
 from zerofx.compat.graphs import LazyGraphModule
-from zerofx.compat.known import KnownValues
+from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import Sizes, Symbol
-
 
 MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
 
@@ -107,7 +107,7 @@ def capture(
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     if constants is not None:
         constants += harness.lines.constants.values()
-        constants += mode.read.values()
+        constants += mode.known.read.values()
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
@@ -149,7 +149,7 @@ def settled(
 def trace(
     harness: Harness,
     fakes: tuple[Tensor, ...],
-    mode: KnownValues,
+    mode: TrueStrides,
     swap: StateSwap,
     changes: list[Change] | None = None,
 ) -> fx.GraphModule:
@@ -163,7 +163,7 @@ def trace(
 
     gm = trace_once(harness, fakes, mode, swap)
     if swap.has_read_updated(gm):  # of what changes with each call nothing is known
-        mode.holds = False
+        mode.known.holds = False
         gm = trace_once(harness, fakes, mode, swap)
     changed = swap.changed_attribute()
     if changed is None:
@@ -182,7 +182,7 @@ def trace(
 
 
 def trace_once(
-    harness: Harness, fakes: tuple[Tensor, ...], mode: KnownValues, swap: StateSwap
+    harness: Harness, fakes: tuple[Tensor, ...], mode: TrueStrides, swap: StateSwap
 ) -> fx.GraphModule:
     """Trace the harness and refuse a forward that leaves side effects outside attributes."""
 
@@ -190,15 +190,16 @@ def trace_once(
         rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
 
     generators = HostGenerators()
+    harness.lines.undecided = ""
     try:
         with explained(harness.lines):
             gm = trace_joint(harness, fakes, harness.says_compiling)
     except Exception as error:
-        if is_raised_by_model(error.__traceback__) and harness.says_compiling:
-            harness.says_compiling = False  # a branch for compilers may have raised
-        elif not is_check(harness.lines, rerun, mode):
+        if is_check(harness.lines, rerun, mode):
+            return trace_once(harness, fakes, mode, swap)
+        if not harness.says_compiling:
             raise
-        return trace_once(harness, fakes, mode, swap)
+        return trace_as_eager(harness, fakes, mode, swap, error)
     finally:
         moved = generators.restore()
     if moved:
@@ -216,6 +217,28 @@ def trace_once(
     return gm
 
 
+def trace_as_eager(
+    harness: Harness,
+    fakes: tuple[Tensor, ...],
+    mode: TrueStrides,
+    swap: StateSwap,
+    error: Exception,
+) -> fx.GraphModule:
+    """Trace a forward that has failed in a branch for compilers, perhaps, without those branches.
+
+    Raises:
+        Exception: it fails there too; `error` if that is the better one to show, a CaptureError.
+    """
+    harness.says_compiling = False
+    try:
+        return trace_once(harness, fakes, mode, swap)
+    except Exception:
+        if not isinstance(error, CaptureError):
+            raise
+    harness.says_compiling = True
+    raise error
+
+
 def told_apart(
     changes: Sequence[Change], swap: StateSwap, rerun: Callable[[], None]
 ) -> list[Change]:
@@ -228,7 +251,7 @@ def told_apart(
     return [replace(c, is_read=c.content is not None or c.name not in unread) for c in changes]
 
 
-def is_check(lines: LineMode, rerun: Callable[[], None], mode: KnownValues) -> bool:
+def is_check(lines: LineMode, rerun: Callable[[], None], mode: TrueStrides) -> bool:
     """Tell whether a forward raises if a tensor is true (or false), and what it raises.
 
     An `assert`, or an `if` that raises, is then a check that the program makes too. Any other
@@ -241,7 +264,7 @@ def is_check(lines: LineMode, rerun: Callable[[], None], mode: KnownValues) -> b
     for value in (True, False):
         lines.checks[line] = value, ""
         try:
-            with mode.apart():
+            with mode.known.apart():
                 rerun()
         except Exception as error:  # noqa: BLE001 - which one it is tells what the line is for
             if is_raised_by_model(error.__traceback__) and not isinstance(error, CaptureError):

@@ -310,7 +310,7 @@ class ModelState:
         self.param_names, self._params = tuple(params), list(params.values())
 
     def leave_out(self, attributes: Iterable[tuple[str, str]]) -> None:
-        """Leave attributes out of keys, by (module, name): forward sets them before it reads them."""
+        """Leave out of keys the attributes, by (module, name), that forward only sets."""
         self._attributes.leave_out(attributes)
 
     def leave_out_changed(self) -> list[str]:

@@ -13,12 +13,11 @@ from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 
 from zerofx.capture.call import place
-from zerofx.capture.effects import RESERVED, Held
-from zerofx.capture.first_call import Change, Unreadable, changes_of, is_alike
+from zerofx.capture.effects import RESERVED, Change, Held, Unreadable, changes_of, is_alike
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
-from zerofx.compat.known import KnownValues
 from zerofx.compat.modules import BatchNorm, own_buffers, own_parameters
+from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import describe_results
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
@@ -34,7 +33,7 @@ class StateSwap:
     def __init__(
         self,
         model: nn.Module,
-        mode: KnownValues,
+        mode: TrueStrides,
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
         computes: Mapping[str, torch.dtype],
@@ -72,7 +71,7 @@ class StateSwap:
             else:
                 made = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=where)
                 if type(tensor) is Tensor and not tensor.is_meta and dtype == tensor.dtype:
-                    self._mode.hold(made, tensor)
+                    self._mode.known.hold(made, tensor)
         self._fakes[id(tensor)] = made
         return made
 
@@ -96,7 +95,9 @@ class StateSwap:
         """Tell whether a trace depends on the value of a buffer that it updates."""
         results = describe_results(gm.graph.output_node())
         updated = {str(name) for kind, name in results if kind == "buffer-update"}
-        return any(id(t) in self._mode.read and f"model.{n}" in updated for n, t in self._buffers)
+        return any(
+            id(t) in self._mode.known.read and f"model.{n}" in updated for n, t in self._buffers
+        )
 
     def is_disturbed(self) -> bool:
         """Tell whether something else than the fakes is registered now."""
@@ -119,7 +120,7 @@ class StateSwap:
         """Return what a forward has left in attributes, None if no later call can find that."""
         found: list[Change] = []
         for (name, _), held in zip(self._modules, self._held, strict=True):
-            of_module = changes_of(name, held, self._mode.value_of)
+            of_module = changes_of(name, held, self._mode.known.value_of)
             if of_module is None:
                 return None
             found += of_module
@@ -142,7 +143,7 @@ class StateSwap:
     def reads(self, changes: Sequence[Change], run: Callable[[], None]) -> bool:
         """Tell whether a forward looks at what some attributes had before it sets them."""
         hidden = [replace(change, value=Unreadable()) for change in changes]
-        with self.after(hidden), self._mode.apart():
+        with self.after(hidden), self._mode.known.apart():
             try:
                 run()
             except Exception:  # noqa: BLE001 - whatever came of an object without a value

@@ -15,6 +15,7 @@ from zerofx.capture.explain import shorten
 from zerofx.capture.original import Original
 from zerofx.capture.signature import signature_key
 from zerofx.comm.world import World
+from zerofx.compat.autograd import is_transforming
 from zerofx.compat.callers import reducer_of
 from zerofx.compat.modules import global_module_hooks, hooks_of, own_buffers
 from zerofx.errors import GradientError, PlanError, ShardError
@@ -201,6 +202,12 @@ class Namespace:
         self.engine.store.check_bindings()
         if wrapper := reducer_of(self.engine.store.params.values()):
             raise self.is_parallel(wrapper)
+        if is_transforming():
+            raise GradientError(
+                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func do not see into "
+                "a compiled call; use them inside forward, which is captured with them, or on the "
+                "uncompiled model"
+            )
         key = signature_key(self.table.state, args, kwargs), self._hooks.handles()
         try:
             program = self.table.find(key, args, kwargs)

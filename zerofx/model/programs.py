@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
 from zerofx.capture import capture
-from zerofx.capture.first_call import Change
+from zerofx.capture.effects import Change
 from zerofx.capture.model_state import ModelState
 from zerofx.capture.original import original
 from zerofx.capture.signature import describe_difference, describe_sizes

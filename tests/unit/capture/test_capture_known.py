@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, GradientError
 
 ATEN = {"kernels": "aten"}
 
@@ -196,3 +196,19 @@ def test_a_given_mask_may_change_from_call_to_call() -> None:
     for mask in (CAUSAL, torch.zeros(6, 6), CAUSAL.clone().fill_diagonal_(-1.0)):
         torch.testing.assert_close(model(x, mask), plain(x, mask))
     assert len(model.programs) == 1
+
+
+# -- torch.func ------------------------------------------------------------------------------------
+def test_torch_func_is_refused_around_a_model_and_captured_inside() -> None:
+    model = zerofx.compile(Body(lambda m, h, x: h), zerofx.Plan(**ATEN))
+    tries: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(lambda x: model(x).sum())(vectors()),
+        lambda: torch.func.vmap(model)(vectors()),
+        lambda: torch.func.jvp(model, (vectors(),), (vectors(1),)),
+    ]
+    for call in tries:
+        with pytest.raises(GradientError, match="use them inside forward"):
+            call()
+    check(Body(lambda m, h, x: torch.func.grad(lambda t: m.fc(t).pow(3).sum())(x)), vectors())
+    check(Body(lambda m, h, x: torch.func.vmap(lambda t: m.fc(t).sum())(x)), vectors())
+    check(Body(lambda m, h, x: torch.func.jvp(torch.sin, (h,), (x,))[1]), vectors())
