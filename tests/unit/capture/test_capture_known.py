@@ -199,6 +199,7 @@ def test_a_given_mask_may_change_from_call_to_call() -> None:
 
 
 # -- torch.func ------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own jvp
 def test_torch_func_is_refused_around_a_model_and_captured_inside() -> None:
     model = zerofx.compile(Body(lambda m, h, x: h), zerofx.Plan(**ATEN))
     tries: list[Callable[[], Any]] = [
