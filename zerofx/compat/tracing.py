@@ -139,7 +139,7 @@ class KnownValues:
     def __init__(self) -> None:
         self.read: dict[int, Tensor] = {}
         self.holds = True
-        self._written: set[StorageWeakRef] = set()
+        self._written: set[StorageWeakRef | None] = set()
 
     def hold(self, fake: Tensor, real: Tensor) -> None:
         """Let a fake have the value of a real tensor until it is written to."""
@@ -183,7 +183,7 @@ class KnownValues:
         """Note how the results of a call were made, if all that it takes may be known."""
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         if func._schema.is_mutable:
-            self._written.update(StorageWeakRef(t.untyped_storage()) for t in given)
+            self._written.update(map(_memory, given))
             return
         if func in _FILLS and isinstance(made, FakeTensor):
             if not _has_symbols(made):
@@ -227,7 +227,7 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return _Origin(None, value=tensor)
         origin = tensor.__dict__.get(_NOTE)
-        is_written = StorageWeakRef(tensor.untyped_storage()) in self._written
+        is_written = _memory(tensor) in self._written
         if origin is None or is_written or origin.func is aten.rand.default:
             raise _Unknown
         if origin.func is None and not self.holds:
@@ -315,6 +315,11 @@ class KnownValues:
             return _BELOW[packet]
         is_below = limit < 0 or (limit == 0 and packet in (aten.lt, aten.ge))
         return not _BELOW[packet] if is_below else None
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    """Return what names a tensor's memory, None for a sparse one."""
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _like(real: Tensor) -> Tensor:
