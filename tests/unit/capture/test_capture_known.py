@@ -182,8 +182,15 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
 PAD = torch.zeros(2, 6).masked_fill(torch.arange(6) > 3, float("-inf"))
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["made", "given"])
-@pytest.mark.parametrize("pad", [None, PAD], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("mask", "pad"),
+    [
+        pytest.param(None, None, id="made", marks=pytest.mark.slow),
+        pytest.param(None, PAD, id="made-padded"),
+        pytest.param(CAUSAL, None, id="given", marks=pytest.mark.slow),
+        pytest.param(CAUSAL, PAD, id="given-padded", marks=pytest.mark.slow),
+    ],
+)
 def test_masks_of_an_encoder(mask: Tensor | None, pad: Tensor | None) -> None:
     check(Encoder(), torch.randn(2, 6, 8), mask, pad, tolerance=1e-5)
 
