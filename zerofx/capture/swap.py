@@ -280,7 +280,8 @@ def _averaging(norm: BatchNorm, forward: Any) -> Any:
 
     @functools.wraps(forward)
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        if not norm.training or norm.running_mean is None:
+        count = norm.num_batches_tracked
+        if not norm.training or count is None:
             return forward(*args, **kwargs)
         buffers = own_buffers(norm)
         averages = {key: buffers[key] for key in ("running_mean", "running_var")}
@@ -294,7 +295,7 @@ def _averaging(norm: BatchNorm, forward: Any) -> Any:
             norm.momentum = None
         with torch.no_grad():
             for key, old in averages.items():
-                old.lerp_(latest[key], 1.0 / norm.num_batches_tracked)
+                old.lerp_(latest[key], 1.0 / count)
         return out
 
     return averaged

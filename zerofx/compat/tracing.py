@@ -324,8 +324,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef | None:
 
 def _like(real: Tensor) -> Tensor:
     """Make a fake of a tensor's form."""
-    form = {"dtype": real.dtype, "device": real.device}
-    return torch.empty_strided(real.shape, real.stride(), **form)
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def _is_foreign(tensor: Tensor) -> bool:
