@@ -724,7 +724,7 @@ def fake_cache() -> None:
 )
 def data_dependence() -> None:
     with tracing.new_fake_mode():
-        made = torch.ones(2)
+        made = torch.rand(2)
         with pytest.raises(tracing.DataDependentError):
             made.sum().item()
         with pytest.raises(tracing.DynamicShapeError):
@@ -842,6 +842,71 @@ def compiling() -> None:
     with tracing.compiling_flags():
         assert torch.compiler.is_compiling() and torch.compiler.is_exporting()
     assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+@contract("torch._subclasses.fake_tensor.unset_fake_temporarily", "torch._C.DisableTorchFunction")
+def known_values() -> None:
+    """Inside a fake mode's own dispatch, real tensors can be computed."""
+    with tracing.new_fake_mode():
+        made = torch.arange(3) + 1
+        assert made.sum().item() == 6 and made.nonzero().shape == (3, 1)
+
+
+@contract("torch._sync", "torch._from_functional_tensor")
+def functional_tensors() -> None:
+    made = torch._to_functional_tensor(torch.ones(2))
+    made.add_(1)
+    torch._sync(made)
+    assert torch.equal(torch._from_functional_tensor(made), torch.full((2,), 2.0))
+
+
+@contract(
+    "torch._library.simple_registry.singleton", "torch._library.simple_registry.singleton.find"
+)
+def linalg_checks() -> None:
+    """A check of torch.linalg has an effect that can be taken away for a while."""
+    with tracing.plain_checks():
+        holder = tracing.singleton.find(tracing.CHECK_LINALG.name()).effect
+        assert getattr(holder, "effect", None) is None
+
+
+@contract("torch._C._functorch.maybe_current_level")
+def transforms() -> None:
+    from zerofx.compat import autograd
+
+    seen = torch.func.vmap(lambda x: x * autograd.is_transforming())(torch.ones(1))
+    assert seen.item() == 1.0 and not autograd.is_transforming()
+
+
+@contract("torch._check_tensor_all_with")
+def checks_of_values() -> None:
+    assert [*inspect.signature(torch._check_tensor_all_with).parameters][:2] == [
+        "error_type",
+        "cond",
+    ]
+    assert "_check_tensor_all_with" in torch._check_tensor_all.__code__.co_names
+
+
+@contract("torch.nn.modules.transformer._detect_is_causal_mask")
+def causal_hints() -> None:
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    assert tracing.transformer._detect_is_causal_mask(mask)
+    for kind in (nn.TransformerEncoder, nn.TransformerDecoder):
+        assert "_detect_is_causal_mask" in kind.forward.__code__.co_names
+
+
+@contract("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+def checkpoints() -> None:
+    from torch.utils import checkpoint
+
+    taken = inspect.signature(checkpoint._checkpoint_without_reentrant_generator).parameters
+    assert [*taken][:3] == ["fn", "preserve_rng_state", "context_fn"]
+
+
+@contract("torch.nn.modules.batchnorm._BatchNorm")
+def batch_norms() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, modules.BatchNorm)
 
 
 @contract("torch.distributions.Distribution._validate_args")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.fx.graph import CodeGen
 
 from zerofx.capture.call import Call
 from zerofx.capture.effects import (
+    Change,
     HostGenerators,
+    is_same,
     refuse_attribute,
     refuse_host_random,
     refuse_mode,
@@ -23,18 +25,22 @@ from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
+from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_unit_of_module, find_units
 from zerofx.collector import paused_collector
-from zerofx.compat.graphs import FakeTensorMode, LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule
+from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import Sizes, Symbol
+
+MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
 
 
 @paused_collector()
@@ -52,6 +58,7 @@ def capture(
     constants: list[Tensor] | None = None,
     varying: Sequence[Symbol] = (),
     entry: Entry = MODEL,
+    changes: list[Change] | None = None,
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -63,7 +70,10 @@ def capture(
     compute_dtype: in which parameters and inputs of 32 or 16 bits are computed with (bf16, say, for
         a plan of that precision); by default each in its own.
     constants: gets the tensors whose values are part of the program: forward reads them, and they
-        are neither arguments nor registered.
+        are neither arguments nor registered; or they are buffers, and its control flow depends on
+        their values.
+    changes: gets what a first call leaves in the attributes of modules. The program is that of the
+        calls that find these values there.
     varying: the sizes that the program shall serve many values of. Control flow on them goes the
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
@@ -92,16 +102,15 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            harness = Harness(
-                model, call, swap.links(), differentiate, outputs, compute_dtype, entry
-            )
+            harness = Harness(model, call, swap, differentiate, outputs, compute_dtype, entry)
             try:
-                gm = trace(harness, fakes, mode, swap)
+                gm = trace(harness, fakes, mode, swap, changes)
             except Exception as error:
                 shorten(error)
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
     if constants is not None:
         constants += harness.lines.constants.values()
+        constants += mode.known.read.values()
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
@@ -141,17 +150,59 @@ def settled(
 
 
 def trace(
-    harness: Harness, fakes: tuple[Tensor, ...], mode: FakeTensorMode, swap: StateSwap
+    harness: Harness,
+    fakes: tuple[Tensor, ...],
+    mode: TrueStrides,
+    swap: StateSwap,
+    changes: list[Change] | None = None,
 ) -> fx.GraphModule:
-    """Trace the harness and refuse a forward that leaves side effects."""
+    """Trace the harness; refuse a forward whose side effects a program would have to repeat.
+
+    changes: gets what a first call leaves in attributes. The trace is that of the calls after it.
+    """
 
     def rerun() -> None:
-        rerun_on_fakes(harness, fakes, mode)
+        rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
+
+    gm = trace_once(harness, fakes, mode, swap)
+    if swap.has_read_updated(gm):  # of what changes with each call nothing is known
+        mode.known.holds = False
+        gm = trace_once(harness, fakes, mode, swap)
+    changed = swap.changed_attribute()
+    if changed is None:
+        return gm
+    left = swap.changes()
+    if left:
+        with swap.after(left):
+            again = trace_once(harness, fakes, mode, swap)
+            is_settled = swap.changed_attribute() is None and is_same(gm, again)
+        if is_settled:
+            if changes is not None:
+                changes += told_apart(left, swap, rerun)
+            return again
+    swap.reset_attributes()
+    raise refuse_attribute(*changed, rerun)
+
+
+def trace_once(
+    harness: Harness, fakes: tuple[Tensor, ...], mode: TrueStrides, swap: StateSwap
+) -> fx.GraphModule:
+    """Trace the harness and refuse a forward that leaves side effects outside attributes."""
+
+    def rerun() -> None:
+        rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
 
     generators = HostGenerators()
+    harness.lines.undecided = ""
     try:
         with explained(harness.lines):
-            gm = trace_joint(harness, fakes)
+            gm = trace_joint(harness, fakes, harness.says_compiling)
+    except Exception as error:
+        if is_check(harness.lines, rerun, mode):
+            return trace_once(harness, fakes, mode, swap)
+        if not harness.says_compiling:
+            raise
+        return trace_as_eager(harness, fakes, mode, swap, error)
     finally:
         moved = generators.restore()
     if moved:
@@ -166,11 +217,69 @@ def trace(
         )
     if harness.changed_state:
         raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
-    changed = swap.changed_attribute()
-    if changed is not None:
-        swap.reset_attributes()
-        raise refuse_attribute(*changed, rerun)
     return gm
+
+
+def trace_as_eager(
+    harness: Harness,
+    fakes: tuple[Tensor, ...],
+    mode: TrueStrides,
+    swap: StateSwap,
+    error: Exception,
+) -> fx.GraphModule:
+    """Trace a forward that has failed in a branch for compilers, perhaps, without those branches.
+
+    Raises:
+        Exception: it fails there too; `error` if that is the better one to show, a CaptureError.
+    """
+    harness.says_compiling = False
+    try:
+        return trace_once(harness, fakes, mode, swap)
+    except Exception:
+        if not isinstance(error, CaptureError):
+            raise
+    harness.says_compiling = True
+    raise error
+
+
+def told_apart(
+    changes: Sequence[Change], swap: StateSwap, rerun: Callable[[], None]
+) -> list[Change]:
+    """Note which attributes forward sets without looking at what they had before."""
+    names = {change.name for change in changes if change.content is None}
+    unread = set()
+    for name in sorted(names) if len(names) <= MOST_PROBED else ():
+        if not swap.reads([c for c in changes if c.name == name and c.content is None], rerun):
+            unread.add(name)
+    return [replace(c, is_read=c.content is not None or c.name not in unread) for c in changes]
+
+
+def is_check(lines: LineMode, rerun: Callable[[], None], mode: TrueStrides) -> bool:
+    """Tell whether a forward raises if a tensor is true (or false), and what it raises.
+
+    An `assert`, or an `if` that raises, is then a check that the program makes too. Any other
+    control flow on values is not.
+    """
+    line = lines.undecided
+    if not line:
+        return False
+    said: dict[bool, str] = {}
+    for value in (True, False):
+        lines.checks[line] = value, ""
+        try:
+            with mode.known.apart():
+                rerun()
+        except Exception as error:  # noqa: BLE001 - which one it is tells what the line is for
+            if is_raised_by_model(error.__traceback__) and not isinstance(error, CaptureError):
+                first = (str(error).splitlines() or [""])[0]
+                said[value] = f"{type(error).__name__}: {first} ({line})"
+    del lines.checks[line]
+    lines.undecided = ""
+    if len(said) != 1:
+        return False
+    ((bad, text),) = said.items()
+    lines.checks[line] = not bad, text
+    return True
 
 
 def warn_of_dropped(model: nn.Module, results: Results) -> None:

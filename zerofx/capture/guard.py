@@ -194,9 +194,8 @@ def check_graph(gm: fx.GraphModule) -> None:
         at = f" at {line}" if line else ""
         if node.target is with_effects:
             raise CaptureError(
-                f"capture: {node.args[1]}{at} has an effect besides its results (a check that may "
-                "raise, say), which a program would not keep; of torch.linalg use the forms that "
-                "do not check, such as inv_ex, solve_ex and cholesky_ex"
+                f"capture: {node.args[1]}{at} has an effect besides its results, which a program "
+                "would not keep; call it outside the model"
             )
         if node.op == "get_attr":
             held = getattr(gm, node.target)

@@ -19,7 +19,7 @@ from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.original import MODEL, Entry
-from zerofx.capture.swap import Links, State
+from zerofx.capture.swap import State, StateSwap
 from zerofx.compat.graphs import TreeSpec
 from zerofx.compat.tracing import is_symbolic, shown_by
 from zerofx.errors import CaptureError
@@ -67,13 +67,14 @@ class Harness(nn.Module):
     """Call the model on flat tensors; return the flat tensors that the program will return.
 
     changed_mode, changed_state: what a forward disturbed and was undone, "" for nothing.
+    says_compiling: what `torch.compiler.is_compiling()` tells the model.
     """
 
     def __init__(
         self,
         model: nn.Module,
         call: Call,
-        links: Links,
+        swap: StateSwap,
         differentiate: str,
         outputs: str,
         compute_dtype: torch.dtype | None = None,
@@ -82,19 +83,21 @@ class Harness(nn.Module):
         super().__init__()
         self._entry = entry
         self.model = model
-        self._call, self._links = call, links
+        self._call, self._swap, self._links = call, swap, swap.links()
         self._differentiate, self._outputs = differentiate, outputs
         self._compute_dtype = compute_dtype
         self.lines = LineMode()
         self.results = Results()
         self.changed_mode = ""
         self.changed_state = ""
+        self.says_compiling = True
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Call forward alone: hooks of all modules are for the user's, and this is none."""
         return self.forward(*tensors)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
+        self._swap.reset_attributes()  # every pass of the tracer begins as the call does
         given = cast_inputs(tensors, self._compute_dtype)
         versions = counted_writes(tensors, given)
         args, kwargs = self._call.rebuild(given)

@@ -17,7 +17,8 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.recurrent import is_recurrent, run_recurrent
-from zerofx.compat.tracing import is_outside_trace
+from zerofx.compat.tensors import assert_async
+from zerofx.compat.tracing import DataDependentError, is_outside_trace
 from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
@@ -156,14 +157,18 @@ class LineMode(TorchFunctionMode):
     text_line: where a tensor was first turned into text, "" if none was.
     constants: tensors that forward reads and that are neither arguments nor registered, by id.
     seeded_at: the line of the first call under another seed than the first call's, "" for none.
+    checks: line -> (what a tensor asked there is taken to be, what the model raises if it is not).
+    undecided: the line that asked for the truth of a tensor that varies, "" for none.
     """
 
     last_call = ""
     text_line = ""
     seeded_at = ""
+    undecided = ""
 
     def __init__(self) -> None:
         super().__init__()
+        self.checks: dict[str, tuple[bool, str]] = {}
         self.constants: dict[int, Tensor] = {}
         self._seed = torch.initial_seed()
 
@@ -184,7 +189,19 @@ class LineMode(TorchFunctionMode):
         with fx_traceback.annotate({LINE: line}):
             if is_recurrent(func, args):
                 return run_recurrent(name, args)
-            return func(*args, **(kwargs or {}))
+            try:
+                return func(*args, **(kwargs or {}))
+            except DataDependentError:
+                is_truth = name == "__bool__" or (name == "item" and args[0].dtype is torch.bool)
+                if is_truth and line in self.checks:
+                    return self._taken(args[0], *self.checks[line])
+                self.undecided = line if is_truth else ""
+                raise
+
+    def _taken(self, tensor: Tensor, value: bool, said: str) -> bool:
+        """Take a tensor that varies to be true, or false, which the program asserts."""
+        assert_async(tensor.bool() if value else tensor.logical_not(), said)
+        return value
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:

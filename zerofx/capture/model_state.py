@@ -317,6 +317,10 @@ class ModelState:
             self._buffers, self._attributes = Buffers(named), Attributes(named, called)
         self.param_names, self._params = tuple(params), list(params.values())
 
+    def leave_out(self, attributes: Iterable[tuple[str, str]]) -> None:
+        """Leave out of keys the attributes, by (module, name), that forward only sets."""
+        self._attributes.leave_out(attributes)
+
     def leave_out_changed(self) -> list[str]:
         """Leave settings out of keys that a forward has changed itself; return their names."""
         return self._attributes.leave_out_changed()
@@ -385,6 +389,7 @@ class Attributes:
         self._modules, self._settings = modules, Settings(modules, is_plain, called)
         self._owners = [(name, vars(module)) for name, module in modules.items()]
         self._dicts = [own for _, own in self._owners]
+        self._left_out: set[tuple[str, str]] = set()
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         self._counts: list[int] = []
         self._values: list[Any] = []
@@ -409,7 +414,8 @@ class Attributes:
         self._counts = list(map(len, self._dicts))
         self._getters, self._values = [], []
         for prefix, own in self._owners:
-            names = [n for n in own if n not in _OF_EVERY_MODULE]
+            left_out = _OF_EVERY_MODULE | {n for path, n in self._left_out if path == prefix}
+            names = [n for n in own if n not in left_out]
             if names:
                 get = itemgetter(*names, _ANY)  # two names at least, so that it is a tuple
                 self._getters.append((get, own))
@@ -421,6 +427,11 @@ class Attributes:
         keys = map(_attribute_key, inside)
         named += zip(self._settings.labels(), keys, strict=True)
         self._reading = Reading(tuple(named))
+
+    def leave_out(self, attributes: Iterable[tuple[str, str]]) -> None:
+        """Look no longer at these, by (module, name)."""
+        self._left_out.update(attributes)
+        self._counts = []
 
     def leaked(self) -> list[str]:
         return self._settings.leaked()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 
 from zerofx.capture.call import place
-from zerofx.capture.effects import RESERVED, Held
+from zerofx.capture.effects import RESERVED, Change, Held, Unreadable, changes_of, is_alike
 from zerofx.capture.formats import casting
 from zerofx.capture.lines import MODULE
-from zerofx.compat.graphs import FakeTensorMode
-from zerofx.compat.modules import own_buffers, own_parameters
+from zerofx.compat.modules import BatchNorm, own_buffers, own_parameters
+from zerofx.compat.strides import TrueStrides
+from zerofx.compat.tracing import describe_results
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -31,7 +33,7 @@ class StateSwap:
     def __init__(
         self,
         model: nn.Module,
-        mode: FakeTensorMode,
+        mode: TrueStrides,
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
         computes: Mapping[str, torch.dtype],
@@ -44,6 +46,7 @@ class StateSwap:
         self._fakes: dict[int, Tensor] = {}
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
+        self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
             for holder in (own_parameters(module), own_buffers(module)):
@@ -67,6 +70,8 @@ class StateSwap:
                 made = nn.Parameter(torch.empty(shape, dtype=dtype, device=where), needs)
             else:
                 made = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=where)
+                if type(tensor) is Tensor and not tensor.is_meta and dtype == tensor.dtype:
+                    self._mode.known.hold(made, tensor)
         self._fakes[id(tensor)] = made
         return made
 
@@ -86,6 +91,14 @@ class StateSwap:
                 _restore(holder, content)
             self.reset_attributes()
 
+    def has_read_updated(self, gm: fx.GraphModule) -> bool:
+        """Tell whether a trace depends on the value of a buffer that it updates."""
+        results = describe_results(gm.graph.output_node())
+        updated = {str(name) for kind, name in results if kind == "buffer-update"}
+        return any(
+            id(t) in self._mode.known.read and f"model.{n}" in updated for n, t in self._buffers
+        )
+
     def is_disturbed(self) -> bool:
         """Tell whether something else than the fakes is registered now."""
         count = sum(len(own_parameters(m)) + len(own_buffers(m)) for _, m in self._modules)
@@ -99,10 +112,44 @@ class StateSwap:
     def changed_attribute(self) -> tuple[str, Held] | None:
         """Return (qualified name, what its module held) of an attribute that changed, or None."""
         for (name, _), held in zip(self._modules, self._held, strict=True):
-            attribute = held.changed()
-            if attribute is not None:
+            for attribute in held.changed():
                 return (f"{name}.{attribute}" if name else attribute), held
         return None
+
+    def changes(self) -> list[Change] | None:
+        """Return what a forward has left in attributes, None if no later call can find that."""
+        found: list[Change] = []
+        for (name, _), held in zip(self._modules, self._held, strict=True):
+            of_module = changes_of(name, held, self._mode.known.value_of)
+            if of_module is None:
+                return None
+            found += of_module
+        return found
+
+    @contextlib.contextmanager
+    def after(self, changes: Sequence[Change]) -> Iterator[None]:
+        """Let forwards begin with these values in attributes."""
+        before = self._held
+        self.reset_attributes()
+        for change in changes:
+            change.apply(self.model)
+        self._held = [Held.of(held.module) for held in before]
+        try:
+            yield
+        finally:
+            self._held = before
+            self.reset_attributes()
+
+    def reads(self, changes: Sequence[Change], run: Callable[[], None]) -> bool:
+        """Tell whether a forward looks at what some attributes had before it sets them."""
+        hidden = [replace(change, value=Unreadable()) for change in changes]
+        with self.after(hidden), self._mode.known.apart():
+            try:
+                run()
+            except Exception:  # noqa: BLE001 - whatever came of an object without a value
+                return True
+            left = {(c.path, c.name): c for c in self.changes() or ()}
+            return any(not is_alike(left.get((c.path, c.name)), c) for c in changes)
 
     def links(self) -> Links:
         """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict."""
@@ -204,6 +251,8 @@ def annotated(
             forward = module.forward
             if name in casts and dtype is not None:
                 forward = casting(forward, name, dtype)
+            if isinstance(module, BatchNorm) and module.momentum is None:
+                forward = _averaging(module, forward)
             module.__dict__["forward"] = _marking(forward, name)
         yield
     finally:
@@ -221,3 +270,32 @@ def _marking(forward: Any, name: str) -> Any:
             return forward(*args, **kwargs)
 
     return marked
+
+
+def _averaging(norm: BatchNorm, forward: Any) -> Any:
+    """Keep the cumulative averages of a batch norm without a momentum, whose weight is a number.
+
+    The weight of a batch is 1 / (how many there were): a buffer's value, which is a tensor here.
+    """
+
+    @functools.wraps(forward)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        count = norm.num_batches_tracked
+        if not norm.training or count is None:
+            return forward(*args, **kwargs)
+        buffers = own_buffers(norm)
+        averages = {key: buffers[key] for key in ("running_mean", "running_var")}
+        buffers.update({key: old.clone() for key, old in averages.items()})
+        norm.momentum = 1.0  # for this batch's own
+        try:
+            out = forward(*args, **kwargs)
+            latest = {key: buffers[key] for key in averages}
+        finally:
+            buffers.update(averages)
+            norm.momentum = None
+        with torch.no_grad():
+            for key, old in averages.items():
+                old.lerp_(latest[key], 1.0 / count)
+        return out
+
+    return averaged

@@ -28,6 +28,11 @@ def dual_level() -> int:
     return int(torch.autograd.forward_ad._current_level)
 
 
+def is_transforming() -> bool:
+    """Tell whether a transform of `torch.func` (grad, jvp, vmap) is under way."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules import batchnorm
 
 Entries: TypeAlias = dict[str, Any]  # by the module's own names; an entry may be None
 
@@ -29,6 +30,8 @@ own_children: Callable[[nn.Module], Entries] = attrgetter("_modules")
 
 # Where a module keeps them among its plain attributes.
 CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+BatchNorm = batchnorm._BatchNorm  # of any number of dimensions, synchronised or not
 
 # The names of buffers that are not part of the module's state.
 unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.utils import registered_hop_fake_fns
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,14 +88,32 @@ _NUM_RESULTS = {aten.log_sigmoid_forward.default: 2}
 
 
 class TrueStrides(FakeTensorMode):
-    """A fake mode whose results have the strides that operators return on a CPU."""
+    """A fake mode whose results have the strides that operators return on a CPU.
+
+    known: notes how results are made, and answers calls that ask for values (`KnownValues`).
+    """
 
     # torch looks up their rules by the exact class of a mode, and so finds none for this one
     supports_higher_order_operators = True
 
+    def __init__(self, known: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.known = known
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        known = self.known if isinstance(func, OpOverload) else None
+        if known is None:
+            return self._made(func, types, args, kwargs)
+        answer = known.answer(self, func, args, kwargs or {})
+        if answer is not None:
+            return answer[0]
+        made = self._made(func, types, args, kwargs)
+        known.note(func, tuple(args), kwargs or {}, made)
+        return made
+
+    def _made(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             rule_of_mode: Any = func.python_key_table[FakeTensorMode]
             return rule_of_mode(self, *args, **(kwargs or {}))

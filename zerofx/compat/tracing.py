@@ -9,25 +9,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.source import ConstantSource
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
+from torch.fx.node import has_side_effect
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import transformer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
 
-from zerofx.compat.graphs import FakeTensor, FakeTensorMode
+from zerofx.compat.graphs import FakeTensor, FakeTensorMode, pytree
 from zerofx.compat.strides import TrueStrides
 
 __all__ = [
     "DataDependentError",
     "DynamicShapeError",
+    "KnownValues",
     "OptimizedModule",
     "Symbols",
     "describe_placeholder",
@@ -41,6 +55,7 @@ __all__ = [
     "trace_joint",
 ]
 
+aten = torch.ops.aten
 FAKE_CALLS = 16384  # about 1 KiB each; a model with ever new shapes would fill the memory
 
 
@@ -52,7 +67,7 @@ def is_outside_trace(tensor: object) -> bool:
     mode = torch.utils._python_dispatch._detect_infra_mode(
         torch._C._TorchDispatchModeKey.FUNCTIONAL
     )
-    if mode is None or not isinstance(tensor, torch.Tensor):
+    if mode is None or not isinstance(tensor, Tensor):
         return False
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and not isinstance(tensor, FunctionalTensor)
@@ -63,11 +78,273 @@ def is_traced(value: object) -> bool:
     return isinstance(value, (FunctionalTensor, FakeTensor))
 
 
-def new_fake_mode() -> FakeTensorMode:
+def new_fake_mode() -> TrueStrides:
     """Make a fake mode with static shapes that lets the model's own constants in."""
     if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own, of a process, which never shrinks
         FakeTensorMode.cache_clear()
-    return TrueStrides(shape_env=None, allow_non_fake_inputs=True)
+    return TrueStrides(KnownValues(), shape_env=None, allow_non_fake_inputs=True)
+
+
+# -- Values that a trace knows: computed from constants alone, and only if forward asks for them ---
+_NOTE = "_zerofx_origin"  # the attribute of a fake tensor that says how it was made
+_READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# These take a tensor for its form alone; what they fill the result with, from their arguments.
+_FILLS: dict[Any, Callable[[Sequence[Any]], Any]] = {
+    aten.zeros_like.default: lambda args: 0,
+    aten.new_zeros.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.new_ones.default: lambda args: 1,
+    aten.zero.default: lambda args: 0,
+    aten.full_like.default: lambda args: args[1],
+    aten.fill.Scalar: lambda args: args[1],
+    aten.new_full.default: lambda args: args[2],
+}
+# What these return has no value yet: memory as it was, and the tensors that a trace begins with.
+_UNSET = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default}
+# Comparisons of a number in [0, 1) with a number: what they are at most bounds, (low, high).
+_BELOW = {aten.lt: True, aten.le: True, aten.gt: False, aten.ge: False}
+
+
+class _Unknown(Exception):
+    """A value depends on what varies from call to call."""
+
+
+@dataclass
+class _Origin:
+    """The call that made a fake tensor.
+
+    func: None for a tensor that no call made, such as a buffer; `value` is the tensor itself.
+    which: its place among several results, None for the only one.
+    """
+
+    func: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    which: int | None = None
+    value: Tensor | None = None
+
+
+class KnownValues:
+    """What a fake mode knows of its tensors: it answers what a forward asks of constants.
+
+    A fake tensor has no values. But much of what a forward looks into depends on nothing that
+    varies: a causal mask, the drop rates of `torch.linspace`, a table made from a shape. How such
+    a tensor was made is noted, and it is computed for real if its values decide how the trace goes
+    on (`.item()`, `if`, `nonzero`, a mask as an index).
+
+    read: the tensors given to `hold` whose values the trace has used, by id.
+    holds: whether these values are given.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[int, Tensor] = {}
+        self.holds = True
+        self._written: set[StorageWeakRef | None] = set()
+
+    def hold(self, fake: Tensor, real: Tensor) -> None:
+        """Let a fake have the value of a real tensor until it is written to."""
+        fake.__dict__[_NOTE] = _Origin(None, value=real)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forget afterwards which tensors were written to."""
+        before = set(self._written)
+        try:
+            yield
+        finally:
+            self._written = before
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of the value of a tensor that tracing made, None if it varies."""
+        while isinstance(tensor, FunctionalTensor):
+            torch._sync(tensor)
+            tensor = torch._from_functional_tensor(tensor.elem)
+        try:
+            with unset_fake_temporarily():
+                return self._value(tensor).clone()
+        except _Unknown:
+            return None
+
+    def answer(
+        self, mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any] | None:
+        """Return the result of a call that asks for values, None if they vary or none are asked."""
+        if not any(tag in func.tags for tag in _READING):
+            return None
+        try:
+            with mode:
+                return (self._answer(func, tuple(args), kwargs),)
+        except _Unknown:
+            return None
+
+    # -- how values are made -----------------------------------------------------------------------
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Note how the results of a call were made, if all that it takes may be known."""
+        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        if func._schema.is_mutable:
+            self._written.update(map(_memory, given))
+            return
+        if func in _FILLS and isinstance(made, FakeTensor):
+            if not _has_symbols(made):
+                form = {"dtype": made.dtype, "device": made.device}
+                call = made.shape, made.stride(), _FILLS[func](args)
+                made.__dict__[_NOTE] = _Origin(_filled, call, form)
+            return
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if func in _UNSET or (is_random and func is not aten.rand.default):
+            return
+        if _has_symbols((args, kwargs)) or any(_is_foreign(t) for t in given):
+            return
+        results = made if isinstance(made, (tuple, list)) else [made]
+        for which, each in enumerate(results):
+            if isinstance(each, FakeTensor) and not any(each is t for t in given):
+                place = None if each is made else which
+                each.__dict__[_NOTE] = _Origin(func, args, kwargs, place)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Compute a tensor's value, after those of the tensors that it is made of.
+
+        Raises:
+            _Unknown: it varies from call to call.
+        """
+        pending = [tensor]
+        while pending:
+            origin = self._origin(pending[-1])
+            leaves = pytree.tree_leaves((origin.args, origin.kwargs))
+            fakes = [v for v in leaves if isinstance(v, FakeTensor)]
+            missing = [v for v in fakes if self._origin(v).value is None]
+            if origin.value is None and missing:
+                pending += missing
+                continue
+            pending.pop()
+            if origin.value is None:
+                made = self._run(origin.func, origin.args, origin.kwargs)
+                origin.value = made if origin.which is None else made[origin.which]
+        return self._real(tensor)
+
+    def _origin(self, tensor: Tensor) -> _Origin:
+        if not isinstance(tensor, FakeTensor):
+            return _Origin(None, value=tensor)
+        origin = tensor.__dict__.get(_NOTE)
+        is_written = _memory(tensor) in self._written
+        if origin is None or is_written or origin.func is aten.rand.default:
+            raise _Unknown
+        if origin.func is None and not self.holds:
+            raise _Unknown
+        return origin
+
+    def _real(self, value: Any) -> Any:
+        """Return what was computed of a fake, and any other value as it is."""
+        if not isinstance(value, FakeTensor):
+            return value
+        origin = self._origin(value)
+        if origin.func is None and origin.value is not None:
+            self.read[id(origin.value)] = origin.value
+        return origin.value
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = pytree.tree_map(self._real, (args, dict(kwargs)))
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    # -- how they are asked for --------------------------------------------------------------------
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call that needs values.
+
+        Raises:
+            _Unknown: these vary from call to call.
+        """
+        if _has_symbols((args, kwargs)):
+            raise _Unknown
+        if func is aten._local_scalar_dense.default and (drawn := self._drawn(args[0])) is not None:
+            return drawn
+        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, FakeTensor)]
+        if func is aten.index.Tensor:
+            return self._indexed(args[0], args[1])
+        if func is aten.masked_select.default:
+            given = [t for t in given if t is not args[0]]  # of which the form is enough
+        for tensor in given:
+            self._value(tensor)
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            with unset_fake_temporarily():
+                count = int(self._real(args[1]).expand(shape).sum())
+            return args[0].new_empty(count)
+        made = self._run(func, args, kwargs)
+        if not isinstance(made, (Tensor, tuple, list)):
+            return made
+        fakes = [_like(t) for t in ([made] if isinstance(made, Tensor) else made)]
+        for which, fake in enumerate(fakes):
+            place = None if isinstance(made, Tensor) else which
+            fake.__dict__[_NOTE] = _Origin(func, args, kwargs, place)
+        return fakes[0] if isinstance(made, Tensor) else type(made)(fakes)
+
+    def _indexed(self, source: Tensor, indices: Sequence[Tensor | None]) -> Any:
+        """Index by the places that masks name, if there are masks and they are known."""
+        plain: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                plain.append(index)
+                continue
+            mask = self._value(index)
+            with unset_fake_temporarily():
+                places = mask.nonzero().unbind(1)
+            plain += map(_like, places)
+        if len(plain) == len(indices) and all(a is b for a, b in zip(plain, indices, strict=True)):
+            raise _Unknown
+        made = aten.index.Tensor(source, plain)
+        self.note(aten.index.Tensor, (source, list(indices)), {}, made)
+        return made
+
+    def _drawn(self, tensor: Tensor) -> bool | None:
+        """Decide a comparison of numbers in [0, 1) whose other side lies outside."""
+        origin = tensor.__dict__.get(_NOTE) if isinstance(tensor, FakeTensor) else None
+        packet = getattr(origin and origin.func, "overloadpacket", None)
+        if origin is None or packet not in _BELOW:
+            return None
+        number, limit = origin.args[:2]
+        drawn = number.__dict__.get(_NOTE) if isinstance(number, FakeTensor) else None
+        if drawn is None or drawn.func is not aten.rand.default:
+            return None
+        if isinstance(limit, Tensor):
+            with unset_fake_temporarily():
+                limit = self._value(limit).item()
+        if limit >= 1:
+            return _BELOW[packet]
+        is_below = limit < 0 or (limit == 0 and packet in (aten.lt, aten.ge))
+        return not _BELOW[packet] if is_below else None
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    """Return what names a tensor's memory, None for a sparse one."""
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _like(real: Tensor) -> Tensor:
+    """Make a fake of a tensor's form."""
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no value that could be computed here."""
+    if isinstance(tensor, FakeTensor):
+        return _NOTE not in tensor.__dict__
+    return type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+def _filled(shape: Any, stride: Any, value: Any, **form: Any) -> Tensor:
+    return torch.empty_strided(shape, stride, **form).fill_(value)
+
+
+def _has_symbols(values: Any) -> bool:
+    """Tell whether sizes that vary are among the values, or in the forms of tensors among them."""
+    for each in pytree.tree_leaves(values):
+        numbers = (*each.shape, *each.stride()) if isinstance(each, Tensor) else (each,)
+        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
+            return True
+    return False
 
 
 # -- Symbols for sizes: made before tracing, and read back from what tracing did with them ---------
@@ -101,9 +378,9 @@ class Symbols:
             self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
             self._names[symbol] = type(symbol)(name, integer=True, positive=True)
 
-    def mode(self) -> FakeTensorMode:
+    def mode(self) -> TrueStrides:
         """Make the fake mode whose tensors may have these sizes."""
-        return TrueStrides(shape_env=self.env, allow_non_fake_inputs=True)
+        return TrueStrides(KnownValues(), shape_env=self.env, allow_non_fake_inputs=True)
 
     def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """Return a value as a Python expression of the names."""
@@ -145,14 +422,14 @@ def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 @contextlib.contextmanager
-def compiling_flags() -> Iterator[None]:
+def compiling_flags(value: bool = True) -> Iterator[None]:
     """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and put it back.
 
     Libraries (transformers) ask these to take their traceable paths.
     """
     old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = True
-    torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag = value
+    torch.compiler._is_exporting_flag = value
     try:
         yield
     finally:
@@ -167,26 +444,83 @@ class _InlineCheckpoint:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        needs_grad = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        needs_grad = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
             return function(*args)
 
 
 @contextlib.contextmanager
 def inlined_checkpoints() -> Iterator[None]:
-    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer."""
+    """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer.
+
+    That takes contexts (`context_fn`) which are dispatch modes. Of others the one for forward is
+    entered here; recomputing is up to the plan.
+    """
     from torch.utils import checkpoint
 
-    old = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _InlineCheckpoint  # type: ignore[assignment,misc]
-    try:
+    without_reentry = checkpoint._checkpoint_without_reentrant_generator
+
+    def in_context(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        forward, recompute = context_fn()
+        if all(isinstance(c, TorchDispatchMode) for c in (forward, recompute)):
+            yield from without_reentry(fn, preserve, lambda: (forward, recompute), *args, **kwargs)
+            return
+        with forward:
+            yield from without_reentry(fn, preserve, checkpoint.noop_context_fn, *args, **kwargs)
+
+    with (
+        mock.patch.object(checkpoint, "CheckpointFunction", _InlineCheckpoint),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", in_context),
+    ):
         yield
-    finally:
-        checkpoint.CheckpointFunction = old  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def traceable() -> Iterator[None]:
+def optional_causal_hints() -> Iterator[None]:
+    """Let `nn.TransformerEncoder` take a mask for what it is if its values are not known.
+
+    It looks whether the mask is the causal one, which only decides how attention computes the same.
+    """
+    look = transformer._detect_is_causal_mask
+
+    def detect(*args: Any, **kwargs: Any) -> bool:
+        try:
+            return look(*args, **kwargs)
+        except (DataDependentError, GuardOnDataDependentSymNode):
+            return False
+
+    with mock.patch.object(transformer, "_detect_is_causal_mask", detect):
+        yield
+
+
+# Without a user and without an effect, tracing would drop it as dead.
+CHECK_LINALG: Any = has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
+
+def _check_all(kind: type[Exception], cond: Tensor, message: Any = None) -> None:
+    """Stand in for `torch._check_tensor_all_with`, which looks at the values."""
+    said = message if isinstance(message, str) else "a check of the model's failed"
+    torch._assert_async(cond.all(), f"{kind.__name__}: {said}")
+
+
+@contextlib.contextmanager
+def plain_checks() -> Iterator[None]:
+    """Trace checks of values as operators: those of `torch.linalg`, and torch's function for them.
+
+    They raise as in eager, wherever they are among the other operators.
+    """
+    with contextlib.ExitStack() as stack:
+        holder = singleton.find(CHECK_LINALG.name()).effect
+        if (
+            getattr(holder, "effect", None) is not None
+        ):  # an ordered effect; on torch 2.11 it is none
+            stack.enter_context(mock.patch.object(holder, "_effect", None))
+        stack.enter_context(mock.patch.object(torch, "_check_tensor_all_with", _check_all))
+        yield
+
+
+@contextlib.contextmanager
+def traceable(says_compiling: bool = True) -> Iterator[None]:
     """Make torch's own Python code traceable and quiet: what fails is raised, not also printed."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -196,8 +530,10 @@ def traceable() -> Iterator[None]:
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
         with (
-            compiling_flags(),
+            compiling_flags(says_compiling),
             inlined_checkpoints(),
+            optional_causal_hints(),
+            plain_checks(),
             torch.compiler.set_stance("force_eager"),  # what the user compiled is traced through
             warnings.catch_warnings(),
         ):
@@ -209,7 +545,7 @@ def traceable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_by(show: Callable[[torch.Tensor], str]) -> Iterator[None]:
+def shown_by(show: Callable[[Tensor], str]) -> Iterator[None]:
     """Have `show` turn traced tensors into text, in place of "FunctionalTensor(...)"."""
     before = FunctionalTensor.__repr__
     FunctionalTensor.__repr__ = lambda self, **_: show(self)  # type: ignore[method-assign,assignment]
@@ -219,7 +555,7 @@ def shown_by(show: Callable[[torch.Tensor], str]) -> Iterator[None]:
         FunctionalTensor.__repr__ = before  # type: ignore[method-assign,assignment]
 
 
-def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def _dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Say on a CPU what the operator runs: its fake kernel gives CUDA's strides there."""
     if grad.device.type != "cpu":
         return NotImplemented
@@ -229,8 +565,12 @@ def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> t
 _DECOMPOSED = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
 
 
-def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.GraphModule:
+def trace_joint(
+    module: torch.nn.Module, args: tuple[Any, ...], says_compiling: bool = True
+) -> torch.fx.GraphModule:
     """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
+
+    says_compiling: what `torch.compiler.is_compiling()` is. Some forwards raise if it is true.
 
     Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
     nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
@@ -243,7 +583,7 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
     with (
         config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
         use_lazy_graph_modules(True),
-        traceable(),
+        traceable(says_compiling),
         torch.fx.traceback.preserve_node_meta(),
         contextlib.ExitStack() as stack,
     ):
@@ -251,9 +591,14 @@ def trace_joint(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.fx.Grap
         return joint.graph_module
 
 
-def rerun_on_fakes(module: torch.nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+def rerun_on_fakes(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    mode: FakeTensorMode,
+    says_compiling: bool = True,
+) -> None:
     """Call `module(*args)` on fake tensors as tracing does, for its side effects only."""
-    with traceable(), torch.random.fork_rng(devices=[]), mode:
+    with traceable(says_compiling), torch.random.fork_rng(devices=[]), mode:
         module(*args)
 
 

@@ -71,6 +71,8 @@ class Calling:
     loss: output leaf that is differentiated, None where all float outputs are.
     detached: output leaves that require no grad in eager PyTorch, and so none here.
     dropped: names of outputs of unknown types left out (a KV cache).
+    left: what each call leaves in attributes of the model that forward does not look at; each has
+        `apply(model)`.
     """
 
     in_spec: TreeSpec
@@ -82,6 +84,7 @@ class Calling:
     differentiable: tuple[int, ...] = ()
     detached: tuple[int, ...] = ()
     dropped: tuple[str, ...] = ()
+    left: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
 from zerofx.capture.units import find_units
 from zerofx.comm.world import World
+from zerofx.compat.autograd import is_transforming
 from zerofx.compat.callers import reducer_of
 from zerofx.compat.modules import (
     call_uncompiled,
@@ -186,6 +187,7 @@ class Namespace:
         self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before it is left without hooks
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
+        self.table.handles = self._handles
         self.original = Original(model)
         engine.turns.buffers = lambda: dict(model.named_buffers())
 
@@ -248,6 +250,12 @@ class Namespace:
             self.engine.store.check_bindings()
         if wrapper := reducer_of(self.engine.store.params.values()):
             raise self.is_parallel(wrapper)
+        if is_transforming():
+            raise GradientError(
+                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func do not see into "
+                "a compiled call; use them inside forward, which is captured with them, or on the "
+                "uncompiled model"
+            )
         known = self._islands.get(entry)
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)

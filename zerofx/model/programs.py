@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
 from zerofx.capture import capture
+from zerofx.capture.effects import Change
 from zerofx.capture.model_state import ModelState
-from zerofx.capture.original import MODEL, Entry
+from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load
@@ -69,8 +70,11 @@ class Bound:
     last_use: the number of its latest call, among those of all programs of the model.
     """
 
-    def __init__(self, program: Planned, executable: Executable, slots: Pool) -> None:
+    def __init__(
+        self, program: Planned, executable: Executable, slots: Pool, model: nn.Module
+    ) -> None:
         self.program, self.executable, self.slots = program, executable, slots
+        self._model = model
         self.last_use = -1
         calling = program.calling
         self._leaves = executable.contract.outputs
@@ -79,9 +83,11 @@ class Bound:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outs = self.executable(_leaves(args, kwargs))
+        calling = self.program.calling
+        for change in calling.left:
+            change.apply(self._model)
         if self._is_single:
             return outs[0]
-        calling = self.program.calling
         results: list[Any] = [calling.constants.get(i) for i in range(self._num_outputs)]
         for leaf, out in zip(self._leaves, outs, strict=True):
             results[leaf] = out
@@ -286,20 +292,22 @@ class Constants:
     It keeps none of them alive: what has gone cannot be read again.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], buffers: Sequence[dict[str, Any]] = ()) -> None:
         counted = [t for t in tensors if not t.is_inference()]  # those count no versions
         self._read = [(weakref.ref(t), version_of(t)) for t in counted]
+        slots = [(held, key, id(t)) for held in buffers for key, t in held.items()]
+        self._slots = [slot for slot in slots if slot[2] in set(map(id, tensors))]
 
     def __bool__(self) -> bool:
         return bool(self._read)
 
     def have_changed(self) -> bool:
-        """Tell whether one was written to since."""
+        """Tell whether one was written to since, or a buffer is another tensor now."""
         for ref, version in self._read:
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
                 return True
-        return False
+        return any(id(held.get(key)) != number for held, key, number in self._slots)
 
 
 class ProgramTable:
@@ -340,6 +348,8 @@ class ProgramTable:
         self._constants: dict[Key, Constants] = {}  # of programs that read some
         self._lengths = Lengths() if setting.plan.dynamic != "off" else None
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
+        # Returns the handles of the hooks of an entry's modules, for keys.
+        self.handles: Callable[[Entry], tuple[tuple[int, ...], ...]] = lambda entry: ()
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
@@ -512,9 +522,10 @@ class ProgramTable:
         if not self._has_warned_of_constants:
             self._has_warned_of_constants = True
             log.warning(
-                "%s: a tensor that forward reads, and that is neither an argument nor a parameter "
-                "nor a buffer, was changed in place. Its calls are captured again each time. "
-                "Register it with register_buffer.",
+                "%s: a tensor was changed in place whose values a program depends on. It is "
+                "captured again each time. If forward only computes with the tensor, register it "
+                "with register_buffer. If control flow depends on it, pass what it decides as an "
+                "argument.",
                 key[0].entry.describe(self._model),
             )
         if key in self.bound:
@@ -534,6 +545,7 @@ class ProgramTable:
         name, state = entry.describe(self._model), self.state(entry)
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
+        left: list[Change] = []
         captured = self._captured(
             args,
             kwargs,
@@ -544,7 +556,14 @@ class ProgramTable:
             device=device,
             compute_dtype=compute_dtype(plan.precision),
             constants=read,
+            changes=left,
         )
+        with original(self._model):
+            for change in left:
+                change.apply(self._model)
+        if unread := tuple(change for change in left if not change.is_read):
+            state.leave_out((change.path, change.name) for change in unread)
+            captured = replace(captured, calling=replace(captured.calling, left=unread))
         if changed := state.leave_out_changed():
             log.warning(
                 "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
@@ -560,8 +579,8 @@ class ProgramTable:
                 name, ", ".join(leaked),
             )  # fmt: skip
         *_, attributes = state.read()
-        key = key[0]._replace(attributes=attributes), key[1]
-        if constants := Constants(read):
+        key = key[0]._replace(attributes=attributes), self.handles(entry) if left else key[1]
+        if constants := Constants(read, [*map(own_buffers, self._model.modules())]):
             self._constants[key] = constants
         if self._engine.world.size > 1:
             captured.captured = describe_graph(captured)
@@ -665,7 +684,7 @@ class ProgramTable:
             forward, backward = recorded.forward, recorded.backward
         buffers, blame = self._buffers_of(program), Blame(program, directory)
         executable = Executable(forward, backward, made, self._engine, buffers, blame)
-        self.bound[key] = bound = Bound(program, executable, slots)
+        self.bound[key] = bound = Bound(program, executable, slots, self._model)
         if self.on_bound is not None:
             self.on_bound(bound)
         return bound
