@@ -10,6 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from zerofx.compat.graphs import FakeTensor, FakeTensorMode
 from zerofx.compat.strides import TrueStrides
 
 __all__ = [
+    "SIZE_FUNCTIONS",
     "DataDependentError",
     "DynamicShapeError",
     "OptimizedModule",
@@ -128,6 +130,16 @@ class Symbols:
         """Return the names of the sizes that the trace holds for one value of."""
         named = self._names.items()
         return frozenset(own.name for symbol, own in named if self.env.replace(symbol).is_number)
+
+
+# What stands for these functions while an expression of sizes becomes nodes of a graph.
+SIZE_FUNCTIONS: dict[str, Any] = {
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+    "int": torch.sym_int,
+    "float": torch.sym_float,
+    "math": SimpleNamespace(sqrt=torch._sym_sqrt),  # type: ignore[attr-defined]
+}
 
 
 def is_symbolic(value: Any) -> bool:

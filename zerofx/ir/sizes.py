@@ -118,6 +118,21 @@ class Sizes:
     def hints(self) -> dict[str, int]:
         return {symbol.name: symbol.hint for symbol in self.symbols}
 
+    @property
+    def typical(self) -> dict[str, int]:
+        """Return the values for which regions are compiled: the hints, roughly.
+
+        Programs whose hints are similar share regions. These values are odd, and no two are equal,
+        so that a compiler does not take one for a multiple of something or for another one.
+        """
+        found: dict[str, int] = {}
+        for symbol in self.symbols:
+            near = max(1 << (symbol.hint - 1).bit_length(), 16) - 3
+            while near in found.values():
+                near += 2
+            found[symbol.name] = near
+        return found if self.allow(found) else self.hints
+
     def of(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Return the symbols' values at a call with these leaves."""
         return {s.name: s.dims[0].read(leaves) for s in self.symbols}

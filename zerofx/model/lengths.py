@@ -70,11 +70,14 @@ class _Served:
     def serves(self, call: Mapping[Place, int]) -> bool:
         if any(call[place] != size for place, size in self.others.items()):
             return False
-        values: dict[str, int] = {}
-        for place, name in self.names.items():
-            if values.setdefault(name, call[place]) != call[place]:
-                return False
+        values = self.values(call)
+        if any(call[place] != values[name] for place, name in self.names.items()):
+            return False
         return self.sizes.allow(values)
+
+    def values(self, call: Mapping[Place, int]) -> dict[str, int]:
+        """Return the value of each symbol in a call."""
+        return {name: call[place] for place, name in self.names.items()}
 
     def covers(self, other: _Served) -> bool:
         """Tell whether this serves all that another one does."""
@@ -84,9 +87,13 @@ class _Served:
 
 
 class Lengths:
-    """Finds the keys of programs that serve calls of several sizes."""
+    """Finds the keys of programs that serve calls of several sizes.
 
-    def __init__(self) -> None:
+    admits: whether the program of a key may run at sizes that it serves.
+    """
+
+    def __init__(self, admits: Callable[[Key, Mapping[str, int]], bool]) -> None:
+        self._admits = admits
         self._families: dict[Key, _Family] = {}
         self._known: dict[Key, Key] = {}  # a call's key -> that of the program that serves it
 
@@ -97,7 +104,7 @@ class Lengths:
             return found
         family, sizes = self._family(key)
         for general, served in reversed(family.served.items()):
-            if served.serves(sizes):
+            if served.serves(sizes) and self._admits(general, served.values(sizes)):
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = general

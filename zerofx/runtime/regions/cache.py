@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TextIO
@@ -30,6 +30,7 @@ from zerofx.compat.direct import replace_file
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import (
     compile_region,
+    conditions_of,
     first_line,
     import_inductor,
     inductor_problem,
@@ -38,6 +39,7 @@ from zerofx.compat.inductor import (
     probe_compiler,
     wrapper_of,
 )
+from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
 from zerofx.runtime.regions.keys import artifact_key, cache_dir, compiled_by, mark_of_use
 
@@ -119,10 +121,21 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
 
 
 def _path(module: ModuleType) -> Path:
-    device = module.INPUTS[0][3] if module.INPUTS else "cpu"
-    path = artifact_path(Path(str(module.__file__)).read_text(), device)
+    specs = _specs(module)
+    path = artifact_path(Path(str(module.__file__)).read_text(), specs[0][3] if specs else "cpu")
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def _hints(module: ModuleType) -> dict[str, int]:
+    """Return the sizes that a region takes, and for which values of them it is compiled."""
+    return getattr(module, "SIZES", {})  # most have none
+
+
+def _specs(module: ModuleType) -> Any:
+    """Return the tensors that a region takes, for the values that it is compiled for."""
+    hints = _hints(module)
+    return module.INPUTS(**hints) if hints else module.INPUTS
 
 
 def artifact_path(source: str, device: str) -> Path:
@@ -161,12 +174,42 @@ def _compiled(name: str, module: ModuleType, path: Path, patient: bool) -> Regio
     if num_bytes == 0:  # nothing to compile: it runs as it is
         region = getattr(module, name)
     else:
-        region = load_artifact(str(path), limit_s) if num_bytes else None
+        region = _loaded(name, module, path, limit_s) if num_bytes else None
     if region is None:  # another torch wrote it, or another process removed it: compile it again
         with _lock(path.with_suffix(".lock"), limit_s) as held:
             return _compile(name, module, path, limit_s if held else _STUCK_S)
     CompileCount.cached += 1
     return region
+
+
+def _loaded(name: str, module: ModuleType, path: Path, limit_s: float) -> Region | None:
+    region = load_artifact(str(path), limit_s)
+    return None if region is None else _within_sizes(region, name, module, path)
+
+
+def _within_sizes(region: Region, name: str, module: ModuleType, path: Path) -> Region:
+    """Return a compiled region that runs as ATen for sizes that it was not compiled for."""
+    names = list(_hints(module))
+    conditions = conditions_of(str(path)) if names else ()
+    if not conditions:
+        return region
+    holds = eval(f"lambda {', '.join(names)}: {' and '.join(f'({c})' for c in conditions)}")
+    plain: Region = getattr(module, name)
+    has_warned = False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal has_warned
+        if holds(*args[-len(names) :]):
+            return region(args)
+        if not has_warned:
+            has_warned = True
+            log.warning(
+                "Region %s runs as ATen for some sizes: Inductor compiled it for those for which "
+                "%s. Set kernels='aten' to silence this.", name, " and ".join(conditions),
+            )  # fmt: skip
+        return plain(args)
+
+    return run
 
 
 def lock_limit_s() -> float:
@@ -237,12 +280,13 @@ def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Regio
     for probe in _PROBE:
         probe.join()
     mark_of_use().touch()
-    gm = _as_graph(getattr(module, name), len(module.INPUTS))
+    hints = _hints(module)
+    gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
     if _failure(path):  # of another version; the artifact first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
     try:
-        compiled = compile_region(gm, module.INPUTS, str(path), limit_s)
+        compiled = compile_region(gm, module.INPUTS, str(path), limit_s, hints)
     except Exception as e:
         reason = first_line(e)
         if is_fault_of_machine(e, limit_s):
@@ -258,7 +302,7 @@ def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Regio
             replace_file(path, b"")
         return getattr(module, name)  # type: ignore[no-any-return]
     CompileCount.compiled += 1
-    return compiled
+    return _within_sizes(compiled, name, module, path)
 
 
 def _num_bytes(path: Path) -> int | None:
@@ -311,13 +355,15 @@ class _Traced:
         return self._tracer.create_proxy("call_function", self._target, args, kwargs)
 
 
-def _as_graph(function: Any, num_inputs: int) -> fx.GraphModule:
+def _as_graph(function: Any, num_inputs: int, sizes: Sequence[str] = ()) -> fx.GraphModule:
     """Turn a region's source back into a graph: it runs on proxies, and each call is a node."""
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
-    args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
-    recorded = {
+    names = [*(f"x{i}" for i in range(num_inputs)), *sizes]
+    args = [fx.Proxy(tracer.graph.placeholder(name), tracer) for name in names]
+    recorded = (SIZE_FUNCTIONS if sizes else {}) | {
         name: _Traced(tracer, value) if isinstance(value, OpNamespace) else value
         for name, value in function.__globals__.items()
+        if not (sizes and name in SIZE_FUNCTIONS)
     }
     body = FunctionType(function.__code__, recorded, function.__name__)
     results = body(args)
