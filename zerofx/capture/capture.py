@@ -34,7 +34,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
-from zerofx.ir.sizes import Sizes, Symbol
+from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 
 
 @paused_collector()
@@ -82,6 +82,7 @@ def capture(
         mode = symbols.mode() if symbols is not None else new_fake_mode()
         sizes = symbols.sizes if symbols is not None else {}
         standing = {(d.leaf, d.dim, d.is_stride): sizes[s.name] for s in varying for d in s.dims}
+        numbers = {leaf: size for (leaf, dim, _), size in standing.items() if dim == NUMBER}
         fakes = call.fakes(mode, place, standing)
         computes = compute_dtypes(model, compute_dtype)
         swap = StateSwap(model, mode, place, param_meta, computes)
@@ -89,7 +90,8 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            harness = Harness(model, call, swap.links(), differentiate, outputs, compute_dtype)
+            traced = call.varied(numbers)
+            harness = Harness(model, traced, swap.links(), differentiate, outputs, compute_dtype)
             try:
                 gm = trace(harness, fakes, mode, swap)
             except Exception as error:

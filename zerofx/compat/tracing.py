@@ -86,7 +86,7 @@ class _Printer(PythonPrinter):
 
 
 class Symbols:
-    """The symbols of one trace, each a size that is at least 2.
+    """The symbols of one trace, each a size that is at least 2, or a fraction.
 
     hints: name -> the value at which control flow on sizes goes the way that this trace takes.
     The env notes each way that was taken as a guard; `conditions` are these guards.
@@ -100,8 +100,13 @@ class Symbols:
         for name, hint in hints.items():
             source = ConstantSource(name)
             symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
-            self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
-            self._names[symbol] = type(symbol)(name, integer=True, positive=True)
+            if isinstance(hint, float):
+                made: Any = self.env.create_symfloatnode(symbol, hint=hint, source=source)
+                self._names[symbol] = type(symbol)(name, real=True)
+            else:
+                made = self.env.create_symintnode(symbol, hint=hint, source=source)
+                self._names[symbol] = type(symbol)(name, integer=True, positive=True)
+            self.sizes[name] = made
 
     def mode(self) -> FakeTensorMode:
         """Make the fake mode whose tensors may have these sizes."""

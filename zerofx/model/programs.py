@@ -49,6 +49,7 @@ from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
+from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
@@ -304,7 +305,10 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self._constants: dict[Key, Constants] = {}  # of programs that read some
-        self._lengths = Lengths(self._admits) if lets_sizes_vary(setting.plan) else None
+        declared = setting.plan.dynamic if isinstance(setting.plan.dynamic, Patterns) else {}
+        self._lengths: Lengths | None = None
+        if lets_sizes_vary(setting.plan):
+            self._lengths = Lengths(self._admits, declared)
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
@@ -406,9 +410,10 @@ class ProgramTable:
             captured, key = self._capture(args, kwargs, setting, key)
             made = self._planned(captured, setting)
         if made.sizes and self._lengths is not None:
-            call, key = key, self._lengths.serve(key, made.calling.tensor_leaves, made.sizes)
-            if call in self._constants:
-                self._constants[key] = self._constants.pop(call)
+            call = trees.Call.of(self._model, args, kwargs)
+            own, key = key, self._lengths.serve(key, call, made.sizes)
+            if own in self._constants:
+                self._constants[key] = self._constants.pop(own)
         bound = self._install(key, made)
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
@@ -556,7 +561,7 @@ class ProgramTable:
         if self._lengths is None:
             return take()
         call = trees.Call.of(self._model, args, kwargs)
-        varying = self._lengths.varying(key, call.tensors, call.names)
+        varying = self._lengths.varying(key, call)
         if not varying:
             return take()
         try:
@@ -575,7 +580,7 @@ class ProgramTable:
     ) -> None:
         """Compile a program per value of these sizes from now on, and say so."""
         assert self._lengths is not None, "no size varies under dynamic='off'"
-        self._lengths.fix(key, call.tensors, symbols)
+        self._lengths.fix(key, call, symbols)
         log.warning(
             "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
             type(self._model).__name__,

@@ -114,7 +114,7 @@ def test_defaults_are_the_contract() -> None:
         "kernels": "inductor",
         "cuda_graph": False,
         "max_programs": 16,
-        "dynamic": "off",
+        "dynamic": "auto",
         "debug": False,
     }
     assert repr(Plan()) == "Plan(stage=3)"
@@ -173,9 +173,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"shard_axis_size": 0}, "allowed are whole numbers from 1"),
     ({"outputs": "loss", "differentiate": "all"}, "contradicts differentiate = 'all'"),
     ({"cuda_graph": True, "debug": True}, "contradicts debug = True"),
-    ({"dynamic": "on"}, "Plan.dynamic = 'on': allowed are 'off', 'auto'"),
-    ({"dynamic": "auto"}, "use kernels='aten'"),
-    ({"dynamic": "auto", "kernels": "aten", "activations": {"h.*": "offload"}}, "places of one"),
+    ({"dynamic": "on"}, "Plan.dynamic = 'on': allowed are 'auto', 'off'"),
+    ({"dynamic": {"ids": 512}}, "are dimensions of arguments, as in {'ids.shape[1]': 512}"),
+    ({"dynamic": {"ids.shape[1]": 1}}, "allowed are whole numbers from 2"),
     ({"cuda_graph": True, "precision": "fp16"}, "a factor on the host"),
     ({"cuda_graph": True, "activations": {"h.*": "offload"}}, "contradicts offloaded activations"),
     ({"cuda_graph": True, "offload": {"activations": "cpu"}}, "contradicts offloaded activations"),
