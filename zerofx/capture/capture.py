@@ -90,10 +90,11 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            traced = call.varied(numbers)
-            harness = Harness(model, traced, swap.links(), differentiate, outputs, compute_dtype)
+            harness = Harness(
+                model, call, swap.links(), differentiate, outputs, compute_dtype, tuple(numbers)
+            )
             try:
-                gm = trace(harness, fakes, mode, swap)
+                gm = trace(harness, (*fakes, *numbers.values()), mode, swap)
             except Exception as error:
                 shorten(error)
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
@@ -102,7 +103,7 @@ def capture(
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
-    names = Names(call, harness.results, unit_of_param, buffers)
+    names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
     served = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
@@ -138,7 +139,7 @@ def settled(
 
 
 def trace(
-    harness: Harness, fakes: tuple[Tensor, ...], mode: FakeTensorMode, swap: StateSwap
+    harness: Harness, fakes: tuple[Any, ...], mode: FakeTensorMode, swap: StateSwap
 ) -> fx.GraphModule:
     """Trace the harness and refuse a forward that leaves side effects."""
 

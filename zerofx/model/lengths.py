@@ -18,6 +18,7 @@ import torch
 from zerofx.capture.call import Call
 from zerofx.capture.signature import Signature
 from zerofx.ir.sizes import NUMBER, Dim, Sizes, Symbol
+from zerofx.plan.fields import nearest
 
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
 # The number of a tensor among those of the arguments' leaves, and a dimension of it; or STRIDE and
@@ -117,6 +118,12 @@ class Lengths:
                 self._known[key] = general
                 return general
         return key
+
+    def undeclared(self, call: Call) -> dict[str, str]:
+        """Return the declared dimensions that a call does not have, and what it has instead."""
+        sizes = [(n, d) for n in call.tensors for d in range(call.leaves[n].dim())]
+        has = [str(Dim(n, d, call.names[n])) for n, d in sizes]
+        return {name: nearest(name, has) for name in self._declared if name not in has}
 
     def varying(self, key: Key, call: Call) -> tuple[Symbol, ...]:
         """Note a call that no program serves yet; return the sizes of it that vary."""

@@ -562,6 +562,12 @@ class ProgramTable:
             return take()
         call = trees.Call.of(self._model, args, kwargs)
         varying = self._lengths.varying(key, call)
+        if not self.known:  # the first call
+            for name, instead in self._lengths.undeclared(call).items():
+                log.warning(
+                    "%s: Plan.dynamic names %s, which this call does not have%s.",
+                    type(self._model).__name__, name, instead,
+                )  # fmt: skip
         if not varying:
             return take()
         try:
