@@ -58,7 +58,7 @@ def texts(config: GPTConfig, rows: int, length: int) -> Tensor:
 def count_programs(trainee: Trainee, batches: list[Tensor]) -> int:
     """Train on all batches; return how many programs that took."""
     made: list[object] = []
-    trainee.model.zerofx._programs.on_bound = made.append
+    trainee.model._programs.on_bound = made.append
     for ids in batches:
         trainee.step(ids)
     return len(made)

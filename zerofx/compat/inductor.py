@@ -75,13 +75,12 @@ def compile_region(
     specs: Specs | Callable[..., Specs],
     path: str,
     lock_limit_s: float = 600.0,
-    hints: Mapping[str, Any] | None = None,
+    hints: Mapping[str, int] | None = None,
 ) -> Callable[[list[Any]], Any] | None:
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
 
     With `hints`, the graph takes sizes after its tensors, which vary from call to call, and `specs`
-    is a function of them. hints: name of a size -> the value for which the compiler decides. A
-    float among them is given as a tensor of no dimensions, in float64.
+    is a function of them. hints: name of a size -> the value for which the compiler decides.
 
     The artifact is saved at `path`, after the source that Inductor wrote (`wrapper_of`); each file
     appears whole or not at all. The result takes one list of tensors, which it empties. None where
@@ -97,7 +96,7 @@ def _compile_region(
     gm: torch.fx.GraphModule,
     specs: Specs | Callable[..., Specs],
     path: str,
-    hints: Mapping[str, Any],
+    hints: Mapping[str, int],
 ) -> Callable[[list[Any]], Any] | None:
     from torch._inductor import config, standalone_compile
 
@@ -106,7 +105,7 @@ def _compile_region(
         return None  # Inductor makes no code of views, and warns that it has nothing to save
     options: dict[str, Any] = {"config_patches": _config()}
     aliases = results_in_inputs(gm.graph)
-    symbols = Symbols({k: v for k, v in hints.items() if type(v) is int}) if hints else None
+    symbols = Symbols(hints) if hints else None
     usual = specs(*hints.values()) if callable(specs) else specs
     with torch.no_grad(), config.patch(options["config_patches"]):
         fakes = [*_fakes(TrueStrides(), usual), *hints.values()]
@@ -117,10 +116,9 @@ def _compile_region(
             artifact = compile_graph(fakes, dynamic_shapes="from_example_inputs")
         else:
             mode = FakeTensorMode(shape_env=symbols.env)
-            sizes = [symbols.sizes.get(name, hint) for name, hint in hints.items()]
+            sizes = symbols.sizes.values()
             assert callable(specs), "a region with sizes has specs that depend on them"
-            given = [*_fakes(mode, specs(*sizes))]
-            given += [_fraction(mode) if type(n) is float else n for n in sizes]
+            given = [*_fakes(mode, specs(*sizes)), *sizes]
             with torch._guards.tracing(torch._guards.TracingContext(mode)):
                 artifact = compile_graph(given, dynamic_shapes="from_tracing_context")
     if not sources:  # all was simplified away
@@ -145,11 +143,6 @@ def _fakes(mode: FakeTensorMode, specs: Sequence[Spec]) -> list[torch.Tensor]:
             torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
             for dtype, shape, stride, device in specs
         ]
-
-
-def _fraction(mode: FakeTensorMode) -> torch.Tensor:
-    """Return what a float is given as: a tensor of no dimensions has the same effect on others."""
-    return _fakes(mode, [("float64", (), (), "cpu")])[0]
 
 
 class NarrowedError(RuntimeError):

@@ -343,7 +343,7 @@ class ProgramTable:
 
     def _serving(self, key: Key) -> Key:
         """Return the key of the program for a call: its own, or that of one for many sizes."""
-        if self._lengths is None or key in self.bound:
+        if self._lengths is None or key in self.bound or self._is_adopted(key):
             return key
         while (found := self._lengths.key_of(key)) != key:
             if found in self.bound:
@@ -352,6 +352,11 @@ class ProgramTable:
                 return found
             self._lengths.forget(found)  # it was given up: perhaps another one serves the call
         return key
+
+    def _is_adopted(self, key: Key) -> bool:
+        return bool(self._adopted) and (
+            key in self.known and self.known[key][0].signature in self._adopted
+        )
 
     def _admits(self, key: Key, sizes: Mapping[str, int]) -> bool:
         """Tell whether a program meets its budget at sizes that it serves.
@@ -434,9 +439,7 @@ class ProgramTable:
         """Give up the programs whose calls another one serves from now on, which has this key."""
         assert self._lengths is not None, "a program has sizes that vary under dynamic='off'"
         for other in {*self.bound, *self.known} - {key}:
-            if other in self.known and self.known[other][0].signature in self._adopted:
-                continue
-            if self._lengths.is_served_by(other, key):
+            if not self._is_adopted(other) and self._lengths.is_served_by(other, key):
                 if other in self.bound:
                     self._give_up(other)
                 self.known.pop(other, None)

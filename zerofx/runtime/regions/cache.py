@@ -217,23 +217,10 @@ def _loaded(path: Path, limit_s: float, hints: Hints) -> Variant | None:
 def _variant(region: Region, path: Path, hints: Hints) -> Variant:
     """Return an artifact with what its sizes must meet, None for those that serve all."""
     conditions = conditions_of(str(path)) if hints else ()
-    if fractions := [i - len(hints) for i, n in enumerate(hints.values()) if type(n) is float]:
-        region = _given_fractions(region, fractions)
     if not conditions:
         return region, None
     text = " and ".join(f"({condition})" for condition in conditions)
     return region, eval(f"lambda {', '.join(hints)}: {text}", {"math": math})
-
-
-def _given_fractions(region: Region, places: Sequence[int]) -> Region:
-    """Return an artifact as a region that takes floats at these places; it takes tensors there."""
-
-    def run(args: list[Any]) -> Any:
-        for place in places:
-            args[place] = torch.tensor(args[place], dtype=torch.float64)
-        return region(args)
-
-    return run
 
 
 class _Variants:
@@ -349,8 +336,10 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
     if _failure(path):  # of another version; the artifact first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
+    reason, compiled = _refusal(hints), None
     try:
-        compiled = compile_region(gm, module.INPUTS, str(path), limit_s, hints)
+        if not reason:
+            compiled = compile_region(gm, module.INPUTS, str(path), limit_s, hints)
     except Exception as e:
         reason = first_line(e)
         if is_fault_of_machine(e, limit_s):
@@ -358,15 +347,21 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
                 f"region {name} could not be compiled on this machine: {reason}. Run `zerofx "
                 "doctor` to see what is missing, or set kernels='aten' to run without a compiler."
             ) from e
+    if reason:
         note = {"error": reason, "compiled_by": compiled_by()}
         replace_file(_failed(path), json.dumps(note).encode())
-        compiled = None
     if compiled is None:  # remembered as an empty artifact, unless another process compiled it
         if not _num_bytes(path):
             replace_file(path, b"")
         return getattr(module, name), None
     CompileCount.compiled += 1
     return _variant(compiled, path, hints)
+
+
+def _refusal(hints: Hints) -> str:
+    """Return why a region with such sizes is not compiled, empty if it may be."""
+    fractions = [name for name, n in hints.items() if isinstance(n, float)]
+    return f"Inductor takes no float that varies ({', '.join(fractions)})" if fractions else ""
 
 
 def _num_bytes(path: Path) -> int | None:
