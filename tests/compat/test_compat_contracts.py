@@ -1008,7 +1008,6 @@ def generated_source() -> None:
 
 
 @contract(
-    "torch._inductor.standalone_compile",
     "torch._guards.TracingContext",
     "torch._guards.tracing",
     "torch._sym_sqrt",

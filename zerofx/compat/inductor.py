@@ -108,7 +108,7 @@ def _compile_region(
     symbols = Symbols(hints) if hints else None
     usual = specs(*hints.values()) if callable(specs) else specs
     with torch.no_grad(), config.patch(options["config_patches"]):
-        fakes = [*_fakes(TrueStrides(), usual), *hints.values()]
+        fakes: list[Any] = [*_fakes(TrueStrides(), usual), *hints.values()]
         keep_strides(gm, fakes)
     compile_graph = functools.partial(standalone_compile, gm, options=options)
     with torch.no_grad(), _generated_source() as sources:
@@ -118,7 +118,7 @@ def _compile_region(
             mode = FakeTensorMode(shape_env=symbols.env)
             sizes = symbols.sizes.values()
             assert callable(specs), "a region with sizes has specs that depend on them"
-            given = [*_fakes(mode, specs(*sizes)), *sizes]
+            given: list[Any] = [*_fakes(mode, specs(*sizes)), *sizes]
             with torch._guards.tracing(torch._guards.TracingContext(mode)):
                 artifact = compile_graph(given, dynamic_shapes="from_tracing_context")
     if not sources:  # all was simplified away

@@ -118,7 +118,8 @@ class Symbols:
 
     def _written(self, expr: Any) -> str:
         """Write an expression: torch's names are other ones in each process, and set the order."""
-        return str(_Printer().doprint(expr.xreplace(self._names)))
+        named = expr.xreplace(self._names)
+        return str(_Printer().doprint(named.canonical if named.is_Relational else named))
 
     def conditions(self) -> tuple[str, ...]:
         """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
