@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from pool import Pool
@@ -9,6 +11,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import ProgramError
+from zerofx.model import programs
 from zerofx.runtime.regions.cache import CompileCount
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
@@ -104,13 +107,13 @@ def test_generation_compiles_for_two_lengths():
 LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
 
 
-def ranks_of_other_lengths(stage: int) -> int:
+def ranks_of_other_lengths(fields: dict) -> int:
     """Train on each rank with texts of other lengths; return how many programs were compiled."""
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     plain, mine = GPT(SMALL), GPT(SMALL)
     mine.load_state_dict(plain.state_dict())
-    model = compiled(mine, stage=stage)
+    model = compiled(mine, **fields)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for lengths in LENGTHS:
         batches = [torch.randint(0, 31, (2, length)) for length in lengths]
@@ -125,9 +128,17 @@ def ranks_of_other_lengths(stage: int) -> int:
     return len(model.programs)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
-    assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"stage": 1}, marks=pytest.mark.slow),
+        {"stage": 3},
+        {"tiling": {"blocks.*.mlp.*": 2}},
+    ],
+    ids=["1", "3", "tiled"],
+)
+def test_ranks_train_on_texts_of_other_lengths(pool: Pool, fields: dict) -> None:
+    assert pool.run(2, ranks_of_other_lengths, fields) == [1, 1]
 
 
 def test_a_program_for_sizes_that_vary_is_emitted_loaded_and_adopted(tmp_path):
@@ -353,3 +364,14 @@ def test_an_adopted_program_stays_where_another_would_serve_its_call(tmp_path):
         model(torch.randn(rows, 6))
     model(x)
     assert [p.directory is None for p in model.programs] == [True, False]
+
+
+def test_a_copy_of_the_model_runs_the_programs_for_any_length(monkeypatch):
+    torch.manual_seed(0)
+    model = compiled(MLP())
+    for rows in (5, 7):
+        model(torch.randn(rows, 6))
+    monkeypatch.setattr(programs, "capture", None)
+    copied = copy.deepcopy(model)
+    x = torch.randn(11, 6)
+    assert torch.equal(copied(x), model(x)) and copied.programs == model.programs

@@ -105,6 +105,12 @@ class Lengths:
         self._families: dict[Key, _Family] = {}
         self._known: dict[Key, Key] = {}  # a call's key -> that of the program that serves it
 
+    def learn(self, other: Lengths) -> None:
+        """Take over what another model like this one has seen, and which programs it has."""
+        for key, family in other._families.items():
+            copied = _Family(list(family.seen), set(family.fixed), dict(family.served))
+            self._families[key] = copied
+
     def key_of(self, key: Key) -> Key:
         """Return the key of the program that serves a call; the call's own if there is none."""
         found = self._known.get(key)

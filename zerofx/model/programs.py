@@ -307,8 +307,10 @@ class ProgramTable:
         self._constants: dict[Key, Constants] = {}  # of programs that read some
         declared = setting.plan.dynamic if isinstance(setting.plan.dynamic, Patterns) else {}
         self._lengths: Lengths | None = None
-        if lets_sizes_vary(setting.plan):
+        if lets_sizes_vary(setting.plan) and self._room is None:
             self._lengths = Lengths(self._admits, declared)
+            if other is not None and other._lengths is not None:
+                self._lengths.learn(other._lengths)
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
