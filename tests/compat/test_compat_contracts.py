@@ -1103,6 +1103,38 @@ def generated_source() -> None:
     assert {"mm", "convolution"} <= set(direct._attributes_of(call, "extern_kernels"))
 
 
+@contract(
+    "torch._guards.TracingContext",
+    "torch._guards.tracing",
+    "torch._sym_sqrt",
+)
+def regions_of_any_size() -> None:
+    """A graph that takes sizes is compiled once for all of them; what it asks of them is known."""
+    graph = fx.Graph()
+    x, w, s = (graph.placeholder(name) for name in "xws")
+    twice = graph.call_function(operator.mul, (s, 2))
+    first = graph.call_function(aten.mm.default, (x, w))
+    seen = graph.call_function(aten.view.default, (first, [twice, 2]))
+    graph.output((seen,))
+
+    def specs(s: int) -> tuple[inductor.Spec, ...]:
+        return ("float32", (s, 4), (4, 1), "cpu"), ("float32", (4, 4), (4, 1), "cpu")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "region.bin"))
+        gm = fx.GraphModule(nn.Module(), graph)
+        run = inductor.compile_region(gm, specs, path, hints={"s": 13})
+        assert run is not None and inductor.conditions_of(path) == ()
+        direct.direct_of(path).unlink(missing_ok=True)
+        loaded = inductor.load_artifact(path)
+    assert loaded is not None
+    for rows in (3, 5, 64):
+        given = [torch.randn(rows, 4), torch.randn(4, 4)]
+        for function in (run, loaded):
+            assert torch.allclose(function([*given, rows])[0], (given[0] @ given[1]).view(-1, 2))
+    assert tracing.SIZE_FUNCTIONS["math"].sqrt(4) == 2.0
+
+
 @contract("._compiled_fn", "._boxed_call")
 def boxed_calls() -> None:
     """Within an artifact is a function that takes a list and empties it."""

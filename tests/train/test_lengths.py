@@ -1,6 +1,8 @@
-"""Plan(dynamic="auto"): one program for all sizes of what varies, each step as plain PyTorch's."""
+"""Plan.dynamic: one program for all sizes of what varies, each step as plain PyTorch's."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -9,13 +11,15 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import ProgramError
+from zerofx.model import programs
+from zerofx.runtime.regions.cache import CompileCount
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab=31, seq=32, width=16, layers=2, heads=2)
 
 
 def compiled(model, **fields):
-    return zerofx.compile(model, zerofx.Plan(kernels="aten", dynamic="auto", **fields))
+    return zerofx.compile(model, zerofx.Plan(**{"kernels": "aten", **fields}))
 
 
 def grads_of(model, plain, args):
@@ -103,13 +107,13 @@ def test_generation_compiles_for_two_lengths():
 LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
 
 
-def ranks_of_other_lengths(stage: int) -> int:
+def ranks_of_other_lengths(fields: dict) -> int:
     """Train on each rank with texts of other lengths; return how many programs were compiled."""
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     plain, mine = GPT(SMALL), GPT(SMALL)
     mine.load_state_dict(plain.state_dict())
-    model = compiled(mine, stage=stage)
+    model = compiled(mine, **fields)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for lengths in LENGTHS:
         batches = [torch.randint(0, 31, (2, length)) for length in lengths]
@@ -124,9 +128,17 @@ def ranks_of_other_lengths(stage: int) -> int:
     return len(model.programs)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_ranks_train_on_texts_of_other_lengths(pool: Pool, stage: int) -> None:
-    assert pool.run(2, ranks_of_other_lengths, stage) == [1, 1]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"stage": 1}, marks=pytest.mark.slow),
+        {"stage": 3},
+        {"tiling": {"blocks.*.mlp.*": 2}},
+    ],
+    ids=["1", "3", "tiled"],
+)
+def test_ranks_train_on_texts_of_other_lengths(pool: Pool, fields: dict) -> None:
+    assert pool.run(2, ranks_of_other_lengths, fields) == [1, 1]
 
 
 def test_a_program_for_sizes_that_vary_is_emitted_loaded_and_adopted(tmp_path):
@@ -204,3 +216,162 @@ def test_a_size_that_cannot_vary_is_named_once(caplog):
     check_equal(model, plain, (torch.randn(6, 4, 4),))
     check_equal(model, plain, (torch.randn(7, 4, 4),))
     assert len(model.programs) == 3
+
+
+def same(*models):
+    """Return the models with the state of the first."""
+    for each in models[1:]:
+        each.load_state_dict(models[0].state_dict())
+    return models
+
+
+@pytest.mark.slow
+def test_inductor_compiles_regions_once_for_all_lengths(tmp_path):
+    torch.manual_seed(0)
+    plain, mine = same(MLP(), MLP())
+    model = compiled(mine, kernels="inductor")
+    for rows in (5, 7, 9, 5, 31):
+        check_equal(model, plain, (torch.randn(rows, 6),))
+    assert len(model.programs) == 1
+    before = CompileCount.compiled
+    check_equal(model, plain, (torch.randn(5000, 6),))  # sums of so many are made in another way
+    assert CompileCount.compiled > before
+    (program,) = model.programs
+    loaded = zerofx.load_program(program.emit(tmp_path / "program"))
+    assert loaded.memory().peak_bytes == program.memory().peak_bytes
+    model.adopt(loaded)
+    check_equal(model, plain, (torch.randn(12, 6),))
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, weight, window=2):
+        x = torch.relu(self.a(x[:, :window] @ x[:, :window].T @ x) * window)
+        return self.b(x).square().mean() * weight
+
+
+NUMBERS = [(0.5, 2), (0.25, 2), (-3.5, 2), (1.0, 2), (0.5, 3), (0.3, 4), (0.2, 5)]
+
+
+@pytest.mark.parametrize("kernels", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_numbers_that_vary_are_inputs(tmp_path, kernels):
+    torch.manual_seed(0)
+    plain, mine = same(Weighed(), Weighed())
+    model = compiled(mine, kernels=kernels)
+    made = []
+    model._programs.on_bound = made.append
+    for weight, window in NUMBERS:
+        check_equal(model, plain, (torch.randn(5, 6), weight, window))
+    assert len(made) == 3  # the first, any weight, any window
+    program = model.programs[-1]
+    assert [str(d) for s in program.sizes.symbols for d in s.dims] == ["weight", "window"]
+    assert zerofx.load_program(program.emit(tmp_path / "program")).sizes == program.sizes
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = self.a(x)
+        return x.sum()
+
+
+def test_a_number_that_control_flow_reads_has_a_program_per_value():
+    torch.manual_seed(0)
+    plain, mine = same(Repeated(), Repeated())
+    model = compiled(mine, max_programs=2)
+    for times in (2, 3, 4, 2, 5):
+        check_equal(model, plain, (torch.randn(3, 4), times))
+    assert len(model.programs) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offload": {"activations": "cpu"}},
+        {"activations": "recompute"},
+        {"activations": {"blocks.*": "offload"}},
+    ],
+    ids=["offload", "recompute", "pattern"],
+)
+def test_activations_are_kept_in_any_way(fields):
+    torch.manual_seed(0)
+    plain, mine = same(GPT(SMALL), GPT(SMALL))
+    model = compiled(mine, **fields)
+    for length in (12, 20, 9, 31):
+        ids = torch.randint(0, 31, (2, length))
+        check_equal(model, plain, (ids, ids))
+    assert len(model.programs) == 1
+
+
+@pytest.mark.parametrize("field", [{"numerics": "fast"}])
+def test_what_is_made_for_one_size_has_a_program_per_size(field):
+    torch.manual_seed(0)
+    model = compiled(MLP(), **field)
+    for rows in (5, 7, 9):
+        model(torch.randn(rows, 6)).backward()
+    assert len(model.programs) == 3
+
+
+def test_a_declared_dimension_is_free_from_the_first_call_on(caplog):
+    torch.manual_seed(0)
+    plain, mine = same(GPT(SMALL), GPT(SMALL))
+    bounds = {"x.shape[1]": 32, "y.shape[1]": 32, "z.shape[0]": 8}
+    model = compiled(mine, dynamic=bounds)
+    made = []
+    model._programs.on_bound = made.append
+    for length in (12, 20, 32):
+        ids = torch.randint(0, 31, (2, length))
+        check_equal(model, plain, (ids, ids))
+    (program,) = model.programs
+    assert len(made) == 1 and program.sizes.hints == {"s0_1": 32}
+    alone = compiled(GPT(SMALL), dynamic="off")
+    alone(ids, ids).backward()
+    assert program.memory().peak_bytes == alone.programs[0].memory().peak_bytes
+    assert "Plan.dynamic names z.shape[0], which this call does not have" in caplog.text
+    assert zerofx.Plan.from_json(program.plan.to_json()) == program.plan
+
+
+def test_a_budget_holds_at_every_length():
+    torch.manual_seed(0)
+    plain, mine = same(GPT(SMALL), GPT(SMALL))
+    alone = compiled(GPT(SMALL), dynamic="off", activations="recompute")
+    longest = torch.randint(0, 31, (8, 32))
+    alone(longest, longest).backward()
+    budget = alone.programs[0].memory().peak_bytes + 4096
+    model = compiled(mine, memory_budget=budget, activations="auto")
+    for length in (8, 12, 16, 32):
+        ids = torch.randint(0, 31, (8, length))
+        check_equal(model, plain, (ids, ids))
+        (program,) = model.programs
+        sizes = {s.name: length for s in program.sizes.symbols}
+        assert program.memory(sizes=sizes).peak_bytes <= budget
+
+
+def test_an_adopted_program_stays_where_another_would_serve_its_call(tmp_path):
+    torch.manual_seed(0)
+    model = compiled(MLP())
+    x = torch.randn(5, 6)
+    model(x)
+    model.adopt(model.programs[0].emit(tmp_path / "edited"))
+    for rows in (7, 9):
+        model(torch.randn(rows, 6))
+    model(x)
+    assert [p.directory is None for p in model.programs] == [True, False]
+
+
+def test_a_copy_of_the_model_runs_the_programs_for_any_length(monkeypatch):
+    torch.manual_seed(0)
+    model = compiled(MLP())
+    for rows in (5, 7):
+        model(torch.randn(rows, 6))
+    monkeypatch.setattr(programs, "capture", None)
+    copied = copy.deepcopy(model)
+    x = torch.randn(11, 6)
+    assert torch.equal(copied(x), model(x)) and copied.programs == model.programs

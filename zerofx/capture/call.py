@@ -130,12 +130,14 @@ class Call:
     """The leaves of ((args...), {kwargs}), in the order that `spec` puts them back.
 
     names: `x`, `batch.ids`, `labels`. tensors: the numbers of the leaves that are tensors.
+    numbers: those of the leaves that are ints or floats.
     """
 
     names: list[str]
     leaves: list[Any]
     spec: TreeSpec
     tensors: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -150,7 +152,13 @@ class Call:
         names, leaves, spec = flatten_call(function, tuple(args), kwargs)
         check_arguments(names, leaves)
         tensors = tuple(i for i, v in enumerate(leaves) if isinstance(v, Tensor))
-        return cls(names, leaves, spec, tensors)
+        numbers = tuple(i for i, v in enumerate(leaves) if type(v) in (int, float))
+        return cls(names, leaves, spec, tensors, numbers)
+
+    def varied(self, numbers: Mapping[int, Any]) -> Call:
+        """Return the call with others in the places of leaves that are numbers."""
+        leaves = [numbers.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        return dataclasses.replace(self, leaves=leaves)
 
     def fakes(
         self,

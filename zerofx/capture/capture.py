@@ -38,7 +38,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
-from zerofx.ir.sizes import Sizes, Symbol
+from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 
 MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
 
@@ -95,6 +95,7 @@ def capture(
         mode = symbols.mode() if symbols is not None else new_fake_mode()
         sizes = symbols.sizes if symbols is not None else {}
         standing = {(d.leaf, d.dim, d.is_stride): sizes[s.name] for s in varying for d in s.dims}
+        numbers = {leaf: size for (leaf, dim, _), size in standing.items() if dim == NUMBER}
         fakes = call.fakes(mode, place, standing)
         computes = compute_dtypes(model, compute_dtype)
         swap = StateSwap(model, mode, place, param_meta, computes)
@@ -102,9 +103,11 @@ def capture(
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
-            harness = Harness(model, call, swap, differentiate, outputs, compute_dtype, entry)
+            harness = Harness(
+                model, call, swap, differentiate, outputs, compute_dtype, entry, tuple(numbers)
+            )
             try:
-                gm = trace(harness, fakes, mode, swap, changes)
+                gm = trace(harness, (*fakes, *numbers.values()), mode, swap, changes)
             except Exception as error:
                 shorten(error)
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
@@ -114,7 +117,7 @@ def capture(
     warn_of_dropped(model, harness.results)
     warn_of_text(model, harness.lines.text_line)
 
-    names = Names(call, harness.results, unit_of_param, buffers)
+    names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
     served = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
@@ -151,7 +154,7 @@ def settled(
 
 def trace(
     harness: Harness,
-    fakes: tuple[Tensor, ...],
+    fakes: tuple[Any, ...],
     mode: TrueStrides,
     swap: StateSwap,
     changes: list[Change] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import NoneType
@@ -66,6 +66,8 @@ class Results:
 class Harness(nn.Module):
     """Call the model on flat tensors; return the flat tensors that the program will return.
 
+    numbers: the leaves that are numbers and vary, which come after the tensors.
+
     changed_mode, changed_state: what a forward disturbed and was undone, "" for nothing.
     says_compiling: what `torch.compiler.is_compiling()` tells the model.
     """
@@ -79,6 +81,7 @@ class Harness(nn.Module):
         outputs: str,
         compute_dtype: torch.dtype | None = None,
         entry: Entry = MODEL,
+        numbers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._entry = entry
@@ -86,21 +89,26 @@ class Harness(nn.Module):
         self._call, self._swap, self._links = call, swap, swap.links()
         self._differentiate, self._outputs = differentiate, outputs
         self._compute_dtype = compute_dtype
+        self._numbers = numbers
         self.lines = LineMode()
         self.results = Results()
         self.changed_mode = ""
         self.changed_state = ""
         self.says_compiling = True
 
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, *inputs: Any) -> list[Tensor]:
         """Call forward alone: hooks of all modules are for the user's, and this is none."""
-        return self.forward(*tensors)
+        return self.forward(*inputs)
 
-    def forward(self, *tensors: Tensor) -> list[Tensor]:
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """Run the model on tensors, and on symbols for the numbers that vary."""
+        count = len(self._call.tensors)
+        tensors = inputs[:count]
         self._swap.reset_attributes()  # every pass of the tracer begins as the call does
         given = cast_inputs(tensors, self._compute_dtype)
         versions = counted_writes(tensors, given)
-        args, kwargs = self._call.rebuild(given)
+        numbers = dict(zip(self._numbers, inputs[count:], strict=True))
+        args, kwargs = self._call.varied(numbers).rebuild(given)
         state = State(self.model)
         modes = Modes()
         with self._links.followed():

@@ -79,17 +79,19 @@ class Names:
     """What the traced call's positions and names are to the user.
 
     units: parameter -> unit. buffers: each of a buffer's names -> its first one.
+    numbers: the leaves that are numbers and vary, which the graph takes after the tensors.
     """
 
     call: Call
     results: Results
     units: dict[str, str]
     buffers: dict[str, str]
+    numbers: tuple[int, ...] = ()
 
     def place(self, role: Role, what: Any) -> tuple[str, int]:
         """Return (name, index) of what the tracer calls `what`."""
         if role in (Role.INPUT, Role.INPUT_GRAD, Role.INPUT_UPDATE):
-            index = self.call.tensors[what]
+            index = (*self.call.tensors, *self.numbers)[what]
             return self.call.names[index], index
         if role in (Role.OUTPUT, Role.TANGENT):
             index = self.results.tensors[what]

@@ -27,7 +27,7 @@ _PARAMETERS = {
 
 def render(program: Planned) -> dict[str, str]:
     """Return the emitted files: relative path -> text. The same on every rank."""
-    library = RegionLibrary()
+    library = RegionLibrary(program.sizes.typical)
     functions = [
         {
             "name": name,

@@ -27,7 +27,7 @@ from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
 from zerofx.ir.settle import Written, settle
-from zerofx.ir.sizes import Sizes, evaluate
+from zerofx.ir.sizes import NUMBER, Sizes, evaluate
 from zerofx.ir.verify import verify
 from zerofx.ir.verify_fault import file_lines
 from zerofx.kernels.launch import plain_forms
@@ -274,6 +274,9 @@ class Reading:
         with self._recording(FORWARD) as (recorder, calls, given):
             leaves = given[Role.INPUT]
             inputs = [leaves.get(i) for i in range(self.facts["calling"]["in_leaves"])]
+            for symbol in self.sizes.symbols:
+                if symbol.dims[0].dim == NUMBER and self.symbols is not None:
+                    inputs[symbol.dims[0].leaf] = self.symbols.sizes[symbol.name]
             returned = function(calls, recorder.shards, given[Role.BUFFER], inputs)
             outs, updates, saved = self._lists(recorder, returned)
             specs = self._specs(FORWARD)

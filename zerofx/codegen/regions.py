@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -59,9 +59,11 @@ class RegionCall:
 class RegionLibrary:
     """Collects regions over all graphs of a program, equal structures once.
 
+    hints: sizes that vary -> the values for which regions are compiled.
     kernels: those that fused nodes call, by name.
     """
 
+    hints: Mapping[str, int] = field(default_factory=dict)
     codes: dict[str, RegionCode] = field(default_factory=dict)
     kernels: dict[str, KernelCall] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
@@ -79,7 +81,7 @@ class RegionLibrary:
             for n in nodes
             if any(u not in inside for u in n.users) and isinstance(value(n), torch.Tensor)
         )
-        body = _Body(nodes, inputs, outputs)
+        body = _Body(nodes, inputs, outputs, self.hints)
         if is_fused(nodes[0]):
             kernel = _kernel(nodes[0])
             self.kernels.setdefault(kernel.name, kernel)
@@ -114,11 +116,16 @@ class _Body:
     """Writes one region's function with names that do not depend on which layer it came from."""
 
     def __init__(
-        self, nodes: list[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
+        self,
+        nodes: list[fx.Node],
+        inputs: Iterable[fx.Node],
+        outputs: Iterable[fx.Node],
+        hints: Mapping[str, int],
     ) -> None:
         self.nodes, self.inputs, self.outputs = nodes, list(inputs), list(outputs)
         self.names: dict[fx.Node, str] = {}
         self.sizes = self._sizes()
+        self.hints = {name: hints[name] for name in self.sizes if name in hints}
         spaces = map(namespace, self._namespaces())
         self.taken: set[str] = {*RESERVED, *spaces, *self.sizes}
         self.unit = next((info(n).unit for n in nodes if info(n).unit), "")
@@ -229,6 +236,8 @@ class _Body:
         rows += [f"{namespace(s)} = {attributes('torch.ops', s)}" for s in spaces] + [""]
         form_of = "dtype, shape, strides and device type of each"
         said = f"{form_of} {'tensor in' if self.sizes else 'element of'} `args`"
+        if self.hints:
+            rows.append(f"SIZES = {self.hints!r}  # and for which values of them it is compiled")
         rows += self._table("INPUTS", said, self.specs())
         rows += self._table("OUTPUTS", "strides of each result", self.strides())
         rows += ["" if self.sizes else "\n", f"def {name}(args):"]

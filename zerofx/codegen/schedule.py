@@ -20,7 +20,7 @@ from zerofx.ir.graphs import is_glue
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.names import op_stem
 from zerofx.ir.program import BACKWARD, Planned
-from zerofx.ir.sizes import describe_node
+from zerofx.ir.sizes import NUMBER, describe_node
 from zerofx.ir.spec import Kind, kind_of, spec_of
 from zerofx.layout.tiers import Tier
 from zerofx.plan.sizes import format_bytes
@@ -280,8 +280,9 @@ class Function:
         for symbol in self.program.sizes.symbols:
             if symbol.name in read:
                 first = symbol.dims[0]
-                kind = "stride" if first.is_stride else "size"
-                text = f"{symbol.name} = inputs[{first.leaf}].{kind}({first.dim})"
+                text = f"{symbol.name} = inputs[{first.leaf}]"
+                if first.dim != NUMBER:
+                    text += f".{'stride' if first.is_stride else 'size'}({first.dim})"
                 self._row(text, ", ".join(map(str, symbol.dims)))
 
     def _crossing_sizes(self) -> list[str]:

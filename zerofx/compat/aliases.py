@@ -35,6 +35,15 @@ def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
     return found
 
 
+def is_tensor_call(target: Any) -> bool:
+    """Tell whether a call computes or looks into tensors, and not a size from sizes."""
+    if target is operator.getitem or not callable(target):
+        return True
+    name = getattr(target, "__name__", "")
+    is_arithmetic = getattr(target, "__module__", "") == "_operator"
+    return not is_arithmetic and not name.startswith(("sym_", "_sym_"))
+
+
 def is_view(target: Any) -> bool:
     """Tell whether a call only looks into what it is given (or takes a tuple apart)."""
     if not isinstance(target, OpOverload):

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import json
 import logging
 import math
 import os
@@ -16,16 +17,18 @@ import random
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerofx.compat.aliases import is_view, results_in_inputs
+from zerofx.compat.aliases import is_tensor_call, is_view, results_in_inputs
 from zerofx.compat.direct import load_direct, replace_file, save_direct
 from zerofx.compat.strides import TrueStrides, keep_strides
+from zerofx.compat.tracing import Symbols
 
 T = TypeVar("T")
 log = logging.getLogger("zerofx")
@@ -63,13 +66,21 @@ def import_inductor() -> None:
     import torch._inductor.standalone_compile  # noqa: F401
 
 
+Spec = tuple[str, Sequence[Any], Sequence[Any], str]  # dtype, shape, strides, device type
+Specs = tuple[Spec, ...]
+
+
 def compile_region(
     gm: torch.fx.GraphModule,
-    specs: tuple[tuple[Any, ...], ...],
+    specs: Specs | Callable[..., Specs],
     path: str,
     lock_limit_s: float = 600.0,
-) -> Callable[[list[torch.Tensor]], Any] | None:
+    hints: Mapping[str, int] | None = None,
+) -> Callable[[list[Any]], Any] | None:
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
+
+    With `hints`, the graph takes sizes after its tensors, which vary from call to call, and `specs`
+    is a function of them. hints: name of a size -> the value for which the compiler decides.
 
     The artifact is saved at `path`, after the source that Inductor wrote (`wrapper_of`); each file
     appears whole or not at all. The result takes one list of tensors, which it empties. None where
@@ -78,37 +89,79 @@ def compile_region(
     lock_limit_s: how long other processes may hold one of Inductor's locks that this needs. Then
         it is compiled in a cache of its own.
     """
-    return _despite_cache(lambda: _compile_region(gm, specs, path), lock_limit_s)
+    return _despite_cache(lambda: _compile_region(gm, specs, path, hints or {}), lock_limit_s)
 
 
 def _compile_region(
-    gm: torch.fx.GraphModule, specs: tuple[tuple[Any, ...], ...], path: str
-) -> Callable[[list[torch.Tensor]], Any] | None:
+    gm: torch.fx.GraphModule,
+    specs: Specs | Callable[..., Specs],
+    path: str,
+    hints: Mapping[str, int],
+) -> Callable[[list[Any]], Any] | None:
     from torch._inductor import config, standalone_compile
 
-    if all(is_view(n.target) for n in gm.graph.nodes if n.op == "call_function"):
+    calls = [n.target for n in gm.graph.nodes if n.op == "call_function"]
+    if all(is_view(target) for target in calls if is_tensor_call(target)):
         return None  # Inductor makes no code of views, and warns that it has nothing to save
-    fakes: list[Any] = []
     options: dict[str, Any] = {"config_patches": _config()}
     aliases = results_in_inputs(gm.graph)
-    with TrueStrides(), torch.no_grad(), config.patch(options["config_patches"]):
-        for dtype, shape, stride, device in specs:
-            made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
-            fakes.append(made)
+    symbols = Symbols(hints) if hints else None
+    usual = specs(*hints.values()) if callable(specs) else specs
+    with torch.no_grad(), config.patch(options["config_patches"]):
+        fakes: list[Any] = [*_fakes(TrueStrides(), usual), *hints.values()]
         keep_strides(gm, fakes)
+    compile_graph = functools.partial(standalone_compile, gm, options=options)
     with torch.no_grad(), _generated_source() as sources:
-        artifact = standalone_compile(
-            gm, fakes, dynamic_shapes="from_example_inputs", options=options
-        )
+        if symbols is None:
+            artifact = compile_graph(fakes, dynamic_shapes="from_example_inputs")
+        else:
+            mode = FakeTensorMode(shape_env=symbols.env)
+            sizes = symbols.sizes.values()
+            assert callable(specs), "a region with sizes has specs that depend on them"
+            given: list[Any] = [*_fakes(mode, specs(*sizes)), *sizes]
+            with torch._guards.tracing(torch._guards.TracingContext(mode)):
+                artifact = compile_graph(given, dynamic_shapes="from_tracing_context")
     if not sources:  # all was simplified away
         return None
     replace_file(Path(wrapper_of(path)), "".join(sources).encode())
-    if len(sources) == 1 and all(device == "cpu" for *_, device in specs):
+    if symbols is not None:
+        if constants := symbols.constants():
+            raise NarrowedError(f"compiled, it holds for one {', '.join(sorted(constants))} alone")
+        said = json.dumps(symbols.conditions())
+        replace_file(_conditions_file(path), said.encode())
+    if len(sources) == 1 and all(device == "cpu" for *_, device in usual):
         save_direct(sources[0], aliases, path)
     staging = f"{path}.{secrets.token_hex(8)}"
     artifact.save(path=staging, format="binary")
     os.replace(staging, path)
     return _boxed(artifact)
+
+
+def _fakes(mode: FakeTensorMode, specs: Sequence[Spec]) -> list[torch.Tensor]:
+    with mode:
+        return [
+            torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+            for dtype, shape, stride, device in specs
+        ]
+
+
+class NarrowedError(RuntimeError):
+    """Inductor has made a number of a size that varies."""
+
+
+def conditions_of(path: str) -> tuple[str, ...]:
+    """Return what must hold of the sizes of a call for it to be the artifact's.
+
+    These are Python expressions; the rest is what the sizes of the graph ask themselves.
+
+    Raises:
+        FileNotFoundError: the artifact at `path` takes no sizes, or is gone.
+    """
+    return tuple(json.loads(_conditions_file(path).read_text(encoding="utf-8")))
+
+
+def _conditions_file(path: str) -> Path:
+    return Path(f"{path.removesuffix('.bin')}.sizes")
 
 
 # -- Inductor's shared cache ----------------------------------------------------------------------

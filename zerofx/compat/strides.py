@@ -164,7 +164,7 @@ class _Decomposing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def keep_strides(gm: fx.GraphModule, fakes: Sequence[Tensor]) -> None:
+def keep_strides(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
     """Give the graph's results under Inductor's decompositions the strides that they have without.
 
     Views of what the graph computes become `reshape`, which copies where it must. A result that

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,7 @@ from zerofx.compat.graphs import FakeTensor, FakeTensorMode, pytree
 from zerofx.compat.strides import TrueStrides
 
 __all__ = [
+    "SIZE_FUNCTIONS",
     "DataDependentError",
     "DynamicShapeError",
     "KnownValues",
@@ -361,7 +363,7 @@ class _Printer(PythonPrinter):
 
 
 class Symbols:
-    """The symbols of one trace, each a size that is at least 2.
+    """The symbols of one trace, each a size that is at least 2, or a fraction.
 
     hints: name -> the value at which control flow on sizes goes the way that this trace takes.
     The env notes each way that was taken as a guard; `conditions` are these guards.
@@ -375,8 +377,13 @@ class Symbols:
         for name, hint in hints.items():
             source = ConstantSource(name)
             symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
-            self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
-            self._names[symbol] = type(symbol)(name, integer=True, positive=True)
+            if isinstance(hint, float):
+                made: Any = self.env.create_symfloatnode(symbol, hint=hint, source=source)
+                self._names[symbol] = type(symbol)(name, real=True)
+            else:
+                made = self.env.create_symintnode(symbol, hint=hint, source=source)
+                self._names[symbol] = type(symbol)(name, integer=True, positive=True)
+            self.sizes[name] = made
 
     def mode(self) -> TrueStrides:
         """Make the fake mode whose tensors may have these sizes."""
@@ -389,7 +396,7 @@ class Symbols:
     def _written(self, expr: Any) -> str:
         """Write an expression: torch's names are other ones in each process, and set the order."""
         named = expr.xreplace(self._names)
-        return str(_Printer().doprint(getattr(named, "canonical", named)))
+        return str(_Printer().doprint(named.canonical if named.is_Relational else named))
 
     def conditions(self) -> tuple[str, ...]:
         """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
@@ -406,6 +413,16 @@ class Symbols:
         """Return the names of the sizes that the trace holds for one value of."""
         named = self._names.items()
         return frozenset(own.name for symbol, own in named if self.env.replace(symbol).is_number)
+
+
+# What stands for these functions while an expression of sizes becomes nodes of a graph.
+SIZE_FUNCTIONS: dict[str, Any] = {
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+    "int": torch.sym_int,
+    "float": torch.sym_float,
+    "math": SimpleNamespace(sqrt=torch._sym_sqrt),  # type: ignore[attr-defined]
+}
 
 
 def is_symbolic(value: Any) -> bool:

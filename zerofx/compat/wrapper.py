@@ -7,11 +7,14 @@ of a run without one. Its inputs come in a list that it empties, and are freed l
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+_FUNCTIONS: dict[str, Any] = {"max": max, "min": min, "math": math}
 _UNKNOWN = 4  # bytes an element where nothing says which dtype
 _OTHER = {("native_dropout", 1): 1, ("max_pool2d_with_indices", 1): 8}  # (op, result) -> bytes
 
@@ -73,8 +76,14 @@ class _Unreadable(Exception):
 
 @dataclass
 class _Walk:
-    """Interprets the wrapper's statements: names hold allocations, which die with the last name."""
+    """Interprets the wrapper's statements: names hold allocations, which die with the last name.
 
+    given: the sizes that come last among the inputs. sizes: names of these, and of what is computed
+    from them.
+    """
+
+    given: tuple[int, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     names: dict[str, list[int]] = field(default_factory=dict)  # a tuple's name holds several
     size: dict[int, int] = field(default_factory=dict)
@@ -124,6 +133,9 @@ class _Walk:
             if not isinstance(value, ast.Name) or value.id != "args":
                 raise _Unreadable(ast.unparse(target))
             named = [t.id for t in target.elts if isinstance(t, ast.Name)]
+            if self.given:
+                self.sizes = dict(zip(named[-len(self.given) :], self.given, strict=True))
+                named = named[: -len(self.given)]
             self.inputs = {name: i for i, name in enumerate(named)}
             self.num_inputs = len(named)
         elif isinstance(target, ast.Name):
@@ -131,7 +143,9 @@ class _Walk:
 
     def _bind(self, name: str, value: ast.expr) -> None:
         source = _viewed(value)
-        if source is not None:
+        if self.sizes and (size := self._evaluated(value)) is not None:
+            self.sizes[name] = size
+        elif source is not None:
             if source in self.inputs:
                 self.inputs[name] = self.inputs[source]
             elif source in self.names:
@@ -141,8 +155,8 @@ class _Walk:
         elif isinstance(value, ast.Call):
             function = ast.unparse(value.func)
             if "empty_strided" in function:
-                shape, strides, dtype = (ast.unparse(a) for a in value.args[:3])
-                self._make(name, _span(shape, strides), _itemsize(dtype))
+                shape, strides = map(self._numbers, value.args[:2])
+                self._make(name, _span(shape, strides), _itemsize(ast.unparse(value.args[2])))
             elif "partitions" in function:
                 raise _Unreadable(function)
             elif function.startswith(("torch.ops.", "aten.", "extern_kernels.")):
@@ -192,11 +206,25 @@ class _Walk:
             return
         made = self.names[checked.id][0]
         if self.size[made] == 0:
-            shape, strides = (ast.unparse(a) for a in call.args[1:3])
-            self.size[made] = _span(shape, strides) * self.itemsize[made]
-            sizes, steps = ast.literal_eval(shape), ast.literal_eval(strides)
+            sizes, steps = map(self._numbers, call.args[1:3])
+            self.size[made] = _span(sizes, steps) * self.itemsize[made]
             if checked.id in self.inside and len(sizes) > 2 and steps[1] == 1 < sizes[1]:
                 self.channels_last.add(self.inside[checked.id])
+
+    def _numbers(self, of: ast.expr) -> tuple[int, ...]:
+        """Return the numbers that a shape or strides are."""
+        found = self._evaluated(of)
+        if not isinstance(found, tuple):
+            raise _Unreadable(ast.unparse(of))
+        return found
+
+    def _evaluated(self, of: ast.expr) -> Any:
+        """Return what an expression of numbers and known sizes is, None for any other."""
+        names = {n.id for n in ast.walk(of) if isinstance(n, ast.Name)}
+        if not names <= {*self.sizes, *_FUNCTIONS}:
+            return None
+        code = compile(ast.Expression(of), "<size>", "eval")
+        return eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **self.sizes})
 
     def _output(self, element: ast.expr) -> Output:
         name = _viewed(element)
@@ -214,22 +242,24 @@ def _viewed(value: ast.expr) -> str | None:
     return value.id if isinstance(value, ast.Name) else None
 
 
-def _span(shape: str, strides: str) -> int:
-    """Return the elements that a tensor of literal shape and strides spans."""
-    sizes, steps = ast.literal_eval(shape), ast.literal_eval(strides)
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the elements that a tensor of this shape and these strides spans."""
     if 0 in sizes:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
 def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype.removeprefix("torch.")).itemsize
 
 
-def trace(source: str) -> RegionTrace | None:
-    """Return what a generated wrapper allocates, None where it is not of the known form."""
+def trace(source: str, sizes: tuple[int, ...] = ()) -> RegionTrace | None:
+    """Return what a generated wrapper allocates, None where it is not of the known form.
+
+    sizes: those that come last among its inputs, at a call.
+    """
     for node in _functions(ast.parse(source)):
-        walk = _Walk()
+        walk = _Walk(sizes)
         try:
             outputs = walk.run(node.body)
         except (_Unreadable, ValueError):

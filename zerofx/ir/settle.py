@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -150,6 +150,9 @@ def _form_of(given: Any) -> Any:
 # -- A program at other sizes, and at all of them --------------------------------------------------
 
 
+P = TypeVar("P", bound=Program)
+
+
 def values_at(program: Program, mode: FakeTensorMode, sizes: Mapping[str, Any]) -> Values:
     """Return the values of all nodes of a program at some sizes, which may be symbols."""
     values = Values(mode, sizes)
@@ -169,7 +172,7 @@ def values_at(program: Program, mode: FakeTensorMode, sizes: Mapping[str, Any]) 
     return values
 
 
-def with_sizes(program: Program, sizes: Mapping[str, int]) -> Program:
+def with_sizes(program: P, sizes: Mapping[str, int]) -> P:
     """Return a copy of a program whose values are those at other sizes.
 
     Raises:

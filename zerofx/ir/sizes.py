@@ -22,8 +22,10 @@ from torch import fx
 
 from zerofx.ir.meta import value
 from zerofx.ir.text import describe, short_dtype
+from zerofx.runtime.regions.keys import usual_sizes
 
 FORM = "zfx_form"  # in a node's meta
+NUMBER = -1  # in the place of a dimension: the argument itself, an int or a float
 
 
 class Size(int):
@@ -73,6 +75,7 @@ class Ratio(float):
 class Dim:
     """A dimension of an input: of the leaf of this number, called `name` by the user.
 
+    dim: `NUMBER` if the leaf is a number itself.
     is_stride: its stride is meant, of a tensor that is not contiguous, instead of its size.
     """
 
@@ -82,12 +85,16 @@ class Dim:
     is_stride: bool = False
 
     def __str__(self) -> str:
+        if self.dim == NUMBER:
+            return self.name
         where = f"stride({self.dim})" if self.is_stride else f"shape[{self.dim}]"
         return f"{self.name}.{where}"
 
-    def read(self, leaves: Sequence[Any]) -> int:
+    def read(self, leaves: Sequence[Any]) -> Any:
         """Return what it is at a call with these leaves."""
         tensor = leaves[self.leaf]
+        if self.dim == NUMBER:
+            return tensor
         return int(tensor.stride(self.dim) if self.is_stride else tensor.shape[self.dim])
 
 
@@ -105,7 +112,8 @@ class Sizes:
     """The sizes of a program that vary.
 
     conditions: Python expressions of the symbols' names. The program serves the sizes for which all
-        of them are true, and which are at least 2: torch computes with 0 and 1 in ways of its own.
+        of them are true, and which are at least 2 (torch computes with 0 and 1 in ways of its own),
+        or fractions.
     """
 
     symbols: tuple[Symbol, ...] = ()
@@ -118,13 +126,19 @@ class Sizes:
     def hints(self) -> dict[str, int]:
         return {symbol.name: symbol.hint for symbol in self.symbols}
 
+    @property
+    def typical(self) -> dict[str, int]:
+        """Return the values for which regions are compiled: near the hints, as others have them."""
+        found = usual_sizes(self.hints)
+        return found if self.allow(found) else self.hints
+
     def of(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Return the symbols' values at a call with these leaves."""
         return {s.name: s.dims[0].read(leaves) for s in self.symbols}
 
     def allow(self, values: Mapping[str, int]) -> bool:
         """Tell whether the program serves these sizes."""
-        if any(v < 2 for v in values.values()):
+        if any(isinstance(v, int) and v < 2 for v in values.values()):
             return False
         return all(evaluate(text, values) for text in self.conditions)
 

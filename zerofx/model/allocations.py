@@ -32,7 +32,7 @@ def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
     """
     if not program.is_laid_out or not runs_compiled(program):
         return {}
-    library = RegionLibrary()
+    library = RegionLibrary(program.sizes.typical)
     calls = [
         (first, call)
         for graph in (FORWARD, BACKWARD)
@@ -40,7 +40,7 @@ def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
         for first, call in library.calls(program.graph(graph)).items()
         if call.kernel is None
     ]
-    traces = _traces({call.code.key: call for _, call in calls})
+    traces = _traces({call.code.key: call for _, call in calls}, program.sizes.hints)
     return {
         first: CompiledRegion(call.nodes, call.inputs, call.outputs, known)
         for first, call in calls
@@ -48,8 +48,10 @@ def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
     }
 
 
-def _traces(calls: Mapping[str, RegionCall]) -> dict[str, RegionTrace | None]:
-    """Return what each structure of region allocates; None where that is not known."""
+def _traces(
+    calls: Mapping[str, RegionCall], sizes: Mapping[str, int]
+) -> dict[str, RegionTrace | None]:
+    """Return what each structure of region allocates at these sizes; None if that is not known."""
     paths = {key: artifact_path(call.code.source, _device(call)) for key, call in calls.items()}
     sources = {key: generated_source(path) for key, path in paths.items()}
     missing = [key for key, (_, is_known) in sources.items() if not is_known]
@@ -58,7 +60,8 @@ def _traces(calls: Mapping[str, RegionCall]) -> dict[str, RegionTrace | None]:
         sources |= {key: generated_source(paths[key]) for key in missing}
     found: dict[str, RegionTrace | None] = {}
     for key, (source, _) in sources.items():
-        read = trace(source.read_text(encoding="utf-8")) if source is not None else None
+        taken = tuple(sizes[name] for name in calls[key].sizes)
+        read = trace(source.read_text(encoding="utf-8"), taken) if source is not None else None
         is_same = read is not None and read.num_inputs == len(calls[key].inputs)
         found[key] = read if is_same else None
     return found

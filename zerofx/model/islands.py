@@ -151,7 +151,15 @@ def places_of(module: nn.Module, which: str, tensors: Sequence[Tensor]) -> list[
 
 
 def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an island's forward; return what it returns."""
+    """Run an island's forward; return what it returns. If it raises, the other ranks are told."""
+    try:
+        return _run(own, island, args, kwargs)
+    except BaseException as error:
+        own.engine.world.report_failure(repr(error))
+        raise
+
+
+def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model = own.model
     module, name = island.entry.module(model), island.entry.describe(model)
     versions: list[tuple[Place, int]] = []

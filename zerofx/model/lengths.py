@@ -1,24 +1,29 @@
 """Which sizes of a model's calls vary, and which program serves a call whose sizes do.
 
-A dimension seen with a second value has a symbol in the programs that are compiled from then on.
-Dimensions that were equal in all calls share one. A size of 0 or 1 stays a number: torch computes
-with these in ways of its own.
+A dimension seen with a second value has a symbol in the programs that are compiled from then on,
+and so has an argument that is a number. Those that were equal in all calls share one. A size of 0
+or 1 stays a number: torch computes with these in ways of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 
+from zerofx.capture.call import Call
 from zerofx.capture.signature import Signature
-from zerofx.ir.sizes import Dim, Sizes, Symbol
+from zerofx.ir.sizes import NUMBER, Dim, Sizes, Symbol
+from zerofx.plan.fields import nearest
 
 Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
-# The number of a tensor among the arguments' leaves, and a dimension of it; or STRIDE and that, for
-# the stride of a dimension of a tensor that is not contiguous.
+# The number of a tensor among those of the arguments' leaves, and a dimension of it; or STRIDE and
+# that, for the stride of a dimension of a tensor that is not contiguous; or that of an int or float
+# among those, and NUMBER.
 Place = tuple[int, int]
 STRIDE = 1000
 CALLS = 64  # of one family that are looked at to tell which sizes vary
@@ -33,14 +38,14 @@ class _Family:
     for sizes that vary, by key, the latest last.
     """
 
-    seen: list[dict[Place, int]] = field(default_factory=list)
+    seen: list[dict[Place, Any]] = field(default_factory=list)
     fixed: set[Place] = field(default_factory=set)
     served: dict[Key, _Served] = field(default_factory=dict)
 
-    def values(self, place: Place) -> tuple[int, ...]:
+    def values(self, place: Place) -> tuple[Any, ...]:
         return tuple(call[place] for call in self.seen)
 
-    def note(self, sizes: dict[Place, int]) -> None:
+    def note(self, sizes: dict[Place, Any]) -> None:
         if sizes not in self.seen:
             self.seen.append(sizes)
             del self.seen[1:-CALLS]
@@ -55,26 +60,29 @@ class _Served:
 
     sizes: Sizes
     names: dict[Place, str]
-    others: dict[Place, int]
+    others: dict[Place, Any]
 
     @classmethod
-    def of(cls, sizes: Sizes, leaves: Sequence[int], call: Mapping[Place, int]) -> _Served:
-        names = {_place(d, leaves): s.name for s in sizes.symbols for d in s.dims}
-        return cls(sizes, names, {p: n for p, n in call.items() if p not in names})
+    def of(cls, sizes: Sizes, call: Call, values: Mapping[Place, Any]) -> _Served:
+        names = {_place(d, call): s.name for s in sizes.symbols for d in s.dims}
+        return cls(sizes, names, {p: n for p, n in values.items() if p not in names})
 
     def key(self, call: Key) -> Key:
         """Return the key of the program that serves a call, if that has the other sizes."""
         suffix = "".join(f", {condition}" for condition in self.sizes.conditions)
         return _named(call, {place: f"{name}{suffix}" for place, name in self.names.items()})
 
-    def serves(self, call: Mapping[Place, int]) -> bool:
+    def serves(self, call: Mapping[Place, Any]) -> bool:
         if any(call[place] != size for place, size in self.others.items()):
             return False
-        values: dict[str, int] = {}
-        for place, name in self.names.items():
-            if values.setdefault(name, call[place]) != call[place]:
-                return False
+        values = self.values(call)
+        if any(call[place] != values[name] for place, name in self.names.items()):
+            return False
         return self.sizes.allow(values)
+
+    def values(self, call: Mapping[Place, Any]) -> dict[str, int]:
+        """Return the value of each symbol in a call."""
+        return {name: call[place] for place, name in self.names.items()}
 
     def covers(self, other: _Served) -> bool:
         """Tell whether this serves all that another one does."""
@@ -84,11 +92,24 @@ class _Served:
 
 
 class Lengths:
-    """Finds the keys of programs that serve calls of several sizes."""
+    """Finds the keys of programs that serve calls of several sizes.
 
-    def __init__(self) -> None:
+    admits: whether the program of a key may run at sizes that it serves.
+    declared: the largest sizes of dimensions that vary from the first call on (`ids.shape[1]`).
+    """
+
+    def __init__(
+        self, admits: Callable[[Key, Mapping[str, int]], bool], declared: Mapping[str, int]
+    ) -> None:
+        self._admits, self._declared = admits, declared
         self._families: dict[Key, _Family] = {}
         self._known: dict[Key, Key] = {}  # a call's key -> that of the program that serves it
+
+    def learn(self, other: Lengths) -> None:
+        """Take over what another model like this one has seen, and which programs it has."""
+        for key, family in other._families.items():
+            copied = _Family(list(family.seen), set(family.fixed), dict(family.served))
+            self._families[key] = copied
 
     def key_of(self, key: Key) -> Key:
         """Return the key of the program that serves a call; the call's own if there is none."""
@@ -97,47 +118,48 @@ class Lengths:
             return found
         family, sizes = self._family(key)
         for general, served in reversed(family.served.items()):
-            if served.serves(sizes):
+            if served.serves(sizes) and self._admits(general, served.values(sizes)):
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = general
                 return general
         return key
 
-    def varying(self, key: Key, leaves: Sequence[int], names: Sequence[str]) -> tuple[Symbol, ...]:
-        """Note a call that no program serves yet; return the sizes of it that vary.
+    def undeclared(self, call: Call) -> dict[str, str]:
+        """Return the declared dimensions that a call does not have, and what it has instead."""
+        sizes = [(n, d) for n in call.tensors for d in range(call.leaves[n].dim())]
+        has = [str(Dim(n, d, call.names[n])) for n, d in sizes]
+        return {name: nearest(name, has) for name in self._declared if name not in has}
 
-        leaves: the number of the leaf that each tensor is. names: the user's names of all leaves.
-        """
+    def varying(self, key: Key, call: Call) -> tuple[Symbol, ...]:
+        """Note a call that no program serves yet; return the sizes of it that vary."""
         family, sizes = self._family(key)
         family.note(sizes)
-        groups: dict[tuple[int, ...], list[Place]] = {}
+        groups: dict[tuple[Any, ...], list[Place]] = {}  # all values of these, and the bound
         for place, size in sizes.items():
-            values = family.values(place)
-            is_varying = len(set(values) - {0, 1}) > 1 and size > 1
-            if is_varying and place not in family.fixed:
+            bound = self._declared.get(str(_dim(place, call)), 0)
+            values = *family.values(place), bound, type(size)
+            is_free = isinstance(size, float) or size > 1
+            is_varying = len({v for v in values[:-2] if v not in (0, 1)}) > 1 or bound
+            if is_varying and is_free and place not in family.fixed:
                 groups.setdefault(values, []).append(place)
-        return tuple(
-            Symbol(
-                f"s{places[0][0]}_{places[0][1]}",
-                max(values),
-                tuple(
-                    Dim(leaves[t], dim % STRIDE, names[leaves[t]], dim >= STRIDE)
-                    for t, dim in places
-                ),
-            )
-            for values, places in groups.items()
-        )
+        found = []
+        for values, places in groups.items():
+            number, dim = first = places[0]
+            name = f"n{number}" if dim == NUMBER else f"s{number}_{dim}"
+            hint = sizes[first] if dim == NUMBER else max(values[:-1])
+            found.append(Symbol(name, hint, tuple(_dim(place, call) for place in places)))
+        return tuple(found)
 
-    def fix(self, key: Key, leaves: Sequence[int], symbols: Sequence[Symbol]) -> None:
+    def fix(self, key: Key, call: Call, symbols: Sequence[Symbol]) -> None:
         """Take dimensions as they are from now on: a program cannot have symbols for them."""
         family, _ = self._family(key)
-        family.fixed.update(_place(d, leaves) for s in symbols for d in s.dims)
+        family.fixed.update(_place(d, call) for s in symbols for d in s.dims)
 
-    def serve(self, key: Key, leaves: Sequence[int], sizes: Sizes) -> Key:
+    def serve(self, key: Key, call: Call, sizes: Sizes) -> Key:
         """Note the sizes that a program serves, which is compiled for this call; return its key."""
-        family, call = self._family(key)
-        served = _Served.of(sizes, leaves, call)
+        family, values = self._family(key)
+        served = _Served.of(sizes, call, values)
         general = served.key(key)
         family.served[general] = served
         return general
@@ -160,8 +182,8 @@ class Lengths:
             family.served.pop(key, None)
         self._known = {k: v for k, v in self._known.items() if v != key}
 
-    def _family(self, key: Key) -> tuple[_Family, dict[Place, int]]:
-        sizes: dict[Place, int] = {}
+    def _family(self, key: Key) -> tuple[_Family, dict[Place, Any]]:
+        sizes: dict[Place, Any] = {}
 
         def masked(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
             sizes.update({(number, dim): size for dim, size in enumerate(tensor[1])})
@@ -171,7 +193,11 @@ class Lengths:
                 sizes.update({(number, STRIDE + dim): stride for dim, stride in strides})
             return _TENSOR, len(tensor[1]), tensor[2], kind, *tensor[4:]
 
-        general = _mapped(key, masked)
+        def without(number: int, value: tuple[Any, ...]) -> tuple[Any, ...]:
+            sizes[number, NUMBER] = value[1]
+            return (value[0],)
+
+        general = _mapped(key, masked, without)
         return self._families.setdefault(general, _Family()), sizes
 
 
@@ -187,24 +213,30 @@ def _named(key: Key, names: Mapping[Place, str]) -> Key:
             strides = "contiguous"
         return _TENSOR, shape, tensor[2], strides, *tensor[4:]
 
-    return _mapped(key, named)
+    def of_number(number: int, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        return value[0], names.get((number, NUMBER), value[1])
+
+    return _mapped(key, named, of_number)
 
 
 _TENSOR = "tensor"
 Change = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
 
 
-def _mapped(key: Key, change: Change) -> Key:
-    """Return a key with the keys of its tensors changed, which are numbered in order."""
-    count = 0
+def _mapped(key: Key, of_tensor: Change, of_number: Change) -> Key:
+    """Return a key with the keys of its tensors and numbers changed, each numbered in order."""
+    tensors, numbers = count(), count()
 
     def walk(part: Any) -> Any:
-        nonlocal count
         if not isinstance(part, tuple):
             return part
         if len(part) == 6 and part[0] == _TENSOR and isinstance(part[1], torch.Size):
-            count += 1
-            return change(count - 1, part)
+            return of_tensor(next(tensors), part)
+        if part and part[0] is functools.partial:
+            return part
+        if len(part) == 2 and part[0] in (int, float):
+            number = next(numbers)  # a NaN has a text in its key
+            return of_number(number, part) if type(part[1]) is part[0] else part
         return tuple([walk(p) for p in part])
 
     signature = key[0]
@@ -212,8 +244,19 @@ def _mapped(key: Key, change: Change) -> Key:
     return signature._replace(args=args, kwargs=kwargs), key[1]
 
 
-def _place(dim: Dim, leaves: Sequence[int]) -> Place:
-    return leaves.index(dim.leaf), dim.dim + STRIDE * dim.is_stride
+def _place(dim: Dim, call: Call) -> Place:
+    if dim.dim == NUMBER:
+        return call.numbers.index(dim.leaf), NUMBER
+    return call.tensors.index(dim.leaf), dim.dim + STRIDE * dim.is_stride
+
+
+def _dim(place: Place, call: Call) -> Dim:
+    number, dim = place
+    if dim == NUMBER:
+        leaf = call.numbers[number]
+        return Dim(leaf, NUMBER, call.names[leaf])
+    leaf = call.tensors[number]
+    return Dim(leaf, dim % STRIDE, call.names[leaf], dim >= STRIDE)
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -266,11 +266,16 @@ class Namespace:
             shorten(error)
             if not isinstance(error, CaptureError) or not self._may_be_island(entry):
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
-            island = islands.island_of(self, entry, error)
+            refused = error
         else:
             return program(args, kwargs)
-        form = self._form(entry, args, kwargs)
-        result = islands.run(self, island, args, kwargs)
+        form, island = self._form(entry, args, kwargs), islands.island_of(self, entry, refused)
+        try:
+            result = islands.run(self, island, args, kwargs)
+        except Exception as error:
+            if type(error) is type(refused.torch_error):  # a mistake in the call, not the capture's
+                raise refused from None
+            raise
         # Only now: eager PyTorch can run it.
         if entry not in self._islands:
             islands.say(self, island)

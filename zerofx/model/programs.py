@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,7 @@ from zerofx.errors import ArgumentError, BudgetError
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
+from zerofx.ir.settle import with_sizes
 from zerofx.ir.sizes import Sizes, Symbol, at, form, names_in
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
 from zerofx.ir.verify import verify
@@ -50,6 +51,8 @@ from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import compute_dtype
+from zerofx.plan.fields import Patterns
+from zerofx.plan.rules import lets_sizes_vary
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
@@ -346,7 +349,12 @@ class ProgramTable:
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
         self._constants: dict[Key, Constants] = {}  # of programs that read some
-        self._lengths = Lengths() if setting.plan.dynamic != "off" else None
+        declared = setting.plan.dynamic if isinstance(setting.plan.dynamic, Patterns) else {}
+        self._lengths: Lengths | None = None
+        if lets_sizes_vary(setting.plan) and self._room is None:
+            self._lengths = Lengths(self._admits, declared)
+            if other is not None and other._lengths is not None:
+                self._lengths.learn(other._lengths)
         self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
         # Returns the handles of the hooks of an entry's modules, for keys.
         self.handles: Callable[[Entry], tuple[tuple[int, ...], ...]] = lambda entry: ()
@@ -390,7 +398,7 @@ class ProgramTable:
 
     def _serving(self, key: Key) -> Key:
         """Return the key of the program for a call: its own, or that of one for many sizes."""
-        if self._lengths is None:
+        if self._lengths is None or key in self.bound or self._is_adopted(key):
             return key
         while (found := self._lengths.key_of(key)) != key:
             if found in self.bound:
@@ -399,6 +407,26 @@ class ProgramTable:
                 return found
             self._lengths.forget(found)  # it was given up: perhaps another one serves the call
         return key
+
+    def _is_adopted(self, key: Key) -> bool:
+        return bool(self._adopted) and (
+            key in self.known and self.known[key][0].signature in self._adopted
+        )
+
+    def _admits(self, key: Key, sizes: Mapping[str, int]) -> bool:
+        """Tell whether a program meets its budget at sizes that it serves.
+
+        What was adopted is taken as it is.
+        """
+        if key not in self.known:
+            return True
+        program, _ = self.known[key]
+        is_bounded = program.plan.memory_budget is not None and program.is_training
+        if not is_bounded or program.signature in self._adopted:
+            return True
+        hints = program.sizes.hints
+        is_smaller = all(size <= hints[name] for name, size in sizes.items())
+        return is_smaller or fits(with_sizes(program, sizes), program.loop)
 
     def _holds(self, program: Planned, loop: Loop) -> bool:
         """Tell whether a program stays under its budget in a loop; if so, note the loop.
@@ -433,11 +461,19 @@ class ProgramTable:
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
         captured, key = self._capture(args, kwargs, setting, own or key)
-        made = self._planned(captured, setting)
+        try:
+            made = self._planned(captured, setting)
+        except Exception as error:
+            if not captured.sizes:
+                raise
+            self._fix(key, trees.Call.of(self._model, args, kwargs), captured.sizes.symbols, error)
+            captured, key = self._capture(args, kwargs, setting, key)
+            made = self._planned(captured, setting)
         if made.sizes and self._lengths is not None:
-            call, key = key, self._lengths.serve(key, made.calling.tensor_leaves, made.sizes)
-            if call in self._constants:
-                self._constants[key] = self._constants.pop(call)
+            call = trees.Call.of(self._model, args, kwargs)
+            own, key = key, self._lengths.serve(key, call, made.sizes)
+            if own in self._constants:
+                self._constants[key] = self._constants.pop(own)
         bound = self._install(key, made)
         for _ in range(CORRECTIONS):
             excess = excess_bytes(bound.program)
@@ -458,7 +494,7 @@ class ProgramTable:
         """Give up the programs whose calls another one serves from now on, which has this key."""
         assert self._lengths is not None, "a program has sizes that vary under dynamic='off'"
         for other in {*self.bound, *self.known} - {key}:
-            if self._lengths.is_served_by(other, key):
+            if not self._is_adopted(other) and self._lengths.is_served_by(other, key):
                 if other in self.bound:
                     self._give_up(other)
                 self.known.pop(other, None)
@@ -595,29 +631,37 @@ class ProgramTable:
         if self._lengths is None or entry.is_parameters:
             return take()
         call = trees.Call.of(entry.function(self._model), args, kwargs)
-        varying = self._lengths.varying(key, call.tensors, call.names)
+        varying = self._lengths.varying(key, call)
+        if entry.is_model and not self.known:  # the first call
+            for name, instead in self._lengths.undeclared(call).items():
+                log.warning(
+                    "%s: Plan.dynamic names %s, which this call does not have%s.",
+                    entry.describe(self._model), name, instead,
+                )  # fmt: skip
         if not varying:
             return take()
         try:
             captured = take(varying=varying)
         except Exception as error:  # noqa: BLE001 - without symbols it is raised again
             captured = take()
-            self._fix(key, call, varying, str(error).partition("\n")[0] or type(error).__name__)
+            self._fix(key, call, varying, error)
             return captured
         free = {symbol.name for symbol in captured.sizes.symbols}
         if fixed := [symbol for symbol in varying if symbol.name not in free]:
             self._fix(key, call, fixed, "control flow, or a number computed from it, asks for it")
         return captured
 
-    def _fix(self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str) -> None:
+    def _fix(
+        self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str | Exception
+    ) -> None:
         """Compile a program per value of these sizes from now on, and say so."""
         assert self._lengths is not None, "no size varies under dynamic='off'"
-        self._lengths.fix(key, call.tensors, symbols)
+        self._lengths.fix(key, call, symbols)
         log.warning(
             "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
             key[0].entry.describe(self._model),
             ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
-            why,
+            str(why).partition("\n")[0] or type(why).__name__,
         )
 
     def _planned(self, captured: Captured, setting: Setting) -> Planned:

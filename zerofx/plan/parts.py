@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -230,6 +231,17 @@ def read_tiling(where: str, value: Any) -> str | Patterns:
     if isinstance(value, Mapping):
         return patterns(whole(1))(where, value)
     return one_of("off", "auto")(where, value)
+
+
+def read_dynamic(where: str, value: Any) -> str | Patterns:
+    """Read `"auto"`, `"off"`, or the largest sizes of dimensions: `{"ids.shape[1]": 512}`."""
+    if not isinstance(value, Mapping):
+        return one_of("auto", "off")(where, value)
+    for name, size in value.items():
+        if not isinstance(name, str) or not re.fullmatch(r".+\.shape\[\d+\]", name):
+            raise refuse(where, name, "are dimensions of arguments, as in {'ids.shape[1]': 512}")
+        whole(2)(f"{where}[{name!r}]", size)
+    return Patterns(value)
 
 
 def read_units(where: str, value: Any) -> str | tuple[str, ...]:

@@ -31,7 +31,14 @@ from zerofx.plan.fields import (
     whole,
     write_yaml,
 )
-from zerofx.plan.parts import Offload, Precision, read_activations, read_tiling, read_units
+from zerofx.plan.parts import (
+    Offload,
+    Precision,
+    read_activations,
+    read_dynamic,
+    read_tiling,
+    read_units,
+)
 from zerofx.plan.rules import contradictions
 from zerofx.plan.sizes import exact_bytes
 
@@ -74,10 +81,12 @@ class Plan:
         embeddings are fused by kernels of our own.
     kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
-    max_programs: how many programs, one per input signature, are ready to run at a time. A further
-        one takes the place of the least recently used, with one warning.
-    dynamic: "off", or "auto": a dimension of the arguments that has had two values is free in the
-        programs compiled from then on, and one of them serves all its values (kernels="aten").
+    max_programs: how many programs are ready to run at a time. A further one takes the place of the
+        least recently used, with one warning.
+    dynamic: "auto": a dimension of the arguments that has had two values is free in the programs
+        compiled from then on, and one of them serves all its values. So is one that is declared
+        with its largest size, from the first call on: {"ids.shape[1]": 512}. "off": one program
+        per input signature, as always with cuda_graph=True, numerics="fast" or activations on NVMe.
     islands: "auto": a forward of which no static graph can be made runs eagerly, its parameters
         gathered around it, while the modules that it calls have programs of their own; or "refuse",
         which raises a CaptureError.
@@ -108,7 +117,7 @@ class Plan:
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
-    dynamic: str = spec_field("off", one_of("off", "auto"))
+    dynamic: str | Patterns = spec_field("auto", read_dynamic)
     islands: str = spec_field("auto", one_of("auto", "refuse"))
     debug: bool = spec_field(False, flag)
 
@@ -137,7 +146,7 @@ class Plan:
             kernels: str = ...,
             cuda_graph: bool = ...,
             max_programs: int = ...,
-            dynamic: str = ...,
+            dynamic: str | Mapping[str, int] = ...,
             islands: str = ...,
             debug: bool = ...,
         ) -> None: ...

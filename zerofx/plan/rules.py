@@ -44,28 +44,16 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "updated; compute in bf16 or fp32, or use update='step'"
         )
     yield from _against_graphs(plan)
-    yield from _against_dynamic(plan)
 
 
-def _against_dynamic(plan: Plan) -> Iterator[str]:
-    """Yield what needs sizes that are the same at every call."""
-    if plan.dynamic == "off":
-        return
-    leaves_device = plan.offload.activations != "none" or (
-        isinstance(plan.activations, Patterns) and "offload" in plan.activations.values()
-    )
-    needs = {
-        "kernels = 'inductor', which compiles regions for their sizes; use kernels='aten'": (
-            plan.kernels == "inductor" and not plan.debug
-        ),
-        "cuda_graph = True, which replays one call": plan.cuda_graph,
-        "numerics = 'fast', whose kernels are chosen by size": plan.numerics == "fast",
-        "tiling": plan.tiling != "off",
-        "activations that are offloaded, which have places of one size": bool(leaves_device),
-    }
-    for what, is_chosen in needs.items():
-        if is_chosen:
-            yield f"Plan.dynamic = {plan.dynamic!r} does not go with {what}; or use dynamic='off'"
+def lets_sizes_vary(plan: Plan) -> bool:
+    """Tell whether programs of a plan may serve several sizes of their inputs.
+
+    A CUDA graph replays one call, fused kernels are chosen by size, and values that wait on NVMe
+    have files of one size.
+    """
+    is_fixed = plan.cuda_graph or plan.numerics == "fast" or plan.offload.activations == "nvme"
+    return plan.dynamic != "off" and not is_fixed
 
 
 def _against_graphs(plan: Plan) -> Iterator[str]:

@@ -39,7 +39,7 @@ def batch(step: int, rank: int, num_shapes: int) -> Tensor:
 def largest_difference(num_shapes: int, plan: dict[str, Any]) -> tuple[float, int, int]:
     """Train on every rank and, beside it, in one process; also return how many programs stay."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    plain, model = Scorer(), zerofx.compile(Scorer(), {"kernels": "aten", **plan})
+    plain, model = Scorer(), zerofx.compile(Scorer(), {"kernels": "aten", "dynamic": "off", **plan})
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
     ours = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(num_shapes + 3):
@@ -78,7 +78,7 @@ def test_forty_shapes_train_as_plain(pool: Pool, world: int, stage: int) -> None
 
 
 def test_one_warning_says_what_varies(caplog: pytest.LogCaptureFixture) -> None:
-    model = zerofx.compile(Scorer(), zerofx.Plan(kernels="aten", max_programs=1))
+    model = zerofx.compile(Scorer(), zerofx.Plan(kernels="aten", dynamic="off", max_programs=1))
     with caplog.at_level(logging.WARNING, "zerofx"), torch.no_grad():
         for rows in (1, 2, 3, 1):
             model(torch.randn(rows, 3))
@@ -89,7 +89,7 @@ def test_one_warning_says_what_varies(caplog: pytest.LogCaptureFixture) -> None:
 
 def pending_backward() -> tuple[bool, list[int]]:
     """Give up a program between its forward and its backward; return the slots' bytes meanwhile."""
-    plan = zerofx.Plan(stage=2, kernels="aten", max_programs=1)
+    plan = zerofx.Plan(stage=2, kernels="aten", dynamic="off", max_programs=1)
     plain, model = Scorer(), zerofx.compile(Scorer(), plan)
     slots, num_bytes = model._engine.slots, []
     first, second = torch.ones(2, 3), torch.ones(4, 3) / 2
@@ -119,7 +119,7 @@ def test_backward_after_its_program_was_given_up(pool: Pool) -> None:
 def test_what_comes_back_is_bound_again_without_a_compile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = zerofx.compile(Scorer(), zerofx.Plan(kernels="aten", max_programs=2))
+    model = zerofx.compile(Scorer(), zerofx.Plan(kernels="aten", dynamic="off", max_programs=2))
     inputs = [torch.randn(rows, 3) for rows in (1, 2, 3)]
     expected = [Scorer()(x) for x in inputs]
     model(inputs[0])

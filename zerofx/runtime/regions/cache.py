@@ -12,11 +12,12 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TextIO
@@ -30,6 +31,7 @@ from zerofx.compat.direct import replace_file
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import (
     compile_region,
+    conditions_of,
     first_line,
     import_inductor,
     inductor_problem,
@@ -38,8 +40,15 @@ from zerofx.compat.inductor import (
     probe_compiler,
     wrapper_of,
 )
+from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
-from zerofx.runtime.regions.keys import artifact_key, cache_dir, compiled_by, mark_of_use
+from zerofx.runtime.regions.keys import (
+    artifact_key,
+    cache_dir,
+    compiled_by,
+    mark_of_use,
+    usual_sizes,
+)
 
 log = logging.getLogger("zerofx")
 
@@ -49,7 +58,11 @@ is less. Then it compiles the region itself: work done twice, at worst."""
 _STUCK_S = 2.0  # how long Inductor's own locks are waited for once the one of a region was in vain
 _NAP_S = (0.01, 0.25)  # between two tries to take a lock: at first, and at most
 
-Region = Callable[[list[torch.Tensor]], Any]
+VARIANTS = 4  # of one region, each for other sizes
+
+Region = Callable[[list[Any]], Any]
+Hints = Mapping[str, Any]  # name of a size -> the value for which a region is compiled
+Variant = tuple[Region, Callable[..., bool] | None]  # what runs, and whether it serves some sizes
 
 
 class CompileCount:
@@ -94,10 +107,11 @@ def compile_all(
     failed: dict[str, str] = {}
     for patient in (False, True):  # first what no other process compiles, then wait for the rest
         for name in list(waiting):
-            path = _path(modules[name])
-            region = _compiled(name, modules[name], path, patient)
-            if region is not None:
-                done[name] = region
+            module = modules[name]
+            path = _path(module, _hints(module))
+            made = _compiled(name, module, path, _hints(module), patient)
+            if made is not None:
+                done[name] = made[0] if made[1] is None else _Variants(name, module, made)
                 waiting.remove(name)
                 if reason := _failure(path):
                     failed[name] = reason
@@ -118,11 +132,25 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
     )  # fmt: skip
 
 
-def _path(module: ModuleType) -> Path:
-    device = module.INPUTS[0][3] if module.INPUTS else "cpu"
-    path = artifact_path(Path(str(module.__file__)).read_text(), device)
+def _path(module: ModuleType, hints: Hints) -> Path:
+    specs = _specs(module)
+    source = Path(str(module.__file__)).read_text()
+    if hints != _hints(module):
+        source += f"\nSIZES = {dict(hints)}\n"
+    path = artifact_path(source, specs[0][3] if specs else "cpu")
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def _hints(module: ModuleType) -> Hints:
+    """Return the sizes that a region takes, and for which values of them it is compiled."""
+    return getattr(module, "SIZES", {})  # most have none
+
+
+def _specs(module: ModuleType) -> Any:
+    """Return the tensors that a region takes, for the values that it is compiled for."""
+    hints = _hints(module)
+    return module.INPUTS(**hints) if hints else module.INPUTS
 
 
 def artifact_path(source: str, device: str) -> Path:
@@ -143,30 +171,97 @@ def generated_source(path: Path) -> tuple[Path | None, bool]:
 
 def compile_missing(name: str, module: ModuleType) -> None:
     """Compile a region whose generated source is not in the cache."""
-    path, limit_s = _path(module), lock_limit_s()
+    hints, limit_s = _hints(module), lock_limit_s()
+    path = _path(module, hints)
     with _lock(path.with_suffix(".lock"), limit_s) as held:
         if not generated_source(path)[1]:
-            _compile(name, module, path, limit_s if held else _STUCK_S)
+            _compile(name, module, path, hints, limit_s if held else _STUCK_S)
 
 
-def _compiled(name: str, module: ModuleType, path: Path, patient: bool) -> Region | None:
+def _patiently(name: str, module: ModuleType, path: Path, hints: Hints) -> Variant:
+    made = _compiled(name, module, path, hints, patient=True)
+    assert made is not None, "only who is impatient leaves a region to others"
+    return made
+
+
+def _compiled(
+    name: str, module: ModuleType, path: Path, hints: Hints, patient: bool
+) -> Variant | None:
     limit_s = lock_limit_s()
     if not _is_known(path):
         with _lock(path.with_suffix(".lock"), limit_s if patient else 0.0) as held:
             if not (held or patient):
                 return None
             if not _is_known(path):
-                return _compile(name, module, path, limit_s if held else _STUCK_S)
+                return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
     num_bytes = _num_bytes(path)
     if num_bytes == 0:  # nothing to compile: it runs as it is
-        region = getattr(module, name)
+        found: Variant | None = (getattr(module, name), None)
     else:
-        region = load_artifact(str(path), limit_s) if num_bytes else None
-    if region is None:  # another torch wrote it, or another process removed it: compile it again
+        found = _loaded(path, limit_s, hints) if num_bytes else None
+    if found is None:  # another torch wrote it, or another process removed it: compile it again
         with _lock(path.with_suffix(".lock"), limit_s) as held:
-            return _compile(name, module, path, limit_s if held else _STUCK_S)
+            return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
     CompileCount.cached += 1
-    return region
+    return found
+
+
+def _loaded(path: Path, limit_s: float, hints: Hints) -> Variant | None:
+    region = load_artifact(str(path), limit_s)
+    return None if region is None else _variant(region, path, hints)
+
+
+# -- Regions that take sizes: what is compiled serves those for which Inductor would decide alike --
+
+
+def _variant(region: Region, path: Path, hints: Hints) -> Variant:
+    """Return an artifact with what its sizes must meet, None for those that serve all."""
+    conditions = conditions_of(str(path)) if hints else ()
+    if not conditions:
+        return region, None
+    text = " and ".join(f"({condition})" for condition in conditions)
+    return region, eval(f"lambda {', '.join(hints)}: {text}", {"math": math})
+
+
+class _Variants:
+    """A region as it was compiled for several sizes: a call runs the first variant that serves it.
+
+    If there is none, one is compiled for such sizes, up to `VARIANTS` of them. Other sizes run as
+    ATen, with one warning.
+    """
+
+    def __init__(self, name: str, module: ModuleType, first: Variant) -> None:
+        self._name, self._module = name, module
+        self._plain: Region = getattr(module, name)
+        self._hints = [_hints(module)]
+        self._known = [first]
+
+    def __call__(self, args: list[Any]) -> Any:
+        sizes = args[-len(self._hints[0]) :]
+        for region, holds in self._known:
+            if holds is None or holds(*sizes):
+                return region(args)
+        return self._another(sizes)(args)
+
+    def _another(self, sizes: list[int]) -> Region:
+        own = dict(zip(self._hints[0], sizes, strict=True))
+        for hints in (usual_sizes(own), own):
+            if hints in self._hints or len(self._known) == VARIANTS:
+                continue
+            path = _path(self._module, hints)
+            region, holds = _patiently(self._name, self._module, path, hints)
+            self._hints.append(hints)
+            self._known.append((region, holds))
+            if holds is None or holds(*sizes):
+                return region
+        if self._known[-1][0] is not self._plain:
+            self._known.append((self._plain, None))
+            log.warning(
+                "Region %s runs as ATen for sizes such as %s: Inductor has compiled it %d times, "
+                "each for other sizes. Set kernels='aten' to silence this.",
+                self._name, own, VARIANTS,
+            )  # fmt: skip
+        return self._plain
 
 
 def lock_limit_s() -> float:
@@ -232,17 +327,19 @@ def _opened(lock: Path) -> TextIO:
         ) from e
 
 
-def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Region:
+def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: float) -> Variant:
     """Compile a region; wait at most `limit_s` for each of Inductor's own locks."""
     for probe in _PROBE:
         probe.join()
     mark_of_use().touch()
-    gm = _as_graph(getattr(module, name), len(module.INPUTS))
+    gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
     if _failure(path):  # of another version; the artifact first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
+    reason, compiled = _refusal(hints), None
     try:
-        compiled = compile_region(gm, module.INPUTS, str(path), limit_s)
+        if not reason:
+            compiled = compile_region(gm, module.INPUTS, str(path), limit_s, hints)
     except Exception as e:
         reason = first_line(e)
         if is_fault_of_machine(e, limit_s):
@@ -250,15 +347,21 @@ def _compile(name: str, module: ModuleType, path: Path, limit_s: float) -> Regio
                 f"region {name} could not be compiled on this machine: {reason}. Run `zerofx "
                 "doctor` to see what is missing, or set kernels='aten' to run without a compiler."
             ) from e
+    if reason:
         note = {"error": reason, "compiled_by": compiled_by()}
         replace_file(_failed(path), json.dumps(note).encode())
-        compiled = None
     if compiled is None:  # remembered as an empty artifact, unless another process compiled it
         if not _num_bytes(path):
             replace_file(path, b"")
-        return getattr(module, name)  # type: ignore[no-any-return]
+        return getattr(module, name), None
     CompileCount.compiled += 1
-    return compiled
+    return _variant(compiled, path, hints)
+
+
+def _refusal(hints: Hints) -> str:
+    """Return why a region with such sizes is not compiled, empty if it may be."""
+    fractions = [name for name, n in hints.items() if isinstance(n, float)]
+    return f"Inductor takes no float that varies ({', '.join(fractions)})" if fractions else ""
 
 
 def _num_bytes(path: Path) -> int | None:
@@ -311,13 +414,15 @@ class _Traced:
         return self._tracer.create_proxy("call_function", self._target, args, kwargs)
 
 
-def _as_graph(function: Any, num_inputs: int) -> fx.GraphModule:
+def _as_graph(function: Any, num_inputs: int, sizes: Sequence[str] = ()) -> fx.GraphModule:
     """Turn a region's source back into a graph: it runs on proxies, and each call is a node."""
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
-    args = [fx.Proxy(tracer.graph.placeholder(f"x{i}"), tracer) for i in range(num_inputs)]
-    recorded = {
+    names = [*(f"x{i}" for i in range(num_inputs)), *sizes]
+    args = [fx.Proxy(tracer.graph.placeholder(name), tracer) for name in names]
+    recorded = (SIZE_FUNCTIONS if sizes else {}) | {
         name: _Traced(tracer, value) if isinstance(value, OpNamespace) else value
         for name, value in function.__globals__.items()
+        if not (sizes and name in SIZE_FUNCTIONS)
     }
     body = FunctionType(function.__code__, recorded, function.__name__)
     results = body(args)

@@ -10,7 +10,9 @@ import os
 import platform
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +54,27 @@ def artifact_key(source: str, device: str) -> str:
     """
     facts = [ast.dump(ast.parse(source)), *_surroundings(device), *_threads(device)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+FRACTION = 0.37
+
+
+def usual_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes for which a region is compiled that has these, which are similar to others.
+
+    They are odd, and no two are equal, so that a compiler does not take one for a multiple of
+    something or for another one.
+    """
+    found: dict[str, Any] = {}
+    for name, size in sizes.items():
+        if isinstance(size, float):
+            found[name] = FRACTION
+            continue
+        near = max(1 << (size - 1).bit_length(), 16) - 3
+        while near in found.values():
+            near += 2
+        found[name] = near
+    return found
 
 
 @functools.cache
