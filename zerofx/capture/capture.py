@@ -197,17 +197,21 @@ def trace_once(
 
     generators = HostGenerators()
     harness.lines.undecided = ""
+    failed: Exception | None = None
     try:
         with explained(harness.lines):
             gm = trace_joint(harness, fakes, harness.says_compiling)
-    except Exception as error:
-        if is_check(harness.lines, rerun, mode):
-            return trace_once(harness, fakes, mode, swap)
-        if not harness.says_compiling:
-            raise
-        return trace_as_eager(harness, fakes, mode, swap, error)
+    except Exception as error:  # noqa: BLE001 - raised below, where no exception is being handled
+        failed = error
     finally:
         moved = generators.restore()
+    if failed is not None:
+        if is_check(harness.lines, rerun, mode):
+            return trace_once(harness, fakes, mode, swap)
+        raised = getattr(failed, "torch_error", None) or failed
+        if harness.says_compiling and is_raised_by_model(raised.__traceback__):
+            return trace_as_eager(harness, fakes, mode, swap, failed)
+        raise failed
     if moved:
         raise refuse_host_random(moved, generators, rerun)
     if harness.changed_mode:
@@ -238,9 +242,10 @@ def trace_as_eager(
     harness.says_compiling = False
     try:
         return trace_once(harness, fakes, mode, swap)
-    except Exception:
-        if not isinstance(error, CaptureError):
-            raise
+    except Exception as second:  # noqa: BLE001 - one of the two is raised
+        failed = second
+    if not isinstance(error, CaptureError):
+        raise failed
     harness.says_compiling = True
     raise error
 
