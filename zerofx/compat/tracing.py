@@ -532,7 +532,9 @@ def plain_checks() -> Iterator[None]:
             getattr(holder, "effect", None) is not None
         ):  # an ordered effect; on torch 2.11 it is none
             stack.enter_context(mock.patch.object(holder, "_effect", None))
-        stack.enter_context(mock.patch.object(torch, "_check_tensor_all_with", _check_all))
+        stack.enter_context(
+            mock.patch.object(torch, torch._check_tensor_all_with.__name__, _check_all)
+        )
         yield
 
 

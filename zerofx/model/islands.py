@@ -164,6 +164,8 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
     module, name = island.entry.module(model), island.entry.describe(model)
     versions: list[tuple[Place, int]] = []
     args, kwargs = _cast(own, args, kwargs)
+    if own.world.size > 1:  # ranks would put off sums of different modules
+        own.engine.gradients.no_sync = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.engine.turns.taken())
         if island.gathered is not None:

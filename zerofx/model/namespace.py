@@ -294,7 +294,9 @@ class Namespace:
         return entry.module(self.model).training, form_of(args, kwargs)
 
     def _may_be_island(self, entry: Entry) -> bool:
-        return self.plan.islands == "auto" and not entry.is_parameters
+        plan = self.plan
+        is_possible = plan.update == "step" and not plan.cuda_graph
+        return plan.islands == "auto" and is_possible and not entry.is_parameters
 
     def watch_calls(self) -> None:
         """Have calls of submodules with parameters come to `enter`."""
