@@ -528,13 +528,10 @@ def plain_checks() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         holder = singleton.find(CHECK_LINALG.name()).effect
-        if (
-            getattr(holder, "effect", None) is not None
-        ):  # an ordered effect; on torch 2.11 it is none
+        if getattr(holder, "effect", None) is not None:  # it is ordered; on torch 2.11 it is not
             stack.enter_context(mock.patch.object(holder, "_effect", None))
-        stack.enter_context(
-            mock.patch.object(torch, torch._check_tensor_all_with.__name__, _check_all)
-        )
+        check = torch._check_tensor_all_with
+        stack.enter_context(mock.patch.object(torch, check.__name__, _check_all))
         yield
 
 
