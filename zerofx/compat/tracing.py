@@ -530,9 +530,12 @@ def plain_checks() -> Iterator[None]:
         holder = singleton.find(CHECK_LINALG.name()).effect
         if getattr(holder, "effect", None) is not None:  # it is ordered; on torch 2.11 it is not
             stack.enter_context(mock.patch.object(holder, "_effect", None))
-        check = torch._check_tensor_all_with
-        stack.enter_context(mock.patch.object(torch, check.__name__, _check_all))
-        yield
+        before = torch._check_tensor_all_with
+        torch._check_tensor_all_with = _check_all  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch._check_tensor_all_with = before
 
 
 @contextlib.contextmanager
