@@ -169,7 +169,8 @@ def examine(case: Case, kernels: str) -> Outcome:
     outcome: Outcome = {
         "first_s": found.first_s, "compiled": CompileCount.compiled,
         "cached": CompileCount.cached, "warnings": warnings.said, "loss": _losses(wanted),
-        "programs": len(model.programs),
+        "programs": len(model.programs), "islands": len(model.zerofx.islands),
+        "inside": sum(island.share for island in model.zerofx.islands),
     }  # fmt: skip
     far, alone = compare(wanted, found)
     if not far and not alone:
@@ -218,7 +219,7 @@ def examined(case: Case, options: argparse.Namespace) -> Outcome:
     process.join()
     took = time.perf_counter() - began
     return {"group": case.group, "model": case.model, "detail": "", "first_s": None,
-            "compiled": None, "took_s": took} | outcome  # fmt: skip
+            "compiled": None, "islands": None, "inside": None, "took_s": took} | outcome  # fmt: skip
 
 
 COLUMNS = [
@@ -227,6 +228,8 @@ COLUMNS = [
     Column("verdict", "result"),
     Column("first_s", "first call s", "{:.1f}"),
     Column("compiled", "compiled", "{:d}"),
+    Column("islands", "islands", "{:d}"),
+    Column("inside", "of parameters", "{:.0%}"),
     Column("brief", ""),
 ]
 
