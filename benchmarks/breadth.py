@@ -219,7 +219,8 @@ def examined(case: Case, options: argparse.Namespace) -> Outcome:
     process.join()
     took = time.perf_counter() - began
     return {"group": case.group, "model": case.model, "detail": "", "first_s": None,
-            "compiled": None, "islands": None, "inside": None, "took_s": took} | outcome  # fmt: skip
+            "compiled": None, "islands": None, "inside": None,
+            "took_s": took} | outcome  # fmt: skip
 
 
 COLUMNS = [
