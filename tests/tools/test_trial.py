@@ -148,6 +148,30 @@ def test_a_run_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert proof["world"] == found["world"] == 1 and found["is_equal"]
 
 
+def test_islands_are_tried_and_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "gated.py"
+    source.write_text(
+        "import torch\n"
+        "class Gated(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        x = self.a(x)\n"
+        "        return (self.b(x) if x.sum().item() < 1e9 else x).square().mean()\n"
+        "def gated():\n    return Gated(), (torch.ones(2, 4),), {}\n"
+    )
+    model = f"{source}:gated"
+    said = run(capsys, "verify", model, "--world", "1", *PLAN, status=1)
+    assert "gated.py:8" in said and "as an island, which no proof reaches into" in said
+    (found,) = run_json(capsys, "verify", model, "--world", "1", "--run", *PLAN, "--steps", "1")
+    assert found["is_equal"]
+    (island,) = found["islands"]
+    assert island.startswith("the model, 0% of the parameters gathered around it: .item() reads")
+    said = run(capsys, "verify", model, *PLAN, "--run", "--set", "islands=refuse", status=1)
+    assert "CaptureError" in said and "island" not in said
+
+
 def test_a_difference_ends_with_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,11 @@ class Island:
     gathered: Entry | None
     share: float
 
+    def __str__(self) -> str:
+        name = str(self.entry) or "the model"
+        reason = self.reason.removeprefix("capture: ").rstrip(".")
+        return f"{name}, {self.share:.0%} of the parameters gathered around it: {reason}"
+
     @property
     def is_whole(self) -> bool:
         """Whether all that it calls runs eagerly too, on the parameters gathered around it."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from zerofx.tools.cli.app import (
+    RANKS,
     Batch,
     HardwareName,
     Json,
@@ -46,6 +47,7 @@ def verify(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Prove the program for every rank; with --run, hold real training against plain training."""
+    from zerofx.errors import CaptureError
     from zerofx.tools.trial.launch import run_trial
     from zerofx.tools.trial.settings import Settings
     from zerofx.tools.views.proof import ProofView
@@ -53,13 +55,22 @@ def verify(
     chosen, found = plan_of(plan, stage, set_), []
     each: list[int | None] = [*worlds] if worlds else [None]
     for world in each:
-        view: Any = ProofView.of(program_of(model, world, chosen, hardware, batch, seq))
-        found.append(view)
+        view: Any = None
+        try:
+            view = ProofView.of(program_of(model, world, chosen, hardware, batch, seq))
+            found.append(view)
+        except CaptureError as error:
+            if chosen.islands == "refuse":
+                raise
+            said = f"{error}\nIts forward runs eagerly, as an island, which no proof reaches into."
+            if not is_run:
+                raise CaptureError(f"{said} --run holds its training against plain's") from error
+            typer.echo(said, err=True)
         if is_run:
             refuse_directory(model)
             settings = Settings(
-                model, chosen.to_dict(), view.world, steps, batch, seq, accumulation, no_sync,
-                same_batch, tolerance,
+                model, chosen.to_dict(), view.world if view else world or RANKS, steps, batch, seq,
+                accumulation, no_sync, same_batch, tolerance,
             )  # fmt: skip
             found.append(run_trial(settings))
     if as_json:

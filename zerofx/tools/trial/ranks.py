@@ -265,7 +265,7 @@ class _Rank:
         found = self.comparison
         return Trial(
             self.world, self.settings.steps, self.device, found.tolerance, found.compared,
-            found.largest, found.first,
+            found.largest, found.first, [str(island) for island in self.model.zerofx.islands],
         )  # fmt: skip
 
     def _accumulate(self, step: int) -> None:

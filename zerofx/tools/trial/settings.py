@@ -70,6 +70,7 @@ class Trial:
 
     compared: how many tensors of each kind. largest: kind -> the one that is furthest off.
     first: the first that differs by more than the tolerance, in the order of the training.
+    islands: what ran eagerly, "blocks.1, 25 % of the parameters: why", innermost first.
     """
 
     world: int
@@ -79,6 +80,7 @@ class Trial:
     compared: dict[str, int] = field(default_factory=dict)
     largest: dict[str, Difference] = field(default_factory=dict)
     first: Difference | None = None
+    islands: list[str] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -93,7 +95,8 @@ class Trial:
             for kind, worst in self.largest.items()
         ]
         end = f"  equal within {self.tolerance:.0e}" if self.is_equal else f"DIFFERS: {self.first}"
-        return "\n".join([head, *rows, end])
+        eager = [f"  unproved inside, since it runs eagerly: {island}" for island in self.islands]
+        return "\n".join([head, *rows, *eager, end])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain values."""
