@@ -173,7 +173,11 @@ def measure(
             basis="compiled", keeps_results=True, **asdict(how)
         ).peak_bytes,
         predicted_loss_only_bytes=program.memory(basis="compiled", **asdict(how)).peak_bytes,
-        sent={k: (after[k][0] - before[k][0], after[k][1] - before[k][1]) for k in after},
+        sent={
+            k: (after[k][0] - before[k][0], after[k][1] - before[k][1])
+            for k in after
+            if k in predicted or after[k] != before[k]
+        },
         predicted_sent={k: (s.calls, s.sent_bytes) for k, s in predicted.items()},
         padded_numel=sum(b.numel for b in program.layout.buckets),
         regathered_numel=sum(
