@@ -41,6 +41,17 @@ class Experts(nn.Module):
         return out.view(x.shape)
 
 
+class Either(nn.Module):
+    """One unit, of whose parameters a forward uses one half, another on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halves[int(torch.rand(()).item() > 0.5)](x)
+
+
 class Packed(nn.Module):
     """An LSTM over packed sequences."""
 
@@ -75,7 +86,7 @@ class Text(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        special = {"experts": Experts, "packed": Packed}.get(kind, mlp)
+        special = {"experts": Experts, "packed": Packed, "either": Either}.get(kind, mlp)
         self.kind = kind
         self.embed, self.norm = nn.Embedding(40, WIDTH), nn.LayerNorm(WIDTH)
         self.places = nn.Parameter(0.1 * torch.randn(6, WIDTH))
@@ -133,7 +144,9 @@ KINDS = {
     "packed": ["blocks.1", "blocks.3", ""],
     "drop": [""],
     "tied": [""],
+    "either": ["blocks.1", "blocks.3", ""],
 }
+QUICK = "drop", "either"  # the others are slow on several ranks
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +159,7 @@ def cases(kind: str, *plans: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k == "drop" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )
 def test_ranks_that_call_different_modules_meet(pool: Pool, kind: str) -> None:
     assert pool.run(2, cases, kind, {}) == [[KINDS[kind]]] * 2
@@ -205,6 +218,15 @@ def test_one_call_as_an_island_leaves_others_their_program() -> None:
     model.train()(x).backward()
     trained = [p.model_name for p in model.programs if p.is_training]
     assert trained == ["Either"] and [str(i.entry) for i in model.zerofx.islands] == [""]
+
+
+def test_an_island_runs_in_inference_mode() -> None:
+    plain = Text("experts").eval()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**ATEN))
+    with torch.inference_mode():
+        found, wanted = (m(batch(0, 0), batch(0, 0)) for m in (model, plain))
+    torch.testing.assert_close(found, wanted)
+    assert {str(i.entry) for i in model.zerofx.islands} == set(KINDS["experts"])
 
 
 def test_a_bug_in_an_island_raises_what_eager_raises() -> None:

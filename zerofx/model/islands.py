@@ -184,7 +184,8 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
                 stack.enter_context(whole.saved_as_places())
             if island.is_whole:
                 stack.enter_context(own.passing_through(island.entry.path))
-            versions = [(p, version_of(p.whole)) for p in places]
+            if not torch.is_inference_mode_enabled():  # tensors made there count no versions
+                versions = [(p, version_of(p.whole)) for p in places]
             del tensors, places
         if module is model:
             stack.enter_context(own.original.restored(model))

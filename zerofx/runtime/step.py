@@ -17,6 +17,7 @@ from zerofx.compat.tensors import memory_range, version_of
 from zerofx.errors import CaptureError, GradientError
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
+from zerofx.runtime.turns import ADDED, DISCARDED, RETURNED
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,13 @@ class Executable:
         apart = gradients.apart(self._anchor.nodes) if returns else contextlib.nullcontext([])
         try:
             if call.turn is not None:
-                engine.turns.backward(
-                    call.turn, self.contract.label, self.contract.shares["backward"]
+                given = self._asked(used, used, named).given
+                wish = RETURNED if returns else DISCARDED if gradients.discards else ADDED
+                shares = self.contract.shares["backward"]
+                received = engine.turns.backward(
+                    call.turn, self.contract.label, shares, wish, given
                 )
-                gradients.asked = self._asked(used, used, named)
+                gradients.asked = Asked(given, received)
             else:
                 gradients.asked = self._agree_on_asked(used, named, state)
             with apart as found:

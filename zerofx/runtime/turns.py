@@ -7,6 +7,8 @@ that did not mean to run it take part: they send their shards, take gradients of
 nothing. A rank at the end of its forward, or of its backward, takes part until all have come there.
 
 What a rank says contains all that taking part needs: the collectives of the program, in order.
+Before a backward ranks also tell each other which parameters they have gradients for: those get one
+on every rank, since each holds a part of them.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from torch import Tensor
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.errors import DesyncError
 from zerofx.layout.tiers import Tier
+from zerofx.runtime.gradients import Asked
 
 if TYPE_CHECKING:
     from zerofx.runtime.engine import Engine
 
 GATHER, REFRESH, REDUCE, SYNC = "gather", "refresh", "reduce", "sync"
+ADDED, RETURNED, DISCARDED = "added to p.grad", "returned", "of inputs only"
 _MOST = 3000  # characters of what a rank says (the board's entries hold no more)
 _LAST = "~end"  # behind every other text
 
@@ -59,6 +63,10 @@ class Share:
             positions = tuple(map(int, rest[1].split(",")))
             return cls(kind, int(bucket), positions, float(rest[0]))
         return cls(kind, int(bucket), names=tuple(rest[0].split(",")) if rest else ())
+
+
+def _read(shares: str) -> list[Share]:
+    return [Share.read(each) for each in shares.split(" ") if each]
 
 
 class Turns:
@@ -107,10 +115,47 @@ class Turns:
             self._backward = task
             at_end_of_backward(self._end)
 
-    def backward(self, number: int, label: str, shares: str) -> None:
-        """Return once it is the turn of the backward of the program with this number."""
+    def backward(
+        self, number: int, label: str, shares: str, wish: str, given: frozenset[str] | None
+    ) -> frozenset[str]:
+        """Return, once it is this program's turn, the parameters that get a gradient on any rank.
+
+        wish: what backward was called for (`ADDED`, ...). given: the parameters that this rank has
+            gradients for, None for all that the program reduces.
+        """
         self.begin_backward()
         self._wait(f"{10**9 - number} backward of {label}/{shares}")
+        return self._agree_on_wish(shares, wish, given)[1]
+
+    def _agree_on_wish(
+        self, shares: str, wish: str, given: frozenset[str] | None
+    ) -> tuple[str, frozenset[str]]:
+        """Return what the ranks that run a backward want of it, and for which parameters.
+
+        wish: "" on a rank that only takes part.
+        """
+        names = self._reduced(shares)
+        bits = sum(1 << i for i, n in enumerate(names) if given is None or n in given)
+        said = self._engine.world.agree_but_for(
+            "what a backward is to give", "", f"wish={wish}:{bits:x}"
+        )
+        found = [each.partition("=")[2].partition(":") for each in sorted(said)]
+        wishes = {wish for wish, _, _ in found if wish}
+        if len(wishes) > 1:
+            raise DesyncError(f"ranks want different things of one backward: {sorted(wishes)}")
+        received = 0
+        for _, _, each in found:
+            received |= int(each, 16)
+        return wishes.pop(), frozenset(n for i, n in enumerate(names) if received >> i & 1)
+
+    def _reduced(self, shares: str) -> list[str]:
+        """Return the parameters whose gradients a program reduces, in the order of its shares."""
+        buckets = self._engine.layout.buckets
+        return [
+            buckets[share.bucket].params[i].owner
+            for share in _read(shares)
+            for i in share.positions
+        ]
 
     def _end(self) -> None:
         """Take part until the backward of every rank has ended."""
@@ -140,10 +185,18 @@ class Turns:
         what, _, listed = turn.partition("/")
         is_backward = " backward of " in f" {what}"
         engine, gradients = self._engine, self._engine.gradients
+        apart: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        before = gradients.discards, gradients.asked  # of a backward of this rank's that waits
         if not is_backward:
             self._count += 1
-        elif gradients.scaler is not None:
-            gradients.scaler.begin({})
+        else:
+            wish, received = self._agree_on_wish(listed, "", frozenset())
+            if gradients.scaler is not None:
+                gradients.scaler.begin({})
+            gradients.discards = wish == DISCARDED
+            gradients.asked = Asked(frozenset(), received)
+            if wish == RETURNED:
+                apart = gradients.apart(())
         try:
             parts = {
                 GATHER: self._gather,
@@ -151,16 +204,19 @@ class Turns:
                 REDUCE: self._reduce,
                 SYNC: self._sync,
             }
-            for share in map(Share.read, filter(None, listed.split(" "))):
-                parts[share.kind](share)
-            if is_backward:
-                engine.rest()
-            else:
+            with apart:
+                for share in _read(listed):
+                    parts[share.kind](share)
+                if is_backward:
+                    engine.rest()
+            if not is_backward:
                 engine.away.settle_all()
                 engine.away.tell(what)
         except BaseException as error:
             engine.abandon(error)
             raise
+        finally:
+            gradients.discards, gradients.asked = before
 
     def _shard(self, bucket: int) -> Tensor:
         """Return this rank's shard of a bucket, on the device."""
