@@ -66,6 +66,19 @@ class Packed(nn.Module):
         return out
 
 
+class Normed(nn.Module):
+    """Batch statistics behind a value that decides: all of it runs eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max().item() > 1e9:
+            return x
+        return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
 class Block(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -184,6 +197,27 @@ def test_islands_under_other_plans(pool: Pool, kind: str) -> None:
 def test_islands_in_groups_of_ranks(pool: Pool, kind: str) -> None:
     plans = {"shard_axis_size": 2}, {"stage": 3}
     assert pool.run(4, cases, kind, *plans) == [[KINDS[kind]] * 2] * 4
+
+
+def running_statistics() -> None:
+    """Train a batch norm inside an island; its statistics are rank 0's on every rank."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(mlp(), Block(Normed()))
+    plain = copy.deepcopy(inner[1].inner.norm)
+    model = zerofx.compile(inner, zerofx.Plan(**ATEN, units=["0", "1"]))
+    x = torch.randn(3, 6, WIDTH)
+    for step in range(2):
+        model(x * (1 + step + dist.get_rank())).sum().backward()
+        with torch.no_grad():
+            first = zerofx.full_state_dict(model, rank0_only=False)
+        assert int(first["1.inner.norm.num_batches_tracked"]) == step + 1
+    held = [torch.empty_like(plain.running_var) for _ in range(dist.get_world_size())]
+    dist.all_gather(held, model[1].inner.norm.running_var)
+    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], plain.running_var)
+
+
+def test_running_statistics_follow_rank_0(pool: Pool) -> None:
+    pool.run(2, running_statistics)
 
 
 def test_an_island_is_said_once_and_can_be_refused(caplog: pytest.LogCaptureFixture) -> None:

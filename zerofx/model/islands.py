@@ -189,7 +189,10 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
             del tensors, places
         if module is model:
             stack.enter_context(own.original.restored(model))
+        before = _buffer_versions(own)
         result = island.entry.call(model, args, kwargs)
+        if changed := _changed(before, _buffer_versions(own)):
+            own.engine.turns.share_buffers(name, changed)
         for place, version in versions:
             if version_of(place.whole) != version:
                 raise ShardError(
@@ -198,6 +201,24 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
                     "under torch.no_grad()"
                 )
         return result
+
+
+def _buffer_versions(own: Namespace) -> dict[str, int]:
+    """Return how often each buffer was written to, if this island's writes have to be shared."""
+    turns = own.engine.turns
+    is_shared = turns.are_taken and turns.is_outermost and own.plan.buffers == "rank0"
+    if not is_shared or torch.is_inference_mode_enabled():
+        return {}
+    return {n: version_of(b) for n, b in own.model.named_buffers() if not b.is_inference()}
+
+
+def _changed(before: dict[str, int], after: dict[str, int]) -> tuple[str, ...]:
+    """Return the buffers of modules one of whose buffers was written to.
+
+    A batch norm counts its batches in one; its statistics change without a count of versions.
+    """
+    written = {name.rpartition(".")[0] for name, count in after.items() if before[name] != count}
+    return tuple(name for name in after if name.rpartition(".")[0] in written)
 
 
 def _cast(

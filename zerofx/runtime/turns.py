@@ -89,6 +89,11 @@ class Turns:
             return False
         return self._depth > 0 or (self._backward != -1 and self._backward == backward_number())
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the forward that runs eagerly was called by none that does."""
+        return self._depth == 1
+
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Let ranks call different programs inside; all come to the end together."""
@@ -107,6 +112,12 @@ class Turns:
         self._wait(f"forward of {label}/{shares}")
         self._count += 1
         return self._count
+
+    def share_buffers(self, label: str, names: tuple[str, ...]) -> None:
+        """Give every rank rank 0's values of these buffers, which code has updated here."""
+        share = Share(SYNC, names=names)
+        self.forward(f"buffers of {label}", str(share))
+        self._sync(share)
 
     def begin_backward(self) -> None:
         """Let ranks run different programs until the end of the backward that runs now."""
