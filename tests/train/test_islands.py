@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -387,7 +388,7 @@ def whole() -> None:
     ):
         model.image[0].weight.data.mul_(2)
     with (
-        pytest.raises(ShardError, match="project got a gradient inside"),
+        pytest.raises(ShardError, match="project got a gradient that was computed inside"),
         zerofx.whole(model),
     ):
         model.encode_text(text).sum().backward()
@@ -398,6 +399,70 @@ def test_whole_parameters_for_eager_code() -> None:
     whole()
     with pytest.raises(ArgumentError, match="no part of a compiled model"), zerofx.whole(mlp()):
         pass
+
+
+class Projects(Pairs):
+    """A forward that reads a parameter of a child that it calls too, and its own, in eager code."""
+
+    of: str = ""
+
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
+        found = self.text(text)
+        if found.sum().item() < 1e9:
+            module = self.get_submodule(self.of)
+            with zerofx.whole(module) if hasattr(self, "zerofx_") else contextlib.nullcontext():
+                norm = sum(p.square().mean() for p in module.parameters())
+        return (found @ self.project).square().mean() + self.image(image).mean() + norm
+
+
+def whole_in_islands() -> None:
+    for of in ("", "image", "image.0"):
+        plain = Projects()
+        plain.of = of
+        model = copy.deepcopy(plain)
+        model.zerofx_ = True
+        model = zerofx.compile(model, zerofx.Plan(stage=3, **ATEN))
+        for inputs in (torch.ones(3, 8), torch.ones(3, 6)), (torch.ones(2, 8), torch.ones(2, 6)):
+            losses = [m(*inputs) for m in (model, plain)]
+            torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+        found, wanted = grads_of(model), grads_of(plain)
+        for name, grad in wanted.items():
+            torch.testing.assert_close(found[name], grad, atol=1e-5, rtol=1e-5, msg=f"{of} {name}")
+
+
+def test_whole_in_an_island_gives_gradients() -> None:
+    whole_in_islands()
+
+
+@pytest.mark.slow
+def test_whole_in_an_island_gives_gradients_on_two_ranks(pool: Pool) -> None:
+    pool.run(2, whole_in_islands)
+
+
+def test_whole_parts_and_calls_around_them() -> None:
+    model, plain = zerofx.compile(Pairs(), zerofx.Plan(**ATEN)), Pairs()
+    text, image = torch.ones(3, 8), torch.ones(3, 6)
+    with zerofx.whole(model.image), zerofx.whole(model):  # the inner one has what the outer has
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert torch.equal(model(text, image), plain(text, image))
+    for _ in range(2):
+        with zerofx.whole(model.image):
+            assert len(dict(model.named_parameters())) == 9
+            assert torch.equal(model(text, image), plain(text, image))  # its programs have shards
+    with zerofx.whole(model):
+        loss = model(text, image)
+    with pytest.raises(ShardError, match="got a gradient that was computed inside zerofx.whole"):
+        loss.backward()
+
+    class Writes(Projects):
+        def forward(self, text: Tensor, image: Tensor) -> Tensor:
+            with zerofx.whole(self.image, write_back=text.sum().item() < 1e9):
+                return super().forward(text, image)
+
+    with pytest.raises(ArgumentError, match="in the model's forward, which cannot change"):
+        zerofx.compile(Writes(), zerofx.Plan(**ATEN))(text, image)
 
 
 def test_whole_parameters_for_eager_code_on_two_ranks(pool: Pool) -> None:

@@ -161,6 +161,10 @@ class Original:
         """Whether whole tensors stand in for some of the parameters."""
         return bool(self._standing)
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """Tell whether a whole tensor stands in for a parameter somewhere."""
+        return any(place.param is param for places in self._standing for place in places)
+
     @contextlib.contextmanager
     def standing_in(self, places: list[Place]) -> Iterator[None]:
         """Put whole tensors in the places of parameters, except where the model is captured."""
@@ -171,6 +175,8 @@ class Original:
         finally:
             _put(places, is_whole=False)
             self._standing.pop()
+            for around in self._standing:
+                _put(around, is_whole=True)
 
     @contextlib.contextmanager
     def captured(self, model: nn.Module) -> Iterator[None]:

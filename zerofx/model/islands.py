@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,17 +142,49 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def places_of(module: nn.Module, which: str, tensors: Sequence[Tensor]) -> list[Place]:
-    """Return where whole tensors, in the order of their entry, stand in for parameters."""
-    modules = [module] if which == OWN else list(module.modules())
-    order: dict[int, int] = {}
-    found: list[Place] = []
-    for each in modules:
-        for key, param in own_parameters(each).items():
-            if param is not None:
-                number = order.setdefault(id(param), len(order))
-                found.append(Place(each, key, param, tensors[number]))
-    return found
+def places_of(own: Namespace, entry: Entry, whole: Mapping[str, Tensor]) -> list[Place]:
+    """Return where whole tensors, by the names of an entry's parameters, stand in for these."""
+    with original(own.model):
+        params = entry.parameters(own.model)
+        tensors = {id(params[name]): tensor for name, tensor in whole.items()}
+        module = entry.module(own.model)
+        held = [
+            (each, key, param)
+            for each in ([module] if entry.method == OWN else module.modules())
+            for key, param in own_parameters(each).items()
+            if id(param) in tensors
+        ]
+    return [Place(each, key, param, tensors[id(param)]) for each, key, param in held]
+
+
+@contextlib.contextmanager
+def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
+    """Have the parameters of an entry whole inside, for code that runs eagerly and its backward.
+
+    code: what errors call that code.
+    """
+    whole = Whole(lambda: own.call(entry, (), {}), own.engine.turns)
+    with contextlib.ExitStack() as stack:
+        stack.callback(whole.drop)
+        with original(own.model):
+            names = list(entry.parameters(own.model))
+        places = places_of(own, entry, dict(zip(names, whole.begin(), strict=True)))
+        stack.enter_context(own.original.standing_in(places))
+        if torch.is_grad_enabled():
+            stack.enter_context(whole.saved_as_places())
+        if entry.method == ALL:
+            stack.enter_context(own.passing_through(entry.path))
+        versions = []
+        if not torch.is_inference_mode_enabled():  # tensors made there count no versions
+            versions = [version_of(p.whole) for p in places]
+        yield
+        for place, version in zip(places, versions, strict=False):
+            if version_of(place.whole) != version:
+                raise ShardError(
+                    f"{code} changes its parameter {place.key} in place, which a program, and a "
+                    "shard, would not see. Make it a buffer, or change it after optimizer.step(), "
+                    "under torch.no_grad()"
+                )
 
 
 def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,39 +199,19 @@ def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str,
 def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model = own.model
     module, name = island.entry.module(model), island.entry.describe(model)
-    versions: list[tuple[Place, int]] = []
     args, kwargs = _cast(own, args, kwargs)
     if own.world.size > 1:  # ranks would put off sums of different modules
         own.engine.gradients.no_sync = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.engine.turns.taken())
         if island.gathered is not None:
-            gathered = island.gathered
-            whole = Whole(lambda: own.call(gathered, (), {}), own.engine.turns)
-            tensors = whole.begin()
-            stack.callback(whole.drop)
-            places = places_of(module, gathered.method, tensors)
-            stack.enter_context(own.original.standing_in(places))
-            if torch.is_grad_enabled():
-                stack.enter_context(whole.saved_as_places())
-            if island.is_whole:
-                stack.enter_context(own.passing_through(island.entry.path))
-            if not torch.is_inference_mode_enabled():  # tensors made there count no versions
-                versions = [(p, version_of(p.whole)) for p in places]
-            del tensors, places
+            stack.enter_context(gathered(own, island.gathered, name))
         if module is model:
             stack.enter_context(own.original.restored(model))
         before = _buffer_versions(own)
         result = island.entry.call(model, args, kwargs)
         if changed := _changed(before, _buffer_versions(own)):
             own.engine.turns.share_buffers(name, changed)
-        for place, version in versions:
-            if version_of(place.whole) != version:
-                raise ShardError(
-                    f"{name} changes its parameter {place.key} in place, which a program, and a "
-                    "shard, would not see. Make it a buffer, or change it after optimizer.step(), "
-                    "under torch.no_grad()"
-                )
         return result
 
 

@@ -150,9 +150,10 @@ class CompiledModule(nn.Module):
         """Return names and parameters, after taking in what was put in a parameter's place."""
         if names := applied(self):
             raise self._zerofx.is_parallel(names[0])
-        store = self._zerofx.engine.store
-        store.settle()
-        store.check_bindings()
+        if not self._zerofx.original.is_whole_in_part:
+            store = self._zerofx.engine.store
+            store.settle()
+            store.check_bindings()
         return super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.original import ALL, SLOT, Entry
+from zerofx.capture.original import ALL, SLOT, Entry, original
 from zerofx.compat.modules import intercepted
 from zerofx.errors import ArgumentError, ShardError
-from zerofx.model.islands import places_of
+from zerofx.model import islands
 from zerofx.model.namespace import Namespace
 from zerofx.runtime.store.state import FullReader
 
@@ -27,38 +28,61 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
     that it computes with; enter unit by unit (`for block in model.blocks: with whole(block): ...`)
     to hold less.
 
+    In a forward that runs eagerly (an island) gradients of what is computed inside reach the
+    parameters, and each rank enters by itself, as its code goes.
+
     module: a compiled model, or a submodule of one.
     write_back: keep what rank 0 has made of the values.
 
     Raises:
-        ArgumentError: the module is no part of a compiled model.
+        ArgumentError: the module is no part of a compiled model, or `write_back` in an island.
         ShardError: a parameter was written to without `write_back`, or got a gradient, which would
             be lost; names it. What was written is not kept.
     """
     own, path = _place(module)
     if own.original.is_captured or own.is_covered(path):
         yield module  # its parameters are whole already
-        return
-    params = Entry(path, ALL).parameters(own.model)
+    elif own.engine.turns.is_forward:
+        if write_back:
+            raise ArgumentError(
+                "zerofx.whole(write_back=True) was entered in the model's forward, which cannot "
+                "change parameters. Write to them after optimizer.step()"
+            )
+        with islands.gathered(own, Entry(path, ALL), "code in zerofx.whole"), _restored(own, path):
+            yield module
+    else:
+        yield from _read(own, path, module, write_back)
+
+
+def _restored(own: Namespace, path: str) -> contextlib.AbstractContextManager[None]:
+    """Make the model what it was, if it is the very module that is whole."""
+    return contextlib.nullcontext() if path else own.original.restored(own.model)
+
+
+def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Iterator[nn.Module]:
+    """Have plain parameters stand in for those of a module; keep what was written if asked to."""
+    entry = Entry(path, ALL)
+    with original(own.model):
+        params = entry.parameters(own.model)
+    params = {name: p for name, p in params.items() if not own.original.is_whole(p)}
     reader = FullReader(own.engine.store, own.device)
     names = {id(p): name for name, p in own.engine.store.params.items()}
-    values: dict[str, Tensor] = {}
-    for name in own.engine.store.layout.owned:  # each bucket is gathered once
-        if any(names[id(p)] == name for p in params.values()):
-            values[name] = reader.read(name)
+    wanted = {names[id(p)] for p in params.values()}
+    # In the order of the layout, so that each bucket is gathered once.
+    values = {name: reader.read(name) for name in own.engine.store.layout.owned if name in wanted}
     tensors = [nn.Parameter(values.pop(names[id(p)]), p.requires_grad) for p in params.values()]
+    del reader  # and with it the last bucket
+    whole = dict(zip(params, tensors, strict=True))
+    is_over = _refuse_late_gradients(params, tensors)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.passing_through(path))
-        stack.enter_context(own.original.standing_in(places_of(module, ALL, tensors)))
-        if not path:
-            stack.enter_context(own.original.restored(own.model))
+        stack.enter_context(own.original.standing_in(islands.places_of(own, entry, whole)))
+        stack.enter_context(_restored(own, path))
         yield module
+    is_over.set()
     trained = [n for n, t in zip(params, tensors, strict=True) if t.grad is not None]
     if name := _on_any_rank(own, "trained", trained):
-        raise ShardError(
-            f"{name} got a gradient inside zerofx.whole, which ends here and is lost. Call the "
-            "model outside zerofx.whole to train it"
-        )
+        raise _lost(name)
     if write_back:
         _write_back(own, params, tensors)
     elif name := _on_any_rank(own, "written", _written(own, params, tensors)):
@@ -66,6 +90,29 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
             f"{name} was written to inside zerofx.whole, and the new values are lost. Use "
             "zerofx.whole(model, write_back=True), which keeps those of rank 0"
         )
+
+
+def _refuse_late_gradients(
+    params: Iterable[str], tensors: list[nn.Parameter]
+) -> threading.Event:
+    """Return what to set at the end: a backward after that raises where it meets a parameter."""
+    is_over = threading.Event()
+
+    def check(name: str, _: Tensor) -> None:
+        if is_over.is_set():
+            raise _lost(name)
+
+    for name, tensor in zip(params, tensors, strict=True):
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(functools.partial(check, name))
+    return is_over
+
+
+def _lost(name: str) -> ShardError:
+    return ShardError(
+        f"{name} got a gradient that was computed inside zerofx.whole, whose parameters do not "
+        "last: it is lost. Call the model outside zerofx.whole to train it"
+    )
 
 
 def _on_any_rank(own: Namespace, what: str, names: list[str]) -> str:

@@ -90,6 +90,11 @@ class Turns:
         return self._depth > 0 or (self._backward != -1 and self._backward == backward_number())
 
     @property
+    def is_forward(self) -> bool:
+        """Whether a forward that runs eagerly is under way."""
+        return self._depth > 0
+
+    @property
     def is_outermost(self) -> bool:
         """Whether the forward that runs eagerly was called by none that does."""
         return self._depth == 1
