@@ -28,13 +28,14 @@ FORM = "zfx_form"  # in a node's meta
 NUMBER = -1  # in the place of a dimension: the argument itself, an int or a float
 
 
-class Size(int):
-    """A whole number that depends on sizes: its value at the hints, and its expression."""
+class _Expression:
+    """A number that depends on sizes: its value at the hints, and its expression."""
 
     text: str
+    real: Any  # the number alone
 
-    def __new__(cls, hint: int, text: str) -> Size:
-        made = super().__new__(cls, hint)
+    def __new__(cls, hint: Any, text: str) -> Any:
+        made = super().__new__(cls, hint)  # type: ignore[call-arg]
         made.text = text
         return made
 
@@ -42,30 +43,18 @@ class Size(int):
         return self.text
 
     def __reduce__(self) -> Any:
-        return type(self), (int(self), self.text)
+        return type(self), (self.real, self.text)
 
-    def __deepcopy__(self, memo: Any) -> Size:
+    def __deepcopy__(self, memo: Any) -> _Expression:
         return self
 
 
-class Ratio(float):
-    """A fraction that depends on sizes: its value at the hints, and its expression."""
+class Size(_Expression, int):
+    """A whole number that depends on sizes."""
 
-    text: str
 
-    def __new__(cls, hint: float, text: str) -> Ratio:
-        made = super().__new__(cls, hint)
-        made.text = text
-        return made
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def __reduce__(self) -> Any:
-        return type(self), (float(self), self.text)
-
-    def __deepcopy__(self, memo: Any) -> Ratio:
-        return self
+class Ratio(_Expression, float):
+    """A fraction that depends on sizes."""
 
 
 # -- Which sizes of a call vary, and for which values a program holds ------------------------------
