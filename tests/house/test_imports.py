@@ -59,11 +59,13 @@ BELOW: dict[str, set[str]] = {
     "tools.demo": {"zerofx"},
     "tools.trial": {"zerofx", "tools.targets"},
     "tools.doctor": {"zerofx"},
+    "tools.postmortem": {"comm"},
     "tools.calibrate": {"zerofx", "analysis.time", "hardware", "optim", "nvme"},
     "tools.cli": {
         "tools.calibrate",
         "tools.demo",
         "tools.doctor",
+        "tools.postmortem",
         "tools.predict",
         "tools.reports",
         "tools.search",

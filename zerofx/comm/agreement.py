@@ -12,8 +12,9 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from zerofx.comm.board import (
@@ -26,6 +27,7 @@ from zerofx.comm.board import (
     entry_key,
 )
 from zerofx.comm.differences import describe_difference, describe_graphs
+from zerofx.comm.flight_recorder import FlightRecorder
 from zerofx.comm.hosts import Break, HostLink
 from zerofx.errors import DesyncError
 
@@ -46,6 +48,8 @@ class Agreement:
     """One rank's side of the agreement; row i of the board belongs to world rank `ranks[i]`.
 
     store: through which ranks whose graphs differ look at each other's, where there is one.
+    hosts: the host of each rank, for messages.
+    record: where what this rank does is written down, for when the job has died.
     """
 
     def __init__(
@@ -55,8 +59,11 @@ class Agreement:
         timeout_s: float,
         link: HostLink | None = None,
         store: Any = None,
+        hosts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.board = board
+        self.hosts = hosts
+        self.record = FlightRecorder(None, "", {})
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.link = link
@@ -91,6 +98,7 @@ class Agreement:
         self.what = what
         self._key = entry_key(what, digest, graph, steps)
         self.board.post(self.call, what, digest, graph, steps)
+        self.record.note(self.call, 0, what)
         equal = True
         for row in self._others:
             late = partial(self._place, row)
@@ -203,9 +211,34 @@ class Agreement:
         """
         self._failure = self._failure or message
         self.board.leave(message, FAILED)
+        self.record.end(message, is_own=False)
         if self.link is not None:
             self.link.post_failure(message)
         return DesyncError(message)
+
+    def failed_elsewhere(self) -> str | None:
+        """Return why another rank of this host has given up, None if none has."""
+        for row in self._others:
+            if self.board.state(row) == FAILED:
+                return self.board.reason(row)
+        return None
+
+    def stopped(self) -> str:
+        """Name the ranks of this host whose processes are stopped, and how they go on."""
+        rows = [row for row in self._others if self.board.is_stopped(row)]
+        if not rows:
+            return ""
+        names = " and ".join(self.name(self.ranks[row]) for row in rows)
+        pids = " ".join(str(self.board.pid(row)) for row in rows)
+        return (
+            f"{names} {'is' if len(rows) == 1 else 'are'} stopped (kill -CONT {pids} lets it go on)"
+        )
+
+    def name(self, rank: int) -> str:
+        """Name a rank with its process, if that is on this host, and its host."""
+        where = [f"process {self.board.pid(self.ranks.index(rank))}"] if rank in self.ranks else []
+        where += [f"on {self.hosts[rank]}"] if rank in self.hosts else []
+        return f"rank {rank} ({' '.join(where)})" if where else f"rank {rank}"
 
     def lost(self, number: int = 0, broken: bool = False) -> str | None:
         """Return what is known of a rank that will not come any more, None if all may.
@@ -213,17 +246,17 @@ class Agreement:
         A rank that has announced this call and launched collective `number` has done its part and
         may end, or break the call off; unless the transfer is `broken`.
         """
+        if (failure := self.failed_elsewhere()) is not None:
+            return failure
         for row in self._others:
             state = self.board.state(row)
-            if state == FAILED:
-                return self.board.reason(row)
             behind = self.board.call(row) < self.call or self.board.launched(row) < number
             if state == ABSENT or not (behind or broken):
                 continue
             if state == LEFT:
                 return f"{self._place(row)} has left ({self.board.reason(row)})"
             if not self.board.is_alive(row):
-                return f"{self._place(row)} died (process {self.board.pid(row)})"
+                return f"{self._place(row)} died"
             call = self.board.call(row)
             if self.board.broke_off(row, call) is not None and self._is_missed(call):
                 return f"{self._place(row)} does not go on"
@@ -243,7 +276,7 @@ class Agreement:
             is_behind = broken.call < self.call or broken.launched < number
             if broken.rank == self.rank or not is_behind:
                 continue
-            place = f"rank {broken.rank}, last at {broken.what} (call {broken.call})"
+            place = f"{self.name(broken.rank)}, last at {broken.what} (call {broken.call})"
             if broken.is_last:
                 return f"{place}, has left ({broken.reason})"
             if self._is_missed(broken.call):
@@ -259,7 +292,7 @@ class Agreement:
             where += f", broken off by {reason}"
         if self.board.busy(row):
             where += f", busy {self.board.busy(row)}"
-        return f"rank {self.ranks[row]}, {where},"
+        return f"{self.name(self.ranks[row])}, {where},"
 
     def _same(self, row: int) -> bool | None:
         """Return whether the rank of `row` announced the same; None while it has not."""
@@ -300,9 +333,11 @@ class Agreement:
         lost, rule = self.lost(), ""
         if lost is None and waited_s > self.timeout_s:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+            if stopped := self.stopped():
+                lost += f"; {stopped}"
             rule = "; every rank must make as many calls, of several models in the same order"
         if lost is not None:
-            here = f"rank {self.rank} is about to run {self.what} (call {self.call})"
+            here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})"
             raise self.fail(f"{lost}; {here}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:

@@ -86,12 +86,17 @@ def _packed(what: str, digest: str, graph: bytes, steps: str) -> bytes:
 
 def process_started(pid: int) -> int:
     """Return when the kernel started `pid` (clock ticks), 0 if it is gone or a zombie."""
+    fields = _stat(pid)
+    return 0 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process, from its state on; nothing if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+            return stat.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):  # the latter: reaped after it was opened
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+        return []
 
 
 class MemoryBoard:
@@ -224,6 +229,13 @@ class MemoryBoard:
             return process_started(self._words[word + _PID]) == self._words[word + _STARTED]
         except OSError:
             return True
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of `rank` is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
+        try:
+            return _stat(self.pid(rank))[:1] in ([b"T"], [b"t"])
+        except OSError:  # as in `is_alive`
+            return False
 
     def _write(self, place: tuple[int, int], text: str) -> None:
         raw = text.encode(errors="backslashreplace")[: place[1] - 2]

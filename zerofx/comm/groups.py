@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.comm import flight_recorder
 from zerofx.comm.agreement import Agreement
 from zerofx.comm.collectives import Axis, Lane
 from zerofx.comm.gloo import Algorithm, GlooAxis
@@ -161,8 +162,10 @@ class StartUp:
         self._meeting, name = _meeting_of_world(everyone, limit_s)
         met = meet(self._meeting)
         self._agreement = agreement = Agreement(
-            met.board, met.ranks, limit_s, met.link, self._meeting.store
+            met.board, met.ranks, limit_s, met.link, self._meeting.store, self._meeting.hosts
         )
+        job = self._meeting.share("job", flight_recorder.new_job())[0]
+        agreement.record = flight_recorder.recorder(job, name, self._meeting.rank, everyone)
         self._meeting.lost = lambda: agreement.lost(broken=True)
         return self._meeting, agreement, name
 

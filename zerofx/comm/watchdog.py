@@ -66,7 +66,9 @@ class Watchdog(ABC):
 
     def launched(self, handles: Sequence[Any], label: str) -> int:
         """Count a collective on the board; return its number on this rank."""
-        return self._board.launch()
+        number = self._board.launch()
+        self.agreement.record.note(self.agreement.call, number, label)
+        return number
 
     def wait(self, handles: Sequence[Any], number: int, label: str) -> None:
         """Wait for `handles`, the transfers of collective `number`.
@@ -101,7 +103,7 @@ class Watchdog(ABC):
             return None
         number, label = waiting
         agreement, board = self.agreement, self._board
-        here = f"rank {agreement.rank} waits in {label} of {agreement.what} (call {agreement.call})"
+        here = self._here(label)
         lost = agreement.lost(number)
         if lost is not None:
             return f"{lost}; {here}"
@@ -112,10 +114,15 @@ class Watchdog(ABC):
                 reason = board.broke_off(row, agreement.call)
                 if reason is not None:
                     doing += f", after {reason},"
-                return f"rank {rank} is about to run {doing} while {here}"
+                return f"{agreement.name(rank)} is about to run {doing} while {here}"
         if waited_s < agreement.timeout_s:
             return None
         return f"{here}: {self._absent(number)} within {agreement.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+
+    def _here(self, label: str) -> str:
+        agreement = self.agreement
+        name = agreement.name(agreement.rank)
+        return f"{name} waits in {label} of {agreement.what} (call {agreement.call})"
 
     def _absent(self, number: int) -> str:
         """Name the ranks that have not launched collective `number`, and where they are."""
@@ -127,9 +134,16 @@ class Watchdog(ABC):
             except DesyncError as error:
                 return f"who has not arrived cannot be told ({error})"
         absent = [rank for rank, count in launched.items() if count < number]
+        stopped = agreement.stopped()
         if not absent:
-            return "every rank has launched it, but the transfer did not finish"
-        return f"{name_ranks(absent, 'has', 'have')} not arrived"
+            return "every rank has launched it, but the transfer did not finish" + (
+                f": {stopped}" if stopped else ""
+            )
+        places = "" if len(absent) > 8 else ", ".join(agreement.name(rank) for rank in absent)
+        verb = "has" if len(absent) == 1 else "have"
+        return f"{places or name_ranks(absent, '', '').strip()} {verb} not arrived" + (
+            f" ({stopped})" if stopped else ""
+        )
 
     def tick(self, waited_s: float) -> None:
         """Look once; where something is wrong, post it and end the wait.
@@ -148,6 +162,15 @@ class Watchdog(ABC):
             self._diagnosis = self.agreement.fail(problem)
             self._interrupt()
 
+    def note_failure(self) -> None:
+        """Write the record once another rank has given up, wherever this one is at the moment.
+
+        It may hang outside of all collectives, or be ended by a launcher before it gets to one.
+        """
+        failure = self.agreement.failed_elsewhere()
+        if failure is not None:
+            self.agreement.record.end(f"another rank has given up: {failure}", is_own=False)
+
     def post_progress(self) -> None:
         """Let other hosts know how far the ranks of this one are."""
         link, board = self.agreement.link, self._board
@@ -158,7 +181,7 @@ class Watchdog(ABC):
     def explain(self, number: int, label: str, error: RuntimeError) -> DesyncError:
         """Turn gloo's error into one that names the rank, looking for its cause for a while."""
         agreement = self.agreement
-        here = f"rank {agreement.rank} waits in {label} of {agreement.what} (call {agreement.call})"
+        here = self._here(label)
         deadline = time.monotonic() + _FAREWELL_S
         while self._diagnosis is None and time.monotonic() < deadline:
             lost = agreement.lost(number, broken=True)
@@ -240,6 +263,7 @@ class _Round:
 
     def look_at(self, watchdog: Watchdog) -> None:
         now = time.monotonic()
+        watchdog.note_failure()
         waiting = watchdog.waiting
         if waiting is not self._last or waiting is None:
             self._last, self._since = waiting, now

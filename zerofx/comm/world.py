@@ -300,6 +300,9 @@ def _say_goodbye(agreement: Agreement) -> None:
     """Leave when the world is dropped or the process ends, with the reason if it is known."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        agreement.leave(f"it ended with {type(error).__name__}: {error}")
+        reason = f"it ended with {type(error).__name__}: {error}"
+        agreement.leave(reason)
+        agreement.record.end(reason, not isinstance(error, DesyncError), error)
     else:
         agreement.leave("its process ended, or its model was deleted")
+    agreement.record.close()

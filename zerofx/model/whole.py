@@ -92,9 +92,7 @@ def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Ite
         )
 
 
-def _refuse_late_gradients(
-    params: Iterable[str], tensors: list[nn.Parameter]
-) -> threading.Event:
+def _refuse_late_gradients(params: Iterable[str], tensors: list[nn.Parameter]) -> threading.Event:
     """Return what to set at the end: a backward after that raises where it meets a parameter."""
     is_over = threading.Event()
 

@@ -24,9 +24,22 @@ def doctor(
     folder: Annotated[
         Path | None, typer.Option(help="a folder on the disk that stands for NVMe")
     ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            "--postmortem", help="say what happened to a job, from its ranks' flight records"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check that this installation can compile and train; the status is 1 where it cannot."""
+    if records is not None:
+        if calibrates or out or folder:
+            raise PlanError("doctor: --postmortem goes with no option but --json")
+        from zerofx.tools.postmortem import postmortem
+
+        show(postmortem(records), as_json)
+        return
     if calibrates:
         _calibrate(out, world, folder, as_json)
         return

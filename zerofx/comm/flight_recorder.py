@@ -1,0 +1,242 @@
+"""Flight records: what a rank did last, in a small file that is there however its process ends.
+
+Each rank of a world writes its calls and the collectives that it launches into a file, as it goes:
+about two microseconds for each. Nothing has to be written at the end, so that a process that is
+killed, or runs out of memory, leaves its record too. A rank that ends well removes it. One that
+raises adds the reason, and where its threads were.
+
+The file has lines of JSON of fixed lengths, padded with blanks: a head, the reason, and a ring of
+the last `NUM_EVENTS` events. `zerofx doctor --postmortem` reads the records of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from zerofx.comm.board import process_started
+
+log = logging.getLogger("zerofx")
+
+VARIABLE = "ZEROFX_FLIGHT_DIR"
+NUM_EVENTS, EVENT_BYTES = 128, 512
+HEAD_BYTES, REASON_BYTES = 4096, 16384  # the reason has the stacks of all threads
+_KEPT_JOBS = 20  # in the folder that zerofx chooses; older ones are removed
+_FRAMES, _THREADS = 24, 12  # of each stack, the innermost; of the process
+JOB = re.compile(r"[\w.-]{1,128}")
+FORMAT = 1
+
+
+class FlightRecorder:
+    """The record of one rank in one world; without a folder it writes nothing.
+
+    folder: of the job; it is made if it is not there.
+    """
+
+    def __init__(self, folder: Path | None, name: str, about: dict[str, Any]) -> None:
+        self.path = None if folder is None else folder / f"{name}.jsonl"
+        self._owner = os.getpid()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._file = -1
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o600)
+            self._write(0, HEAD_BYTES, {"format": FORMAT, **about})
+        except OSError as error:
+            self._stop(error)
+
+    @property
+    def has_reason(self) -> bool:
+        """Whether it says why the rank has ended."""
+        return bool(self._reason)
+
+    def note(self, call: int, launch: int, what: str) -> None:
+        """Record a call, or the `launch`-th collective, that begins now."""
+        if self._file < 0:
+            return
+        number = self._count
+        self._count = number + 1
+        line = b'{"event":%d,"at":%.6f,"call":%d,"launch":%d,"what":%s}' % (
+            *(number, time.time(), call, launch),
+            _quoted(what),
+        )
+        at = HEAD_BYTES + REASON_BYTES + number % NUM_EVENTS * EVENT_BYTES
+        try:
+            os.pwrite(self._file, line.ljust(EVENT_BYTES - 1) + b"\n", at)
+        except OSError as error:
+            self._stop(error)
+
+    def end(self, reason: str, is_own: bool, error: BaseException | None = None) -> None:
+        """Write why the rank ends, and where its threads are; the first reason stays.
+
+        is_own: the reason lies in this rank, not in what another one did or left undone.
+        error: what ended it, if its stack has gone already.
+        """
+        with self._lock:
+            if self._file < 0 or self._reason or os.getpid() != self._owner:
+                return
+            self._reason = reason
+            said = {"at": time.time(), "reason": reason[:4000], "is_own": is_own}
+            try:
+                self._write(HEAD_BYTES, REASON_BYTES, {**said, "stacks": _stacks(error)})
+            except OSError as error:
+                self._stop(error)
+                return
+        assert self.path is not None
+        log.warning(
+            "zerofx: the last calls of this rank are in %s; once all ranks have ended: "
+            "zerofx doctor --postmortem %s", self.path, self.path.parent,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the record: one without a reason is removed, and the job's folder with the last."""
+        if self._file < 0 or os.getpid() != self._owner:
+            return
+        os.close(self._file)
+        self._file = -1
+        if not self._reason and self.path is not None:
+            with contextlib.suppress(OSError):  # it, or the folder, may have been removed
+                self.path.unlink()
+                self.path.parent.rmdir()
+
+    def _write(self, at: int, num_bytes: int, values: dict[str, Any]) -> None:
+        line = json.dumps(values).encode()
+        while len(line) >= num_bytes:  # the longest texts are cut
+            values = {k: _shortened(v) for k, v in values.items()}
+            line = json.dumps(values).encode()
+        os.pwrite(self._file, line.ljust(num_bytes - 1) + b"\n", at)
+
+    def _stop(self, error: OSError) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+        log.warning(
+            "zerofx: no flight record of this rank is kept: %s. %s names another folder.",
+            error, VARIABLE,
+        )  # fmt: skip
+
+
+def recorder(job: str, world: str, rank: int, ranks: Sequence[int]) -> FlightRecorder:
+    """Return the recorder of a rank.
+
+    job: a name that the ranks have agreed on. ranks: of the world, as the job numbers them.
+    """
+    folder = None if not JOB.fullmatch(job) else _folder()
+    about = {
+        "job": job,
+        "world": world,
+        "rank": rank,
+        "ranks": list(ranks)[:64],
+        "size": len(ranks),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "process_started": process_started(os.getpid()),
+        "started": time.time(),
+        "command": sys.argv[:8],
+        "torch": sys.modules["torch"].__version__ if "torch" in sys.modules else "",
+    }
+    name = f"rank-{ranks[rank]}-{next(_NUMBERS)}"
+    return FlightRecorder(None if folder is None else folder / job, name, about)
+
+
+_NUMBERS = itertools.count(1)  # of this process's records
+
+
+def new_job() -> str:
+    """Return a name for a job that begins now, from its first rank."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', _STARTED)}-{os.getpid()}"
+
+
+_STARTED = time.localtime()
+
+
+def _folder() -> Path | None:
+    """Return where the folders of jobs are; None where no records are to be, or can be, kept."""
+    if (chosen := os.environ.get(VARIABLE)) is not None:
+        return Path(chosen).absolute() if chosen else None
+    folder = Path(tempfile.gettempdir()) / f"zerofx-flight-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or found.st_mode & 0o022:
+            log.warning(
+                "zerofx: no flight records are kept: %s is not a folder that only you can write "
+                "to. Set %s to one.", folder, VARIABLE,
+            )  # fmt: skip
+            return None
+        _prune(folder)
+    except OSError as error:
+        log.warning("zerofx: no flight records are kept: %s. Set %s.", error, VARIABLE)
+        return None
+    return folder
+
+
+def _prune(folder: Path) -> None:
+    """Remove the oldest jobs' records, but for the newest."""
+    jobs = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda e: e.name)
+    for job in jobs[:-_KEPT_JOBS]:
+        with contextlib.suppress(OSError):  # another rank removes it too
+            for record in job.glob("rank-*.jsonl"):
+                record.unlink()
+            job.rmdir()
+
+
+@lru_cache(maxsize=4096)
+def _quoted(what: str) -> bytes:
+    """Return a text as JSON that fits into an event."""
+    text = json.dumps(what).encode()
+    while len(text) > EVENT_BYTES - 128:
+        what = what[: len(what) * 3 // 4]
+        text = json.dumps(f"{what}...").encode()
+    return text
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[: max(64, len(value) * 3 // 4)]
+    if isinstance(value, list):
+        return value[-max(1, len(value) * 3 // 4) :]
+    if isinstance(value, dict):
+        return {k: _shortened(v) for k, v in value.items()}
+    return value
+
+
+def _stacks(error: BaseException | None) -> dict[str, list[str]]:
+    """Return where an error was raised, else where the threads are, the main one first.
+
+    Of each stack the innermost line comes last.
+    """
+    if error is not None:
+        return {"MainThread": _lines(traceback.extract_tb(error.__traceback__))}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    return {
+        names.get(ident, str(ident)): _lines(traceback.extract_stack(top))
+        for ident, top in frames[:_THREADS]
+    }
+
+
+def _lines(stack: traceback.StackSummary) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack[-_FRAMES:]]

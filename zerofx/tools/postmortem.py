@@ -1,0 +1,319 @@
+"""zerofx doctor --postmortem: what happened to a job, from the flight records of its ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofx.comm.board import process_started
+from zerofx.comm.differences import name_ranks
+from zerofx.comm.flight_recorder import (
+    EVENT_BYTES,
+    FORMAT,
+    HEAD_BYTES,
+    NUM_EVENTS,
+    REASON_BYTES,
+)
+from zerofx.errors import DoctorError
+
+_MOST_BYTES = HEAD_BYTES + REASON_BYTES + NUM_EVENTS * EVENT_BYTES
+_SHOWN_EVENTS, _SHOWN_FRAMES = 4, 6
+_RAISED, _GAVE_UP, _RUNS, _VANISHED = "raised", "gave up on another", "still runs", "vanished"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call (launch 0) or a collective that a rank began, at a time in seconds since 1970."""
+
+    event: int
+    at: float
+    call: int
+    launch: int
+    what: str
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The flight record of one rank in one world."""
+
+    path: Path
+    job: str
+    world: str
+    rank: int
+    ranks: tuple[int, ...]
+    size: int
+    host: str
+    process: int
+    process_started: int
+    started: float
+    command: tuple[str, ...]
+    torch: str
+    at: float = 0.0
+    reason: str = ""
+    is_own: bool = False
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """How the rank ended, as far as its record and this machine can tell."""
+        if self.reason:
+            return _RAISED if self.is_own else _GAVE_UP
+        is_here = self.host == socket.gethostname()
+        if is_here and process_started(self.process) == self.process_started:
+            return _RUNS
+        return _VANISHED
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The last call that it began, and its last collective."""
+        call = max((e.call for e in self.events), default=0)
+        return call, max((e.launch for e in self.events), default=0)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @property
+    def last(self) -> str:
+        """What it began last, in words."""
+        if not self.events:
+            return "began no call"
+        event = self.events[-1]
+        if not event.launch:
+            return f"began {event.what} (call {event.call})"
+        return f"launched collective {event.launch}: {event.what} (call {event.call})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        events = [vars(e) for e in self.events]
+        return {**vars(self), "path": str(self.path), "state": self.state, "events": events}
+
+
+def read_record(path: Path) -> FlightRecord:
+    """Read the record of one rank.
+
+    Raises:
+        DoctorError: it is no flight record, or is damaged; names the file.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise DoctorError(f"{path} is no flight record: it is no file, or too large for one")
+        data = path.read_bytes()
+    except OSError as error:
+        raise DoctorError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        head = _checked(json.loads(data[:HEAD_BYTES]), _HEAD)
+        if head.pop("format") != FORMAT:
+            raise ValueError("another format than this version of zerofx reads")
+        said = data[HEAD_BYTES : HEAD_BYTES + REASON_BYTES].strip(b"\0 \n")
+        reason = _checked(json.loads(said), _REASON) if said else {}
+    except (ValueError, RecursionError) as error:
+        raise DoctorError(f"{path} is no flight record, or it is damaged: {error}") from error
+    events = []
+    for at in range(HEAD_BYTES + REASON_BYTES, len(data), EVENT_BYTES):
+        line = data[at : at + EVENT_BYTES].strip(b"\0 \n")
+        try:
+            events += [Event(**_checked(json.loads(line), _EVENT))] if line else []
+        except (ValueError, RecursionError):
+            continue  # the one that was being written when the process ended
+    events.sort(key=lambda e: e.event)
+    head["ranks"], head["command"] = tuple(head["ranks"]), tuple(head["command"])
+    return FlightRecord(path=path, **head, **reason, events=tuple(events))
+
+
+_HEAD = {
+    "format": int, "job": str, "world": str, "rank": int, "ranks": [int], "size": int, "host": str,
+    "process": int, "process_started": int, "started": float, "command": [str], "torch": str,
+}  # fmt: skip
+_REASON = {"at": float, "reason": str, "is_own": bool, "stacks": {str: [str]}}
+_EVENT = {"event": int, "at": float, "call": int, "launch": int, "what": str}
+
+
+def _checked(found: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Return what was read if it has exactly these fields, of these kinds."""
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
+        raise ValueError(f"its fields are not {', '.join(kinds)}")
+    for key, kind in kinds.items():
+        if not _is(found[key], kind):
+            raise ValueError(f"its field {key} is {str(found[key])[:80]!r}")
+    return found
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(v, kind[0]) for v in value)
+    if isinstance(kind, dict):
+        ((_, inner),) = kind.items()
+        return isinstance(value, dict) and all(_is(v, inner) for v in value.values())
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+# -- What happened ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorldReport:
+    """The ranks of one compiled model: who was lost first, and where all of them were."""
+
+    records: tuple[FlightRecord, ...]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of which there is no record."""
+        have = {r.rank for r in self.records}
+        return [rank for rank in range(self.records[0].size) if rank not in have]
+
+    @property
+    def suspects(self) -> list[FlightRecord]:
+        """The ranks in which the reason lies, as far as the records tell.
+
+        Those that raised something of their own, else those that vanished; of these, and of those
+        that all gave up on each other, the ones that had come least far.
+        """
+        for state in (_RAISED, _VANISHED, _RUNS, _GAVE_UP):
+            found = [r for r in self.records if r.state == state]
+            if not found:
+                continue
+            least = min(r.reached for r in found)
+            is_behind = state in (_RAISED, _VANISHED) or least < max(
+                r.reached for r in self.records
+            )
+            return [r for r in found if r.reached == least] if is_behind else []
+        return []
+
+    @property
+    def verdict(self) -> str:
+        """Say in a few sentences what happened."""
+        if self.missing and not any(r.state == _RAISED for r in self.records):
+            lacks = name_ranks(self.missing, "has", "have")
+            return (
+                f"{lacks} no record here: ended without an error while the others went on, ended "
+                "before the first call, or kept the record on another host."
+            )
+        suspects = self.suspects
+        if not suspects:
+            return (
+                "All ranks had come equally far, and each waited for another: the transfer itself "
+                "did not finish. Look at the network."
+            )
+        first = suspects[0]
+        names = " and ".join(r.name for r in suspects[:4])
+        if first.state == _RAISED:
+            reason = first.reason.partition("\n")[0].rstrip(".")
+            return f"{names}: {reason}. The others waited for it."
+        if first.state == _VANISHED:
+            return (
+                f"{names} ended without a word: killed from outside (SIGKILL, or SIGTERM by a "
+                "launcher), out of memory (see dmesg), or a crash in native code. Before that it "
+                f"{first.last}."
+            )
+        return (
+            f"{names} did not come as far as the others: it {first.last}, and nothing after that."
+        )
+
+    def __str__(self) -> str:
+        first = self.records[0]
+        lines = [self.verdict, ""]
+        for r in sorted(self.records, key=lambda r: r.rank):
+            call, launch = r.reached
+            lines.append(f"{r.name}: {r.state}, at call {call}, collective {launch}")
+            for event in r.events[-_SHOWN_EVENTS:]:
+                kind = f"collective {event.launch}" if event.launch else f"call {event.call}"
+                lines.append(f"  {event.at - first.started:+10.3f} s  {kind}: {event.what}")
+            if r.reason:
+                lines.append(f"  {r.at - first.started:+10.3f} s  {r.reason}")
+            if r in self.suspects or r.state == _GAVE_UP:
+                lines += [f"      {line}" for line in _main_stack(r)]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "verdict": self.verdict,
+            "missing": self.missing,
+            "suspects": [r.rank for r in self.suspects],
+            "records": [r.to_dict() for r in self.records],
+        }
+
+
+def _main_stack(record: FlightRecord) -> list[str]:
+    """Return the innermost lines of the main thread that are neither torch's nor zerofx's."""
+    stack = next(iter(record.stacks.values()), [])
+    theirs = [line for line in stack if not re.search(r"/(torch|zerofx)/[^ ]*\.py:", line)]
+    return (theirs or stack)[-_SHOWN_FRAMES:]
+
+
+@dataclass(frozen=True)
+class Postmortem:
+    """What the records of one job say: print it, or take `to_dict()` for JSON."""
+
+    job: str
+    worlds: tuple[WorldReport, ...]
+    damaged: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        records = [r for world in self.worlds for r in world.records]
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(r.started for r in records)))
+        command = " ".join(records[0].command)
+        lines = [f"job {self.job}, began {began}: {command}", ""]
+        for number, world in enumerate(self.worlds, 1):
+            if len(self.worlds) > 1:
+                lines.append(f"model {number} of {len(self.worlds)}")
+            lines += [str(world), ""]
+        lines += [f"left out: {text}" for text in self.damaged]
+        return "\n".join(lines).rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        worlds = [world.to_dict() for world in self.worlds]
+        return {"job": self.job, "worlds": worlds, "damaged": list(self.damaged)}
+
+
+def postmortem(folder: Path) -> Postmortem:
+    """Read the records of a job.
+
+    folder: the job's, or one with the folders of several, of which the newest is read.
+
+    Raises:
+        DoctorError: there are no records that can be read.
+    """
+    paths = _records_in(folder)
+    if not paths:
+        jobs = [f for f in _entries(folder) if f.is_dir() and _records_in(f)]
+        if not jobs:
+            raise DoctorError(
+                f"{folder} has no flight records (rank-*.jsonl). A rank that ends well removes its "
+                "own; the warning of a rank that gave up names the folder"
+            )
+        paths = _records_in(max(jobs, key=lambda f: max(p.stat().st_mtime for p in _records_in(f))))
+    records, damaged = [], []
+    for path in paths:
+        try:
+            records.append(read_record(path))
+        except DoctorError as error:
+            damaged.append(str(error))
+    if not records:
+        raise DoctorError("; ".join(damaged))
+    worlds: dict[tuple[Any, ...], list[FlightRecord]] = {}
+    for record in records:
+        worlds.setdefault((record.job, record.world, record.ranks), []).append(record)
+    reports = tuple(WorldReport(tuple(sorted(w, key=lambda r: r.rank))) for w in worlds.values())
+    return Postmortem(records[0].job, reports, tuple(damaged))
+
+
+def _entries(folder: Path) -> Sequence[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise DoctorError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def _records_in(folder: Path) -> list[Path]:
+    return [path for path in _entries(folder) if re.fullmatch(r"rank-\d+-\d+\.jsonl", path.name)]
