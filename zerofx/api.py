@@ -40,7 +40,7 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.store.optimizer import check_before, list_of, swap_optimizer
 from zerofx.runtime.store.shards import ShardStore
 from zerofx.runtime.tiers.homes import check_folder
-from zerofx.snapshot.files import check_call
+from zerofx.snapshot.target import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None

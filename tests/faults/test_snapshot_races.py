@@ -23,7 +23,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import SnapshotError
-from zerofx.snapshot import dcp, held, settling, tensor_files
+from zerofx.snapshot import dcp, held, settling, target, tensor_files
 from zerofx.snapshot import files as snapshot_files
 
 
@@ -87,7 +87,7 @@ class Swap:
         self._copies += 1
         written = self.folder.parent / f".copy-{os.getpid()}-{self._copies}"
         shutil.copytree(self._made[self.turn % 2], written)
-        snapshot_files.publish(written, self.folder)
+        target.publish(written, self.folder)
         self.turn += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from stack import Stack, stack
 
 import zerofx
 from zerofx.ir.program import Planned
+from zerofx.tools.views.recording import load_recording
 
 pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
@@ -89,6 +91,48 @@ def test_opens_without_network_or_errors(chromium: Browser, page: Path) -> None:
         ".getImageData(0, 0, c.width, c.height).data.buffer)).size)"
     )
     assert min(filled) > 5  # colours: something was drawn on both
+
+
+HARM = """<!--<script>"'`</script><img src=x onerror=document.title='run'>"""
+
+
+def hostile(what: Any) -> Any:
+    """Return plain values with harmful texts in place of the names in them."""
+    if isinstance(what, dict):
+        names = ("name", "unit", "model", "device")
+        return {k: f"{HARM}{v}" if k in names else hostile(v) for k, v in what.items()}
+    return [hostile(each) for each in what] if isinstance(what, (list, tuple)) else what
+
+
+def test_names_stay_text(chromium: Browser, run: tuple[Planned, Any], tmp_path: Path) -> None:
+    """Names of modules, classes and spans run no script, and do not empty the page."""
+    found, recording = run
+    crafted = hostile(recording.to_dict()["recording"][0])
+    crafted["identity"] = recording.to_dict()["recording"][0]["identity"]
+    file = tmp_path / "recording.json"
+    file.write_text(json.dumps({"recording": [crafted]}))
+    page = found.view(tmp_path / "page.html", recording=load_recording(file), hardware="cpu-box")
+    _sees_text_alone(chromium, page)
+    model = torch.nn.Sequential()
+    model.add_module(HARM.replace(".", ""), torch.nn.Linear(16, 16))
+    model.__class__ = type(HARM, (torch.nn.Sequential,), {})
+    program = zerofx.rewrite(zerofx.capture(model, (torch.zeros(8, 16),)), PLAN, 4)
+    _sees_text_alone(chromium, program.view(tmp_path / "module.html"))
+
+
+def _sees_text_alone(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    assert chromium.errors() == []
+    tabs = chromium.run("return document.querySelectorAll('#tabs button').length")
+    for k in range(tabs):
+        chromium.run(f"document.querySelectorAll('#tabs button')[{k}].click()")
+        assert chromium.run("return document.querySelectorAll('#panel tr, #panel div').length") > 0
+    chromium.run("lanes.focus()")
+    chromium.run("for (const bar of inOrder) goTo(bar)")
+    assert chromium.run("return document.querySelectorAll('img, main script').length") == 0
+    assert chromium.run("return document.title") != "run"
+    assert "<script>" in chromium.run("return document.body.textContent")
+    assert chromium.errors() == []
 
 
 def test_hover_names_what_is_there(chromium: Browser, page: Path) -> None:

@@ -208,9 +208,11 @@ def _digest(of: bytes) -> str:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all, also where hosts share a home."""
+    """Write a file of this user's alone, whole or not at all, also where hosts share a home."""
     staging = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    staging.write_bytes(content)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(staging, flags, 0o600), "wb") as file:
+        file.write(content)
     os.replace(staging, target)
 
 

@@ -133,6 +133,7 @@ def _compile_region(
         save_direct(sources[0], aliases, path)
     staging = f"{path}.{secrets.token_hex(8)}"
     artifact.save(path=staging, format="binary")
+    os.chmod(staging, 0o600)  # it is run only if no other user may write to it
     os.replace(staging, path)
     return _boxed(artifact)
 

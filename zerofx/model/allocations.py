@@ -16,7 +16,8 @@ from zerofx.compat.wrapper import RegionTrace, trace
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
-from zerofx.runtime.regions.cache import artifact_path, compile_missing, generated_source
+from zerofx.runtime.regions.cache import compile_missing, generated_source
+from zerofx.runtime.regions.keys import artifact_path
 from zerofx.runtime.regions.load import import_file
 
 

@@ -21,7 +21,6 @@ from zerofx.capture.effects import Change
 from zerofx.capture.model_state import ModelState
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.signature import describe_difference, describe_sizes
-from zerofx.codegen.emit import fingerprint, render, write
 from zerofx.codegen.load import check_fits, load
 from zerofx.compat.modules import own_buffers
 from zerofx.compat.tensors import version_of
@@ -47,6 +46,7 @@ from zerofx.model.budget import (
     warn_of_slots,
 )
 from zerofx.model.digest import collective_digest, describe_graph, graph_hashes
+from zerofx.model.emitted import write_to_cache
 from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
@@ -57,7 +57,6 @@ from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.regions.cache import prepare_regions
-from zerofx.runtime.regions.keys import cache_dir
 from zerofx.runtime.regions.load import import_file
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
@@ -505,7 +504,7 @@ class ProgramTable:
         """Write a program's directory and bind it, in place of what its call had before."""
         if key in self.bound:
             self._give_up(key)
-        directory = made.directory or _write(made)
+        directory = made.directory or write_to_cache(made)
         log.info("%s: program %s for world %d", made.model_name, directory, made.world_size)
         self.known[key] = made, directory
         return self._bind(key)
@@ -679,7 +678,7 @@ class ProgramTable:
         for key, (compiled, _) in list(self.known.items()):
             if compiled.signature == program.signature:
                 mine = self._instead_of(compiled)
-                self.known[key] = mine, mine.directory or _write(mine)
+                self.known[key] = mine, mine.directory or write_to_cache(mine)
                 if key in self.bound:  # bound again by its next call
                     self._give_up(key)
         return program
@@ -705,7 +704,10 @@ class ProgramTable:
 
     def _bind(self, key: Key) -> Bound:
         """Import the emitted schedule and tie it to this model's shards and buffers."""
-        program, directory = self.known[key] = self.known.pop(key)  # the latest
+        program, directory = self.known.pop(key)
+        if program.directory is None and not (directory / "schedule.py").exists():  # it was pruned
+            directory = write_to_cache(program)
+        self.known[key] = program, directory  # the latest
         alike = [k for k in self.known if k[0].entry == key[0].entry]
         spare = [k for k in alike if k not in self.bound and k != key]
         for old in spare[: max(0, len(alike) - KEPT * self._setting.plan.max_programs)]:
@@ -755,11 +757,6 @@ def _buckets(program: Planned, graph: str, test: Callable[[OpSpec], bool]) -> li
     """Return the buckets for which a graph calls an op that passes a test."""
     called = [(n, spec_of(n)) for n in program.graph(graph).nodes]
     return [bucket_of(n) for n, spec in called if spec is not None and test(spec)]
-
-
-def _write(program: Planned) -> Path:
-    files = render(program)
-    return write(files, cache_dir() / "programs" / fingerprint(files))
 
 
 def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:

@@ -87,8 +87,10 @@ class SaveSteps:
         self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def combine(self, plans: list[SavePlan]) -> None:
-        """Settle who writes what: every rank finds the same from the same plans.
+    def combine(self, plans: list[SavePlan]) -> int:
+        """Settle who writes what, and return how many bytes all ranks' tensors have.
+
+        Every rank finds the same from the same plans.
 
         Raises:
             SnapshotError: the ranks' pieces do not make up whole tensors.
@@ -99,6 +101,7 @@ class SaveSteps:
             raise SnapshotError(f"the ranks hold different parts of a state: {error}") from error
         mine = self._writer.prepare_global_plan(combined)[self._rank]
         self._plan = self._planner.finish_plan(mine)
+        return sum(_num_bytes(item) for plan in combined for item in plan.items)
 
     def write(self) -> list[WriteResult]:
         """Write and sync this rank's file, of which one tensor at a time is held."""
@@ -128,6 +131,11 @@ class SaveSteps:
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write the index."""
         self._writer.finish(self._metadata, results)
+
+
+def _num_bytes(item: WriteItem) -> int:
+    said = item.tensor_data
+    return math.prod(said.chunk.sizes) * said.properties.dtype.itemsize if said else 0
 
 
 def written_files(results: list[WriteResult]) -> set[str]:

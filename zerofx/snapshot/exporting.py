@@ -6,10 +6,10 @@ its bucket has been gathered and nothing is held until the end.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +19,19 @@ import torch
 from torch import Tensor
 
 from zerofx.comm.together import together
-from zerofx.comm.world import World
 from zerofx.errors import SnapshotError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import iter_full_state
-from zerofx.snapshot.files import check_call, discard, place, sync_file, write_file
 from zerofx.snapshot.state import buffers_of
+from zerofx.snapshot.target import (
+    Hidden,
+    check_call,
+    check_space,
+    is_mount,
+    place,
+    sync_file,
+    write_file,
+)
 from zerofx.snapshot.tensor_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -60,20 +67,21 @@ def export(
     world, what = model._zerofx.engine.world, f"zerofx.export to {path}"
     world.agree("zerofx.export", f"target={path.name}")
     is_file = path.suffix == ".safetensors"
-    hidden = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     plans = _plan(model, None if is_file else max_file_bytes)
+    job = _Export(path, is_file, plans)
+    is_writer = world.rank == 0
     try:
-        together(world, what, lambda: _begin(world, hidden), SnapshotError)
-        problem = _fill(model, plans, hidden)
-        together(
-            world,
-            what,
-            lambda: _finish(world, problem, plans, hidden, path, is_file),
-            SnapshotError,
-        )
+        together(world, what, job.begin if is_writer else _nothing, SnapshotError)
+        problem = _fill(model, plans, job.written)
+        finish = functools.partial(job.finish, problem)
+        together(world, what, finish if is_writer else _nothing, SnapshotError)
     finally:
-        if world.rank == 0:
-            discard(hidden)
+        if is_writer:
+            job.tidy()
+
+
+def _nothing() -> None:
+    """Take no part in a step."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +150,6 @@ def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str
     return _File(name, header, {k: s + len(header) for k, s in starts.items()}, end)
 
 
-def _begin(world: World, hidden: Path) -> None:
-    if world.rank == 0:
-        hidden.mkdir(parents=True)
-
-
 def _fill(model: CompiledModule, plans: list[_File], hidden: Path) -> OSError | None:
     """Gather and write; return what went wrong on rank 0, which gathers on with the others."""
     where = {name: plan for plan in plans for name in plan.starts}
@@ -176,35 +179,62 @@ def _put(hidden: Path, plan: _File, name: str, tensor: Tensor) -> OSError | None
     return None
 
 
-def _finish(
-    world: World,
-    problem: OSError | None,
-    plans: list[_File],
-    hidden: Path,
-    path: Path,
-    is_file: bool,
-) -> None:
-    """Put the written files in their place, the index last."""
-    if world.rank != 0:
-        return
-    if problem is not None:
-        raise problem
-    for plan in plans:
-        sync_file(hidden / plan.name)
-    if is_file:
-        os.replace(hidden / plans[0].name, path)
-        sync_file(path.parent)
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    names = [plan.name for plan in plans]
-    if len(plans) > 1:
-        write_file(hidden / _INDEX, _index(plans))
-        names.append(_INDEX)
-        _remove_older(path, keep=())  # a reader finds no index rather than files of two exports
-    for name in names:
-        os.replace(hidden / name, path / name)
-    _remove_older(path, keep=names)
-    sync_file(path)
+class _Export:
+    """What rank 0 does with the file system: begin, finish, tidy."""
+
+    def __init__(self, path: Path, is_file: bool, plans: list[_File]) -> None:
+        self._path, self._is_file, self._plans = path, is_file, plans
+        self._hidden: Hidden | None = None
+        self._made: Path | None = None  # a directory that was not there before
+        self.written = path  # what is written into, once `begin` has made it
+
+    def begin(self) -> None:
+        """Check the target, lock it, and make a hidden directory on its file system."""
+        path = self._path
+        if self._is_file and (path.is_dir() or is_mount(path)):
+            raise SnapshotError(f"{path} is a directory or a mount point; give the name of a file")
+        if not self._is_file and os.path.lexists(path) and not path.is_dir():
+            raise SnapshotError(
+                f"{path} is a file; give a directory, or a name ending in .safetensors"
+            )
+        parent, name = (path.parent, path.name) if self._is_file else (path, "export")
+        if not os.path.lexists(parent):
+            parent.mkdir(parents=True)
+            self._made = parent
+        self._hidden = Hidden(parent, name, path)
+        self.written = self._hidden.make()
+        check_space(self.written, sum(len(p.header) + p.total_bytes for p in self._plans))
+
+    def finish(self, problem: OSError | None) -> None:
+        """Put the written files in their place, the index last."""
+        path, plans, hidden = self._path, self._plans, self._hidden
+        assert hidden is not None
+        if problem is not None:
+            raise problem
+        for plan in plans:
+            sync_file(hidden.path / plan.name)
+        hidden.check()
+        self._made = None
+        if self._is_file:
+            os.replace(hidden.path / plans[0].name, path)
+            sync_file(path.parent)
+            return
+        names = [plan.name for plan in plans]
+        if len(plans) > 1:
+            write_file(hidden.path / _INDEX, _index(plans))
+            names.append(_INDEX)
+            _remove_older(path, keep=())  # a reader finds no index rather than files of two exports
+        for name in names:
+            os.replace(hidden.path / name, path / name)
+        _remove_older(path, keep=names)
+        sync_file(path)
+
+    def tidy(self) -> None:
+        """Remove what a failed export has written, and give the lock back."""
+        if self._hidden is not None:
+            self._hidden.close()
+        if self._made is not None:
+            self._made.rmdir()
 
 
 def _index(plans: list[_File]) -> bytes:

@@ -1,16 +1,9 @@
-"""The files of a snapshot: where they are written, how they are published, what proves them whole.
+"""The files of a snapshot: what proves them whole, and how they are read.
 
-    run/                        the published snapshot
-      zerofx.json               the manifest, written last: names, shapes, and every file's checksum
-      .metadata, __0_0.distcp   what torch.distributed.checkpoint wrote
-      values.pt                 what is no tensor: optimizer options, step counts, the user's extra
-    .run.saving-1f3a90c2/       being written; never read, removed by the next save
-    .run.new/                   complete, about to be published
-    .run.old/                   the one before, until the new one is published
-
-Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under
-its own name is always whole; where an interrupted save left none, `open_snapshot` reads .new, else
-.old, and the next save puts it back first.
+    zerofx.json               the manifest, written last: names, shapes, and every file's checksum
+    .metadata, __0_0.distcp   what torch.distributed.checkpoint wrote
+    values.pt                 what is no tensor: optimizer options, step counts, the user's extra
+    .zerofx                   the mark of a directory that zerofx made (snapshot/target.py)
 
 A snapshot that is being read stays open (`OpenSnapshot`): its manifest and its files are of one
 save, even if the next one is published and this one is deleted meanwhile.
@@ -23,8 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,136 +23,15 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
-from zerofx.errors import ArgumentError, NoSnapshotError, SnapshotError
+from zerofx.errors import NoSnapshotError, SnapshotError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
+from zerofx.snapshot.target import MANIFEST, beside, place, write_file
 
 log = logging.getLogger("zerofx")
 
-MANIFEST = "zerofx.json"
-VALUES = "values.pt"
 FORMAT, VERSION = "zerofx snapshot", 1
 _PIECE_BYTES = 1 << 20
 _LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between looks for a name that is missing
-
-
-def check_call(call: str, path: object) -> None:
-    """Raise unless a function was given a path where it takes one; `call` is the right call.
-
-    Raises:
-        ArgumentError: it is something else, such as the model.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(
-            f"{call.partition('(')[0]} was given a {type(path).__name__} where it takes a path. "
-            f"Call {call}"
-        )
-
-
-def place(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a snapshot; through a link, of what it points to."""
-    return Path(os.path.realpath(folder))
-
-
-def _beside(folder: Path, role: str) -> Path:
-    return folder.parent / f".{folder.name}.{role}"
-
-
-# -- writing ----------------------------------------------------------------------------------
-def check_place(folder: Path) -> None:
-    """Raise unless a snapshot may be published here: what is in the way is one, or is empty."""
-    if folder.is_dir():
-        if (folder / MANIFEST).exists() or not any(folder.iterdir()):
-            return
-        raise SnapshotError(
-            f"{folder} holds other files and no {MANIFEST}; a save replaces the whole directory, "
-            "so give it one of its own"
-        )
-    if os.path.lexists(folder):
-        raise SnapshotError(f"{folder} is a file; give a directory")
-
-
-def begin(folder: Path) -> Path:
-    """Tidy up after interrupted saves and return a new hidden directory to write into."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not os.path.lexists(folder):
-        for role in ("new", "old"):
-            left = _beside(folder, role)
-            if (left / MANIFEST).exists():
-                os.rename(left, folder)
-                break
-    for left in (_beside(folder, "new"), _beside(folder, "old")):
-        discard(left)
-    for left in folder.parent.glob(f".{_escaped(folder.name)}.saving-*"):
-        discard(left)
-    made = _beside(folder, f"saving-{secrets.token_hex(4)}")
-    made.mkdir()
-    return made
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def discard(folder: Path) -> None:
-    """Remove a directory that is no longer read; only log if that fails."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("%s: could not be removed (%s)", folder, error)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and see it on disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """See a file that is written on disk, or of a directory its entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
-    """Raise unless all files that the manifest names are there, before another save is given up.
-
-    Another job that begins a save to the same place takes this directory for one left behind.
-
-    Raises:
-        SnapshotError: names the file.
-    """
-    for name, (num_bytes, _) in sums.items():
-        path = written / name
-        if not path.is_file() or path.stat().st_size != num_bytes:
-            raise SnapshotError(
-                f"{path} was removed or changed while it was saved. Another job may be saving to "
-                f"{folder}: give each job a directory of its own"
-            )
-
-
-def publish(written: Path, folder: Path) -> None:
-    """Put a complete directory in the place of `folder`."""
-    sync_file(written)
-    new, old = _beside(folder, "new"), _beside(folder, "old")
-    os.rename(written, new)
-    try:
-        if os.path.lexists(folder):
-            os.rename(folder, old)
-        os.rename(new, folder)
-    except OSError:
-        if os.path.lexists(old) and not os.path.lexists(folder):
-            os.rename(old, folder)
-        discard(new)
-        raise
-    sync_file(folder.parent)
-    discard(old)
 
 
 # -- what proves a snapshot whole -----------------------------------------------------------------
@@ -209,7 +79,7 @@ def open_snapshot(name: Path) -> OpenSnapshot:
                 raise
         time.sleep(nap)
     folder = place(name)
-    for left in (_beside(folder, "new"), _beside(folder, "old")):
+    for left in (beside(folder, "new"), beside(folder, "old")):
         if not (left / MANIFEST).exists():
             continue
         try:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
-from zerofx.snapshot import files, state, whole_states
+from zerofx.snapshot import files, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
 from zerofx.snapshot.settling import read_settled
@@ -39,7 +39,7 @@ def load(
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
         DesyncError: a rank did not make this call; names it.
     """
-    files.check_call("zerofx.load(folder, model, optimizer)", folder)
+    target.check_call("zerofx.load(folder, model, optimizer)", folder)
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.load", job.digest())
     read_settled(job.world, f"zerofx.load of {job.folder}", job)
@@ -78,7 +78,7 @@ class _Load(Job):
         sums, held = manifest["files"], self.snapshot.files
         with self.snapshot.watched():
             self.snapshot.check(self.world.rank, self.world.size)
-            self.values = unpack(held.stream(files.VALUES), held.path(files.VALUES))
+            self.values = unpack(held.stream(target.VALUES), held.path(target.VALUES))
             self.extra: dict[str, Any] = self.values["extra"]
             file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
             self.steps = LoadSteps(held, file_bytes, self.store.homes.release)

@@ -16,7 +16,7 @@ from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
-from zerofx.snapshot import files, state, whole_states
+from zerofx.snapshot import files, state, target, whole_states
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
 from zerofx.snapshot.job import Job, Optimizers, pack, random_states
 
@@ -40,8 +40,8 @@ def save(
         SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
         DesyncError: a rank did not make this call; names it.
     """
-    files.check_call("zerofx.save(folder, model, optimizer)", folder)
-    job = _Save(files.place(folder), model, optimizer, extra)
+    target.check_call("zerofx.save(folder, model, optimizer)", folder)
+    job = _Save(target.place(folder), model, optimizer, extra)
     world, what = job.world, f"zerofx.save to {job.folder}"
     world.agree("zerofx.save", job.digest())
     try:
@@ -52,7 +52,8 @@ def save(
         written = together(world, what, lambda: job.prepare(surveys), SnapshotError)[0]
         assert written is not None
         plans = together(world, what, lambda: job.plan(written), SnapshotError)
-        parts = together(world, what, lambda: job.write(plans), SnapshotError)
+        together(world, what, lambda: job.combine(plans), SnapshotError)
+        parts = together(world, what, job.write, SnapshotError)
         together(world, what, lambda: job.publish(parts), SnapshotError)
     finally:
         job.tidy()
@@ -70,7 +71,7 @@ class _Save(Job):
     ) -> None:
         super().__init__(folder, model, optimizer)
         self.extra = {} if extra is None else extra
-        self.written: Path | None = None  # the hidden directory, known to rank 0
+        self.hidden: target.Hidden | None = None  # of rank 0
 
     def settle(self) -> None:
         """Have the states of what steps whole parameters with their owners; a collective call."""
@@ -113,9 +114,8 @@ class _Save(Job):
                 "loss_scale": scaler.state_dict() if scaler is not None else {},
             }
         )
-        files.check_place(self.folder)
-        self.written = files.begin(self.folder)
-        return self.written
+        self.hidden = target.begin(self.folder)
+        return self.hidden.path
 
     def plan(self, written: Path) -> Any:
         """Return what this rank could write."""
@@ -133,15 +133,20 @@ class _Save(Job):
             pieces = state.optimizer_tensors(self.store, optimizer)
             tensors.update({name: pieces} if pieces else {})
         self.steps = SaveSteps(written, self.world.rank, tensors, self.store.homes.fetch)
-        self.target = written
+        self.written = written
         return self.steps.local()
 
+    def combine(self, plans: list[Any]) -> None:
+        """Settle who writes what; on rank 0 make sure that there is space for all of it."""
+        num_bytes = self.steps.combine(plans)
+        if self.world.rank == 0:
+            target.check_space(self.written, num_bytes + len(self.values))
+
     @torch.no_grad()
-    def write(self, plans: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def write(self) -> tuple[list[Any], dict[str, Any]]:
         """Write this rank's file; return what lies where, and its checksum."""
-        self.steps.combine(plans)
         results = self.steps.write()
-        sums = {n: files.checksum(self.target / n) for n in sorted(written_files(results))}
+        sums = {n: files.checksum(self.written / n) for n in sorted(written_files(results))}
         return results, sums
 
     def publish(self, parts: list[tuple[list[Any], dict[str, Any]]]) -> None:
@@ -149,16 +154,18 @@ class _Save(Job):
         if self.world.rank != 0:
             return
         self.steps.finish([results for results, _ in parts])
-        files.write_file(self.target / files.VALUES, self.values)
+        target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
-        sums.update({n: files.checksum(self.target / n) for n in (INDEX, files.VALUES)})
+        sums.update({n: files.checksum(self.written / n) for n in (INDEX, target.VALUES)})
         facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
         plan = self.model._zerofx.setting.plan.to_dict()
-        files.write_manifest(self.target, {**facts, **self.describe(), "plan": plan})
-        files.check_written(self.target, sums, self.folder)
-        files.publish(self.target, self.folder)
+        files.write_manifest(self.written, {**facts, **self.describe(), "plan": plan})
+        target.check_written(self.written, sums, self.folder)
+        assert self.hidden is not None
+        self.hidden.check()
+        target.publish(self.written, self.folder)
 
     def tidy(self) -> None:
         """Remove what a failed save has written (a published one has left nothing there)."""
-        if self.written is not None:
-            files.discard(self.written)
+        if self.hidden is not None:
+            self.hidden.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from torch._inductor.exc import CppCompileError, InductorError
 
 import zerofx
 from zerofx.compat import inductor
+from zerofx.compat.direct import replace_file
 from zerofx.errors import ProgramError
+from zerofx.model import emitted
 from zerofx.runtime.regions import cache as region_cache
 from zerofx.runtime.regions.cache import CompileCount
-from zerofx.runtime.regions.keys import artifact_key, cache_dir
+from zerofx.runtime.regions.keys import artifact_key, artifact_path, cache_dir
 
 
 class FlatTokens(nn.Module):
@@ -177,25 +181,123 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_cache_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new cache is the user's alone, and one that others could enter becomes so."""
+def test_a_cache_that_was_given_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new cache is the user's alone; in one that others may write to, a folder of it is."""
     root = tmp_path / "cache"
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(root))
-    assert mode_of(cache_dir()) == 0o700
-    root.chmod(0o757)
-    assert mode_of(cache_dir()) == 0o700
-    root.chmod(0o500)
-    assert mode_of(cache_dir()) == 0o500  # read-only by its owner's will
+    assert cache_dir() == root and mode_of(root) == 0o700
+    for mode in (0o755, 0o500, 0o1777, 0o775):
+        root.chmod(mode)
+        found = cache_dir()
+        assert mode_of(root) == mode
+        assert found == (root / f"zerofx-{os.geteuid()}" if mode & 0o020 else root)
+    assert mode_of(found) == 0o700
+    found.chmod(0o770)
+    with pytest.raises(ProgramError, match=r"may be written by other users \(mode 770\)"):
+        cache_dir()
+    root.chmod(0o777)
+    with pytest.raises(ProgramError, match=r"anybody may replace what is in.*ZEROFX_CACHE_DIR"):
+        cache_dir()
+
+
+@pytest.mark.parametrize("place", ["file", "/proc/nowhere", "x" * 300])
+def test_a_cache_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path / place))
+    with pytest.raises(ProgramError, match="Set ZEROFX_CACHE_DIR"):
+        cache_dir()
+
+
+def test_code_of_others_in_the_cache_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that others may write to, from when a cache was open, are removed, with a warning."""
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    path = artifact_path("x = 1", "cpu")
+    ours = [path, path.with_suffix(".json"), path.with_suffix(".0.so")]
+    for file in ours:
+        replace_file(file, b"code")
+    assert artifact_path("x = 1", "cpu") == path and all(file.exists() for file in ours)
+    for planted in (*ours, path.with_suffix(".sizes"), path.with_suffix(".py")):
+        caplog.clear()
+        for file in ours:
+            replace_file(file, b"code")
+        planted.write_text("planted")
+        planted.chmod(0o666)
+        assert artifact_path("x = 1", "cpu") == path
+        assert not any(file.exists() for file in (*ours, planted))
+        assert f"{planted} may be written by other users (mode 666)" in caplog.text
+    path.parent.chmod(0o777)
+    with pytest.raises(ProgramError, match="may be written by other users"):
+        artifact_path("x = 1", "cpu")
+    path.parent.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(path.parent, 4711, -1)
+        with pytest.raises(ProgramError, match="belongs to user 4711"):
+            artifact_path("x = 1", "cpu")
+
+
+def test_modules_of_others_in_the_cache_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that somebody has put among those of a program, and a program that is another's."""
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+
+    def bound() -> Path:
+        model = zerofx.compile(nn.Linear(3, 3), {"kernels": "aten"})
+        model(torch.zeros(2, 3))
+        return next(iter(model._programs.known.values()))[1]
+
+    directory = bound()
+    harm = f"from pathlib import Path\nPath({str(tmp_path / 'harm')!r}).touch()\n"
+    (directory / "regions" / "planted.py").write_text(harm)
+    (directory / "schedule.py").write_text(harm)
+    assert bound() == directory
+    (directory / "regions" / "planted.py").write_text(harm)
+    directory.chmod(0o777)
+    assert bound() == directory and mode_of(directory) == 0o700
+    assert not (directory / "regions" / "planted.py").exists()
+    assert not (tmp_path / "harm").exists()
+
+
+def test_programs_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By age and by size, the oldest first, once a day; a model writes its own again."""
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    model = zerofx.compile(nn.Linear(3, 3), {"kernels": "aten"})
+    model(torch.zeros(2, 3))
+    key, (_, own) = next(iter(model._programs.known.items()))
+    programs = own.parent
+    days = {f"{n:016x}": age for n, age in enumerate((0, 2, 3, 29, 31))}
+    for name, age in days.items():
+        (programs / name).mkdir()
+        (programs / name / "schedule.py").write_bytes(bytes(100))
+        os.utime(programs / name, (time.time() - age * 86_400,) * 2)
+    (programs / "notes").mkdir()
+    emitted.prune(programs)
+    assert all((programs / name).exists() for name in days)  # not again today
+    monkeypatch.setattr(emitted, "KEPT_BYTES", 250)
+    (programs / ".pruned").unlink()
+    emitted.prune(programs)
+    assert {n for n in days if (programs / n).exists()} == {f"{0:016x}"}
+    assert (programs / "notes").exists() and own.exists()
+    shutil.rmtree(own)
+    model._programs._give_up(key)
+    model(torch.zeros(2, 3)).sum().backward()
+    assert model._programs.known[key][1].exists()
 
 
 def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves what is in it; where others may write to it, it does not."""
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(Path, "chmod", refused)
     os.chmod(tmp_path, 0o755)
+    monkeypatch.setattr(os, "mkdir", refused)
     assert cache_dir() == tmp_path
-    os.chmod(tmp_path, 0o777)
-    with pytest.raises(ProgramError, match=r"others may write.*mode 777.*ZEROFX_CACHE_DIR"):
+    os.chmod(tmp_path, 0o1777)
+    with pytest.raises(ProgramError, match=r"Read-only.*ZEROFX_CACHE_DIR"):
         cache_dir()
 
 

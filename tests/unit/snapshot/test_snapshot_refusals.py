@@ -91,7 +91,7 @@ def test_a_directory_of_something_else(tmp_path: Path, live: Any) -> None:
     (home / "zerofx.json").unlink()
     with pytest.raises(SnapshotError, match=r"holds other files and no zerofx\.json"):
         zerofx.save(home, *live)
-    assert len(tree(home)) == 3
+    assert len(tree(home)) == 4
     with pytest.raises(SnapshotError, match="is a file; give a directory"):
         zerofx.save(home / "values.pt", *live)
 

@@ -43,10 +43,10 @@ from zerofx.compat.inductor import (
 from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
 from zerofx.runtime.regions.keys import (
-    artifact_key,
-    cache_dir,
+    artifact_path,
     compiled_by,
     mark_of_use,
+    regions_dir,
     usual_sizes,
 )
 
@@ -128,7 +128,7 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
         "differ in the last bits from those of hosts where it can. It is tried again with another "
         "version of torch or zerofx, or after *.failed is removed from %s. Set kernels='aten' to "
         "silence this.\n  %s",
-        len(failed), cache_dir() / "regions", "\n  ".join(said),
+        len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
 
 
@@ -137,9 +137,7 @@ def _path(module: ModuleType, hints: Hints) -> Path:
     source = Path(str(module.__file__)).read_text()
     if hints != _hints(module):
         source += f"\nSIZES = {dict(hints)}\n"
-    path = artifact_path(source, specs[0][3] if specs else "cpu")
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    return path
+    return artifact_path(source, specs[0][3] if specs else "cpu")
 
 
 def _hints(module: ModuleType) -> Hints:
@@ -151,11 +149,6 @@ def _specs(module: ModuleType) -> Any:
     """Return the tensors that a region takes, for the values that it is compiled for."""
     hints = _hints(module)
     return module.INPUTS(**hints) if hints else module.INPUTS
-
-
-def artifact_path(source: str, device: str) -> Path:
-    """Return where the compiled form of a region's source lies, or would lie."""
-    return cache_dir() / "regions" / f"{artifact_key(source, device)}.bin"
 
 
 def generated_source(path: Path) -> tuple[Path | None, bool]:

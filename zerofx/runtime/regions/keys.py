@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import os
 import platform
-import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,35 +16,33 @@ from typing import Any
 
 import torch
 
-from zerofx.errors import ProgramError
+from zerofx.runtime.regions.private import private_folder, private_root, remove_foreign
 
 
 def cache_dir() -> Path:
     """Return this user's cache of compiled regions and emitted programs, private to them."""
     base = os.environ.get("ZEROFX_CACHE_DIR")
-    root = Path(base) if base else Path.home() / ".cache" / "zerofx"
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = root.stat()
-    if found.st_uid != os.getuid():
-        raise ProgramError(
-            f"the cache {root} belongs to another user; set ZEROFX_CACHE_DIR to one of your own"
-        )
-    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        _make_private(root, found.st_mode)
-    return root
+    return private_root(Path(base) if base else Path.home() / ".cache" / "zerofx")
 
 
-def _make_private(root: Path, mode: int) -> None:
-    """Close the cache to others; what they could only read may stay on a read-only file system."""
-    try:
-        root.chmod(stat.S_IMODE(mode) & stat.S_IRWXU)
-    except OSError as e:
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ProgramError(
-                f"others may write to the cache {root} (mode {stat.S_IMODE(mode):o}), whose code "
-                f"this process would run, and its mode cannot be changed ({e.strerror}); "
-                "set ZEROFX_CACHE_DIR to a directory of your own"
-            ) from e
+def regions_dir() -> Path:
+    """Return the folder of the compiled regions."""
+    return private_folder(cache_dir() / "regions")
+
+
+def artifact_path(source: str, device: str) -> Path:
+    """Return where the compiled form of a region's source lies, or would lie.
+
+    Its files are run: those that another user has made or may write to are removed first.
+    """
+    path = regions_dir() / f"{artifact_key(source, device)}.bin"
+    files = [path.with_suffix(suffix) for suffix in (".bin", ".json", ".py", ".sizes")]
+    libraries = (path.with_suffix(f".{number}.so") for number in itertools.count())
+    files += itertools.takewhile(os.path.lexists, libraries)
+    if remove_foreign(files):
+        for file in files:  # what is left of it is no whole artifact
+            file.unlink(missing_ok=True)
+    return path
 
 
 def artifact_key(source: str, device: str) -> str:
@@ -87,7 +85,7 @@ def compiled_by() -> str:
 
 def mark_of_use() -> Path:
     """Return the file that says that regions were compiled here, by such a process as this."""
-    return cache_dir() / "regions" / f"{artifact_key('', 'cpu')}.used"
+    return regions_dir() / f"{artifact_key('', 'cpu')}.used"
 
 
 def _threads(device: str) -> list[int | None]:

@@ -9,7 +9,7 @@ function draw() {
 function say(at, lines) {
   tip.hidden = !lines;
   if (!lines) return;
-  tip.innerHTML = `<b>${text(lines[0])}</b>\n<span>${text(lines.slice(1).join("\n"))}</span>`;
+  put(tip, html`<b>${lines[0]}</b>\n<span>${lines.slice(1).join("\n")}</span>`);
   const { width, height } = tip.getBoundingClientRect();
   const below = at.clientY + 16 + height < innerHeight - 8;
   tip.style.left = Math.max(4, Math.min(at.clientX + 14, innerWidth - width - 8)) + "px";

@@ -1,22 +1,19 @@
 // The tables under the picture: steps, predicted beside measured, passes, decisions.
 const panel = document.getElementById("panel"), tabs = document.getElementById("tabs");
-function text(value) {
-  return String(value).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-}
 function table(head, body) {
-  const cells = head.map((h) => `<th class="${h.startsWith("#") ? "n" : ""}">${text(h.replace("#", ""))}</th>`);
-  return `<table><thead><tr>${cells.join("")}</tr></thead><tbody>${body.join("")}</tbody></table>`;
+  const cells = head.map((h) => html`<th class="${h.startsWith("#") ? "n" : ""}">${h.replace("#", "")}</th>`);
+  return html`<table><thead><tr>${cells}</tr></thead><tbody>${body}</tbody></table>`;
 }
 
 // -- steps, identical layers once ---------------------------------------------------------------
 const listed = new Set(); // layers that are written out
 const measuredTracks = D.tracks.filter((t) => t.held.length);
 function stepRow(i, inner) {
-  const s = steps[i], times = D.tracks.map((t) => t.byName.get(s.name)).map((b) => `<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
+  const s = steps[i], times = D.tracks.map((t) => t.byName.get(s.name)).map((b) => html`<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
   const what = s.kind === "region" ? s.heaviest : s.moves;
-  return `<tr class="step${inner ? " in" : ""}" data-step="${i}" tabindex="0"><td>${text(s.name)}</td><td>${text(s.unit)}</td>` +
-    `<td>${text(what)}</td><td class="n">${s.bytes ? bytes(s.bytes) : ""}</td>${isInSteps ? "" : times.join("")}` +
-    `<td class="n">${bytes(s.resident)}</td>${measuredTracks.map((t) => `<td class="n">${t.held[i] < 0 ? "" : bytes(t.held[i])}</td>`).join("")}<td>${text(s.line)}</td></tr>`;
+  const held = measuredTracks.map((t) => html`<td class="n">${t.held[i] < 0 ? "" : bytes(t.held[i])}</td>`);
+  return html`<tr class="step${inner ? " in" : ""}" data-step="${i}" tabindex="0"><td>${s.name}</td><td>${s.unit}</td><td>${what}</td>
+    <td class="n">${s.bytes ? bytes(s.bytes) : ""}</td>${isInSteps ? "" : times}<td class="n">${bytes(s.resident)}</td>${held}<td>${s.line}</td></tr>`;
 }
 function stepsTab() {
   const body = [];
@@ -25,13 +22,13 @@ function stepsTab() {
   D.layers.forEach(([first, period, count, unit], layer) => {
     own(at, first, false);
     const open = listed.has(layer), last = first + period * count;
-    body.push(`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${text(unit)} on${open ? "" : ", the first written out"}</td></tr>`);
+    body.push(html`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${unit} on${open ? "" : ", the first written out"}</td></tr>`);
     own(first, open ? last : first + period, true);
     at = last;
   });
   own(at, steps.length, false);
   const names = isInSteps ? [] : D.tracks.map((t) => "#" + t.name);
-  panel.innerHTML = table(["step", "unit", "what", "#bytes", ...names, "#resident", ...measuredTracks.map((t) => "#resident, " + t.name), "line"], body);
+  put(panel, table(["step", "unit", "what", "#bytes", ...names, "#resident", ...measuredTracks.map((t) => "#resident, " + t.name), "line"], body));
 }
 panel.addEventListener("click", (event) => {
   const row = event.target.closest("tr");
@@ -56,30 +53,34 @@ function lookAt(i) {
 function compareTab() {
   const left = D.tracks[0], right = main === left ? D.tracks[1] : main;
   const body = D.beside[D.tracks.indexOf(right) - 1].map(([i, name, unit, what, count, a, b]) =>
-    `<tr${i < 0 ? "" : ` class="step" data-step="${i}" tabindex="0"`}><td>${text(name)}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${text(unit)}</td>` +
-      `<td>${text(what)}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td><td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`);
+    html`<tr${i < 0 ? "" : html` class="step" data-step="${i}" tabindex="0"`}><td>${name}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${unit}</td>
+      <td>${what}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td><td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`);
   const held = right.peak_bytes ? `; peak memory ${bytes(D.peak_bytes)}, ${bytes(right.peak_bytes)} (${beside(right.peak_bytes, D.peak_bytes)})` : "";
-  panel.innerHTML = `<p>${text(left.name)} ${time(left.step)}, ${text(right.name)} ${time(right.step)}${held}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>` +
-    table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body);
+  put(panel, [
+    html`<p>${left.name} ${time(left.step)}, ${right.name} ${time(right.step)}${held}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>`,
+    table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body),
+  ]);
 }
 
 // -- passes and decisions -----------------------------------------------------------------------
 function passesTab() {
-  panel.innerHTML = D.history.map((p, k) => {
+  put(panel, D.history.map((p, k) => {
     const before = D.history[k - 1] || p;
-    const lines = p.diff.map((l) => `<span class="${{ "+": "a", "-": "d", "@": "h" }[l[0]] || ""}">${text(l)}</span>`);
-    const head = `<b>${String(k).padStart(2, "0")} ${text(p.pass)}</b> &nbsp; ${text(p.summary)} &nbsp; <small>nodes ${before.nodes} → ${p.nodes}, sends ${bytes(p.comm_bytes)}, peak ${bytes(before.peak_bytes)} → ${bytes(p.peak_bytes)}</small>`;
-    return p.diff.length ? `<details><summary>${head}</summary><pre>${lines.join("\n")}</pre></details>` : `<div>${head}</div>`;
-  }).join("");
+    const lines = p.diff.map((l, i) => html`${i ? "\n" : ""}<span class="${{ "+": "a", "-": "d", "@": "h" }[l[0]] || ""}">${l}</span>`);
+    const head = html`<b>${String(k).padStart(2, "0")} ${p.pass}</b> &nbsp; ${p.summary} &nbsp; <small>nodes ${before.nodes} → ${p.nodes}, sends ${bytes(p.comm_bytes)}, peak ${bytes(before.peak_bytes)} → ${bytes(p.peak_bytes)}</small>`;
+    return p.diff.length ? html`<details><summary>${head}</summary><pre>${lines}</pre></details>` : html`<div>${head}</div>`;
+  }));
 }
 function decisionsTab() {
-  panel.innerHTML = `<p>${text(D.spent || "")}</p><input type="search" id="search" placeholder="a value, module, bucket, choice or line"><div id="found"></div>`;
+  put(panel, html`<p>${D.spent || ""}</p><input type="search" id="search" placeholder="a value, module, bucket, choice or line"><div id="found"></div>`);
   const list = () => {
     const wanted = document.getElementById("search").value;
     const found = D.decisions.filter((d) => !wanted || [d.subject, d.module, d.line, d.choice].some((v) => v.includes(wanted)));
-    const body = found.slice(0, 500).map((d) => `<tr><td>${text(d.choice)}</td><td class="n">${bytes(d.nbytes)}</td><td>${text(d.subject)}</td><td>${text(d.module)}</td><td>${text(d.line)}</td><td class="wide">${text(d.why)}</td></tr>`);
-    document.getElementById("found").innerHTML = `<p><small>${found.length} decisions${found.length > 500 ? ", the first 500" : ""}</small></p>` +
-      table(["choice", "#bytes", "what", "module", "line", "why"], body);
+    const body = found.slice(0, 500).map((d) => html`<tr><td>${d.choice}</td><td class="n">${bytes(d.nbytes)}</td><td>${d.subject}</td><td>${d.module}</td><td>${d.line}</td><td class="wide">${d.why}</td></tr>`);
+    put(document.getElementById("found"), [
+      html`<p><small>${found.length} decisions${found.length > 500 ? ", the first 500" : ""}</small></p>`,
+      table(["choice", "#bytes", "what", "module", "line", "why"], body),
+    ]);
   };
   document.getElementById("search").addEventListener("input", list);
   list();

@@ -12,7 +12,7 @@ function inWords(bar) {
   if (bar.kind === "transfer") return verb || "transfer";
   return verb && bar.kind !== "sync" ? `${KINDS[bar.kind] || bar.kind} (${verb})` : KINDS[bar.kind] || bar.kind;
 }
-function swatch(colour, text) { return `<span><i style="background:${colour}"></i>${text}</span>`; }
+function swatch(colour, words) { return html`<span><i data-colour="${colour}"></i>${words}</span>`; }
 function writeLegends() {
   const bars = D.tracks.flatMap((t) => t.bars), kinds = new Set(bars.map((b) => b.kind));
   const regions = new Set(bars.filter((b) => b.kind === "region").map((b) => b.graph));
@@ -20,15 +20,17 @@ function writeLegends() {
   if (regions.has("forward")) shown.push(swatch(FORWARD, "forward"));
   if (regions.has("backward")) shown.push(swatch(BACKWARD, "backward"));
   for (const [kind, words] of Object.entries(KINDS)) if (kinds.has(kind)) shown.push(swatch(KIND[kind], words));
-  document.getElementById("kinds").innerHTML = shown.join("");
+  put(document.getElementById("kinds"), shown);
   const used = new Set(bars.map((b) => verbOf(b.name)));
-  document.getElementById("verbs").innerHTML = Object.entries(VERBS).filter(([verb]) => used.has(verb))
-    .map(([verb, words]) => `<span><b>${verb}</b> ${words}</span>`).join("") +
-    [["b", "bucket"], ["v", "value"]].filter(([c]) => bars.some((b) => new RegExp(` ${c}\\d`).test(b.name)))
-      .map(([c, words]) => `<span><b>${c}3</b> ${words} 3</span>`).join("");
-  document.getElementById("legend").innerHTML =
-    D.memory.categories.map((name) => swatch(CATEGORY[name], name)).join("") +
-    (main.held.length ? `<span><i class="line"></i>${main.name}: ${bytes(main.peak_bytes)} (${beside(main.peak_bytes, D.peak_bytes)})</span>` : "");
+  const numbered = [["b", "bucket"], ["v", "value"]].filter(([c]) => bars.some((b) => new RegExp(` ${c}\\d`).test(b.name)));
+  put(document.getElementById("verbs"), [
+    Object.entries(VERBS).filter(([verb]) => used.has(verb)).map(([verb, words]) => html`<span><b>${verb}</b> ${words}</span>`),
+    numbered.map(([c, words]) => html`<span><b>${c}3</b> ${words} 3</span>`),
+  ]);
+  put(document.getElementById("legend"), [
+    D.memory.categories.map((name) => swatch(CATEGORY[name], name)),
+    main.held.length ? html`<span><i class="line"></i>${main.name}: ${bytes(main.peak_bytes)} (${beside(main.peak_bytes, D.peak_bytes)})</span>` : "",
+  ]);
 }
 
 function heldAt(i) {

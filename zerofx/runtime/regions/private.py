@@ -1,0 +1,106 @@
+"""Folders and files whose code this process runs: this user's, and written to by no other user.
+
+A folder that was given is never changed. If others may write to it, a folder within it is made and
+used, which they cannot write to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from zerofx.errors import ProgramError
+
+log = logging.getLogger("zerofx")
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own"
+
+
+def private_root(given: Path) -> Path:
+    """Return a folder of this user's alone: the one that was given, or one within it.
+
+    Raises:
+        ProgramError: there is none, and none can be made.
+    """
+    try:
+        given.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = given.stat()
+        if is_private(found):
+            return given
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            raise ProgramError(
+                f"anybody may replace what is in the cache {given} (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), whose code this process would run. {_WAY_OUT}"
+            )
+        own = given / f"zerofx-{os.geteuid()}"
+        own.mkdir(exist_ok=True, mode=0o700)
+        found = own.lstat()
+    except OSError as error:
+        raise ProgramError(f"the cache {given}: {error.strerror}. {_WAY_OUT}") from error
+    if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
+        raise ProgramError(f"the cache {own} {_whose(found)}. Remove it. {_WAY_OUT}")
+    return own
+
+
+def private_folder(folder: Path) -> Path:
+    """Return a folder of a private root: made if it is missing, refused if it is another user's.
+
+    Raises:
+        ProgramError: says whose it is.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ProgramError(f"the cache {folder}: {error.strerror}. {_WAY_OUT}") from error
+    if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
+        raise ProgramError(
+            f"the cache {folder} {_whose(found)}, and this process would run the code in it. "
+            "Remove it"
+        )
+    return folder
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Return whether something is this user's, and no other user may write to it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+
+
+def remove_foreign(paths: Iterable[Path]) -> bool:
+    """Remove files of a private folder that others have made, or may write to; warn of each.
+
+    They can be from a time when the folder was open to others. Return whether there were any.
+
+    Raises:
+        ProgramError: one cannot be removed.
+    """
+    has_any = False
+    for path in paths:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        if is_private(found) and stat.S_ISREG(found.st_mode):
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ProgramError(
+                f"{path} {_whose(found)}, and this process would run the code in it. It cannot be "
+                f"removed ({error.strerror}). {_WAY_OUT}"
+            ) from error
+        log.warning("%s %s. It was removed, and is made again", path, _whose(found))
+        has_any = True
+    return has_any
+
+
+def _whose(found: os.stat_result) -> str:
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}"
+    if found.st_mode & _OTHERS_WRITE:
+        return f"may be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return "is no plain file or directory"

@@ -1,0 +1,204 @@
+"""A lock with an owner: one process at a time saves or exports to a place.
+
+    .run.lock   {"zerofx": "lock", "host": "node7", "boot": ..., "pid": 4711, "started": ...,
+                 "time": "2026-11-23 12:00:00 UTC"}
+
+The owner holds flock on the file, which the kernel drops when the process ends, however it ends. On
+its own host a dead owner's lock is therefore taken over at once. The text tells the others who the
+owner is, and decides where flock does not reach: a lock of another host is never taken over, and
+without flock the process of that number and start time is looked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from zerofx.errors import SnapshotError
+from zerofx.nvme.folder import whoami
+
+log = logging.getLogger("zerofx")
+
+_KIND = "lock"
+_MOST_BYTES = 4096
+_TRIES = 100  # to open a file that others take away in between
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Lock:
+    """The lock file at `path`, held from construction to `release`.
+
+    Raises:
+        SnapshotError: another process has it: says which, since when, and what to do.
+        OSError: the directory cannot be written to.
+    """
+
+    def __init__(self, path: Path, place: Path) -> None:
+        self.path, self._place = path, place
+        for _ in range(_TRIES):
+            fd = _opened(path)
+            try:
+                has_flock = _flocked(fd)
+                if not _is_at(fd, path):  # its owner released it meanwhile
+                    os.close(fd)
+                    continue
+                self._check_owner(fd, has_flock)
+                _write(fd, {"zerofx": _KIND, **whoami(), "started": _started(os.getpid())})
+            except BaseException:
+                os.close(fd)
+                raise
+            self._fd = fd
+            return
+        raise SnapshotError(f"{path} changes all the time. Save when no other job saves to {place}")
+
+    def _check_owner(self, fd: int, has_flock: bool | None) -> None:
+        """Raise unless the lock is free, or its owner is known to be dead.
+
+        has_flock: whether this process now has flock, None if the file system has none.
+        """
+        owner = _read(fd, self.path)
+        if owner is None and has_flock is not False:
+            return
+        said = _describe(owner, time.time() - os.fstat(fd).st_mtime)
+        is_here = owner is not None and (
+            owner["boot"] == whoami()["boot"] or owner["host"] == socket.gethostname()
+        )
+        if has_flock is False or (is_here and has_flock is None and _is_alive(owner)):
+            raise SnapshotError(
+                f"{self._place} is being written by {said}. Give each job a directory of its own, "
+                "or wait until that process has finished"
+            )
+        if not is_here:
+            raise SnapshotError(
+                f"{self._place} is locked by {said}. Another host cannot tell whether that process "
+                f"still runs. Wait for it; if it has ended, remove {self.path}"
+            )
+        log.warning("%s: taken over from %s, which has ended", self.path, said)
+
+    def check(self) -> None:
+        """Raise if the lock file was removed or replaced while this process held it.
+
+        Raises:
+            SnapshotError: names it.
+        """
+        if not _is_at(self._fd, self.path):
+            raise SnapshotError(
+                f"{self.path} was removed while this process saved to {self._place}. Another job "
+                "may save there: give each job a directory of its own"
+            )
+
+    def release(self) -> None:
+        """Give the lock back and remove its file; a file that stays is taken over later."""
+        try:
+            if _is_at(self._fd, self.path):
+                os.unlink(self.path)
+        except OSError as error:
+            log.warning("%s: could not be removed (%s)", self.path, error)
+        finally:
+            os.close(self._fd)
+
+
+def _opened(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise _foreign(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _foreign(path)
+    return fd
+
+
+def _foreign(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"{path} is in the way: zerofx keeps a lock file under this name and did not make this "
+        "one. Move it, or save to another name"
+    )
+
+
+def _flocked(fd: int) -> bool | None:
+    """Try to take flock; return None where the file system has none."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return None
+        raise
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read(fd: int, path: Path) -> dict[str, Any] | None:
+    """Return what the file says of its owner, None if it is empty (a crash can leave it so)."""
+    text = os.pread(fd, _MOST_BYTES, 0)
+    if not text.strip(b"\0 \n"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _foreign(path) from None
+    if not isinstance(found, dict) or found.get("zerofx") != _KIND:
+        raise _foreign(path)
+    texts = all(isinstance(found.get(key), str) for key in ("host", "boot", "time"))
+    if not (texts and type(found.get("pid")) is int):
+        raise _foreign(path)
+    return found
+
+
+def _write(fd: int, owner: dict[str, Any]) -> None:
+    text = json.dumps(owner).encode()
+    os.pwrite(fd, text, 0)
+    os.ftruncate(fd, len(text))
+
+
+def _describe(owner: dict[str, Any] | None, age_s: float) -> str:
+    if owner is None:
+        return "another process"
+    return (
+        f"process {owner['pid']} of host {owner['host']}, since {owner['time']} "
+        f"({_age(max(age_s, 0.0))} ago)"
+    )
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; None if it is gone, or not on Linux."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return said.rpartition(")")[2].split()[19]
+
+
+def _is_alive(owner: dict[str, Any] | None) -> bool:
+    """Return whether a process of this host's own still runs (a later one may have its number)."""
+    return (
+        owner is not None
+        and owner["boot"] == whoami()["boot"]
+        and _started(owner["pid"]) == owner.get("started")
+    )

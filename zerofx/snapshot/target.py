@@ -1,0 +1,326 @@
+"""The place that a save or an export is written to: checked, locked, filled, published, tidied.
+
+    run/                        the published snapshot
+    .run.lock                   who is writing (snapshot/lock.py)
+    .run.saving-1f3a90c2/       being written; never read, removed by the next save
+    .run.new/                   complete, about to be published
+    .run.old/                   the one before, until the new one is published
+
+Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under
+its own name is always whole; where an interrupted save left none, `open_snapshot` reads .new, else
+.old, and the next save puts it back first.
+
+Every directory that zerofx makes has the file `.zerofx` in it, its mark, from the first moment to
+the last. Without mark or manifest a directory is a user's own: it is never removed, and if it has
+one of the names above, the save is refused. Files of a user's in a snapshot that is replaced are
+kept, in `run.kept-5d20c1aa/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+
+from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.nvme.folder import free_bytes
+from zerofx.plan.sizes import format_bytes
+from zerofx.snapshot.lock import Lock
+
+log = logging.getLogger("zerofx")
+
+MANIFEST = "zerofx.json"
+VALUES = "values.pt"
+MARK = ".zerofx"
+_MARK_TEXT = b"zerofx: the files of this directory are zerofx's, and it may remove them\n"
+_SAVING = re.compile(r"saving-[0-9a-f]{8}")
+# What a snapshot is made of; a file server keeps deleted files as .nfs*.
+_OURS = re.compile(
+    rf"__\d+_\d+{re.escape(DEFAULT_SUFFIX)}|\.metadata(\.tmp)?|{re.escape(VALUES)}"
+    rf"|{re.escape(MANIFEST)}|{re.escape(MARK)}|\.nfs\w+"
+)
+
+
+def check_call(call: str, path: object) -> None:
+    """Raise unless a function was given a path where it takes one; `call` is the right call.
+
+    Raises:
+        ArgumentError: it is something else, such as the model.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(
+            f"{call.partition('(')[0]} was given a {type(path).__name__} where it takes a path. "
+            f"Call {call}"
+        )
+
+
+def place(folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a snapshot; through a link, of what it points to."""
+    return Path(os.path.realpath(folder))
+
+
+def beside(folder: Path, role: str) -> Path:
+    """Return the hidden name next to a snapshot that something of this role has."""
+    return folder.parent / f".{folder.name}.{role}"
+
+
+# -- before the first byte ------------------------------------------------------------------------
+def check_place(folder: Path) -> None:
+    """Raise unless a snapshot may be published here: what is in the way is one, or is empty.
+
+    Raises:
+        SnapshotError: says what is in the way, and what to give instead.
+    """
+    if folder.is_dir():
+        if is_mount(folder):
+            raise SnapshotError(
+                f"{folder} is a mount point. A save replaces its whole directory, and a mount "
+                f"point cannot be replaced. Give a directory in it, such as {folder / 'save'}"
+            )
+        if not (folder / MANIFEST).exists() and any(folder.iterdir()):
+            raise SnapshotError(
+                f"{folder} holds other files and no {MANIFEST}; a save replaces the whole "
+                "directory, so give it one of its own"
+            )
+        _check_replaceable(folder)
+    elif os.path.lexists(folder):
+        raise SnapshotError(f"{folder} is a file; give a directory")
+
+
+def _check_names(folder: Path) -> None:
+    """Raise if something of a user's has a name that a save uses for a moment."""
+    for role in ("new", "old"):
+        left = beside(folder, role)
+        if os.path.lexists(left) and not is_ours(left) and not _is_empty(left):
+            raise SnapshotError(
+                f"{left} is in the way: a save uses this name for a moment, and zerofx did not "
+                "make this one. Move it, or save to another name"
+            )
+
+
+def is_mount(path: Path) -> bool:
+    """Return whether something is mounted at a path, be it from the same file system."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in str(path))
+    return any(line.split(" ")[4] == escaped for line in lines)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise if this user may not rename or empty a directory that a save would replace."""
+    found, parent = folder.stat(), folder.parent.stat()
+    me = os.geteuid()
+    is_sticky = parent.st_mode & stat.S_ISVTX and me not in (0, found.st_uid, parent.st_uid)
+    if is_sticky or not os.access(folder, os.W_OK | os.X_OK):
+        raise SnapshotError(
+            f"{folder} is of user {found.st_uid}, and user {me} may not replace it. Save to "
+            "another directory, or change its owner"
+        )
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise if the file system that `folder` is on has too little space, with both numbers.
+
+    Raises:
+        SnapshotError: says how much is needed and how much is free.
+    """
+    free = free_bytes(folder)
+    if num_bytes > free:
+        raise SnapshotError(
+            f"{folder}: the save takes at least {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free)} are free. Free space there, or save to another file system"
+        )
+
+
+# -- writing --------------------------------------------------------------------------------------
+class Hidden:
+    """A new hidden directory to write into, and the lock of the place that it is for.
+
+    parent: where both lie. name: what both are called after.
+    """
+
+    def __init__(self, parent: Path, name: str, what: Path) -> None:
+        self._named = parent / name
+        self._lock = Lock(beside(self._named, "lock"), what)
+        self.path = beside(self._named, f"saving-{secrets.token_hex(4)}")
+
+    def make(self) -> Path:
+        """Remove what interrupted writers left behind, and make the directory."""
+        for left in _saving(self._named):
+            discard(left)
+        self.path.mkdir()
+        write_file(self.path / MARK, _MARK_TEXT)
+        return self.path
+
+    def check(self) -> None:
+        """Raise if this process no longer has the lock."""
+        self._lock.check()
+
+    def close(self) -> None:
+        """Remove what was not published, and give the lock back."""
+        discard(self.path)
+        self._lock.release()
+
+
+def begin(folder: Path) -> Hidden:
+    """Lock the place of a save, tidy up after interrupted ones, and return where to write."""
+    check_place(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hidden = Hidden(folder.parent, folder.name, folder)
+    try:
+        _check_names(folder)
+        if not os.path.lexists(folder):
+            for role in ("new", "old"):
+                left = beside(folder, role)
+                if (left / MANIFEST).exists():
+                    os.rename(left, folder)
+                    break
+        for left in (beside(folder, "new"), beside(folder, "old")):
+            discard(left)
+        hidden.make()
+    except BaseException:
+        hidden.close()
+        raise
+    return hidden
+
+
+def _saving(folder: Path) -> Iterator[Path]:
+    """Yield the directories that writers to this place have left behind."""
+    start = f".{folder.name}."
+    with os.scandir(folder.parent) as entries:
+        found = [e.name for e in entries if e.name.startswith(start)]
+    for name in found:
+        if _SAVING.fullmatch(name.removeprefix(start)):
+            yield folder.parent / name
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether zerofx made a directory: it has the mark, or a snapshot's manifest."""
+    return not folder.is_symlink() and any((folder / name).is_file() for name in (MARK, MANIFEST))
+
+
+def _is_empty(folder: Path) -> bool:
+    return not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir())
+
+
+def discard(folder: Path) -> None:
+    """Remove a directory of zerofx's that is no longer read; only log if that fails.
+
+    What zerofx did not write is kept under a name that shows. The manifest goes first, so that
+    what is left is never taken for a snapshot, and the mark last.
+    """
+    if not os.path.lexists(folder):
+        return
+    try:
+        if not is_ours(folder):
+            if _is_empty(folder):  # a writer was killed before its mark was there, or after
+                os.rmdir(folder)
+            return
+        others = _remove_ours(folder)
+        if others:
+            kept = _kept(folder)
+            os.rename(folder, kept)
+            (kept / MARK).unlink(missing_ok=True)
+            log.warning(
+                "%s: zerofx did not write %s, which lay in a snapshot that a save replaced. It is "
+                "now in %s", folder, ", ".join(others[:6]), kept,
+            )  # fmt: skip
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(folder / MARK)
+        os.rmdir(folder)
+    except OSError as error:
+        log.warning("%s: could not be removed (%s)", folder, error)
+
+
+def _remove_ours(folder: Path) -> list[str]:
+    """Remove all but the mark; return what zerofx did not write, which stays."""
+    is_new = _SAVING.search(folder.name) is not None  # all that lies in there is ours
+    names = sorted(os.listdir(folder), key=lambda name: name != MANIFEST)
+    others = []
+    if (folder / MARK).is_file():
+        names.remove(MARK)
+    else:  # an older zerofx wrote it: the manifest is its mark
+        names.append(names.pop(0))
+    for name in names:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            if is_new:
+                shutil.rmtree(path)
+            else:
+                others.append(name)
+        elif is_new or _OURS.fullmatch(name):
+            path.unlink(missing_ok=True)
+        else:
+            others.append(name)
+    return others
+
+
+def _kept(folder: Path) -> Path:
+    name = folder.name.removeprefix(".").rpartition(".")[0]
+    return folder.parent / f"{name}.kept-{secrets.token_hex(4)}"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and see it on disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """See a file that is written on disk, or of a directory its entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
+    """Raise unless all files that the manifest names are there, before another save is given up.
+
+    A process that does not know of locks may have removed them.
+
+    Raises:
+        SnapshotError: names the file.
+    """
+    for name, (num_bytes, _) in sums.items():
+        path = written / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise SnapshotError(
+                f"{path} was removed or changed while it was saved. Another job may be saving to "
+                f"{folder}: give each job a directory of its own"
+            )
+
+
+def publish(written: Path, folder: Path) -> None:
+    """Put a complete directory in the place of `folder`."""
+    sync_file(written)
+    new, old = beside(folder, "new"), beside(folder, "old")
+    os.rename(written, new)
+    try:
+        if os.path.lexists(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+    except OSError:
+        if os.path.lexists(old) and not os.path.lexists(folder):
+            os.rename(old, folder)
+        discard(new)
+        raise
+    sync_file(folder.parent)
+    discard(old)
