@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from zerofx.plan.plan import Offload as Offload
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
+    from zerofx.runtime.preemption import Preemption as Preemption
     from zerofx.snapshot import export as export
     from zerofx.snapshot import full_optimizer_state_dict as full_optimizer_state_dict
     from zerofx.snapshot import load as load
     from zerofx.snapshot import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from zerofx.snapshot import load_weights as load_weights
+    from zerofx.snapshot import resume as resume
     from zerofx.snapshot import save as save
     from zerofx.tools.predict import predict as predict
     from zerofx.tools.record.record import record as record
@@ -51,6 +53,7 @@ _HOME = {
     "iter_state_dict": "zerofx.model.full_state",
     "whole": "zerofx.model.whole",
     "Plan": "zerofx.plan.plan",
+    "Preemption": "zerofx.runtime.preemption",
     "Precision": "zerofx.plan.plan",
     "Offload": "zerofx.plan.plan",
     "predict": "zerofx.tools.predict",
@@ -58,6 +61,7 @@ _HOME = {
     "search": "zerofx.tools.search",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
+    "resume": "zerofx.snapshot",
     "load_weights": "zerofx.snapshot",
     "full_optimizer_state_dict": "zerofx.snapshot",
     "load_full_optimizer_state_dict": "zerofx.snapshot",

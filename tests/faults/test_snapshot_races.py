@@ -23,7 +23,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import SnapshotError
-from zerofx.snapshot import dcp, held, settling, target, tensor_files
+from zerofx.snapshot import dcp, held, target, tensor_files
 from zerofx.snapshot import files as snapshot_files
 
 
@@ -172,7 +172,7 @@ def test_more_files_than_descriptors(swap: Swap, run: Any, monkeypatch: pytest.M
 
 def test_never_settled(swap: Swap, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that meets a new save at each attempt ends, and says so."""
-    monkeypatch.setattr(settling, "TRIES", 4)
+    monkeypatch.setattr(held, "TRIES", 4)
     before = descriptors()
     with (
         at_call(held.HeldFiles, "_opened", set(range(100)), swap),
@@ -208,7 +208,7 @@ def test_what_is_loaded_in_part_is_said(
     swap: Swap, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the attempt after a broken read finds no snapshot, the model keeps a part of each."""
-    monkeypatch.setattr(settling, "TRIES", 2)
+    monkeypatch.setattr(held, "TRIES", 2)
 
     def act() -> None:
         (swap.folder / "zerofx.json").unlink()

@@ -29,6 +29,7 @@ from zerofx.comm.board import (
 from zerofx.comm.differences import describe_difference, describe_graphs
 from zerofx.comm.flight_recorder import FlightRecorder
 from zerofx.comm.hosts import Break, HostLink
+from zerofx.comm.meeting import store_errors
 from zerofx.errors import DesyncError
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
 _CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
 _STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
 _WELL, _UNWELL = "well", "not well"  # digests of a call that asks only that
+_LETTER_NAP_S = (2e-3, 0.2)  # between looks for letters
 _BEAT_S = 0.25  # how often a busy rank gives a sign of life on the board
 _POST_S = 2.0  # and to the other hosts
 _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
@@ -240,6 +242,19 @@ class Agreement:
         where += [f"on {self.hosts[rank]}"] if rank in self.hosts else []
         return f"rank {rank} ({' '.join(where)})" if where else f"rank {rank}"
 
+    def letters(self, size: int) -> Letters:
+        """Return what threads of all `size` ranks tell each other things by."""
+        assert self._store is not None
+        return Letters(self._store.raw, self.rank, size, self._dead)
+
+    def _dead(self) -> str | None:
+        """Name a rank that has died; one that has left had done what it had to do before."""
+        for row in self._others:
+            if self.board.state(row) != ABSENT and not self.board.is_alive(row):
+                return f"{self._place(row)} died"
+        told = "" if self.link is None else self._store.raw.get("failure").decode()
+        return self._failure or told or None
+
     def lost(self, number: int = 0, broken: bool = False) -> str | None:
         """Return what is known of a rank that will not come any more, None if all may.
 
@@ -409,6 +424,39 @@ def _fit(keys: Iterable[bytes]) -> bool:
         if key[:16] != texts or graphs.setdefault(key[16:24], key[24:]) != key[24:]:
             return False
     return True
+
+
+class Letters:
+    """What threads of all ranks tell each other, through the store: no collective, no call.
+
+    lost: returns why a rank will write no more, None if all may.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, lost: Callable[[], str | None]) -> None:
+        self._store, self._rank, self._size, self._lost = store, rank, size, lost
+
+    def exchange(self, topic: str, letter: bytes) -> list[bytes]:
+        """Return what every rank has written, in rank order, once all have.
+
+        topic: a name that this exchange alone has.
+
+        Raises:
+            DesyncError: a rank has died before it wrote, or the store does not answer.
+        """
+        keys = [f"letters/{topic}/{rank}" for rank in range(self._size)]
+        nap, longest = _LETTER_NAP_S
+        with store_errors():
+            self._store.set(keys[self._rank], base64.b64encode(letter).decode())
+            while not self._store.check(keys):
+                if (lost := self._lost()) is not None and not self._store.check(keys):
+                    raise DesyncError(lost)
+                time.sleep(nap)
+                nap = min(longest, nap * 1.5)
+            found = [base64.b64decode(text) for text in self._store.multi_get(keys)]
+            if self._store.add(f"letters/{topic}/read", 1) == self._size:
+                for key in (*keys, f"letters/{topic}/read"):
+                    self._store.delete_key(key)
+        return found
 
 
 class Heartbeat:

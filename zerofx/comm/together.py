@@ -36,6 +36,20 @@ def exchange(world: World, value: T, label: str) -> list[T]:
     return found
 
 
+def exchange_apart(world: World, topic: str, value: T) -> list[T]:
+    """Return every rank's value, in rank order; in a thread, while other calls go on.
+
+    Through the store of the world, with no collective. topic: a name that this exchange alone has.
+
+    Raises:
+        DesyncError: a rank has died before it came, or the ranks have lost each other.
+    """
+    letters = world.letters()
+    if letters is None:
+        return [value]
+    return [pickle.loads(data) for data in letters.exchange(topic, pickle.dumps(value))]
+
+
 def together(world: World, what: str, step: Callable[[], T], raises: type[ZerofxError]) -> list[T]:
     """Run `step` on every rank and return all results, in rank order; no rank goes on alone.
 
@@ -54,8 +68,35 @@ def together(world: World, what: str, step: Callable[[], T], raises: type[Zerofx
         world.report_failure(repr(error))
         raise
     world.agree(what, "")
+    return _results(what, problem, value, raises, lambda said: exchange(world, said, what))
+
+
+def together_apart(
+    world: World, what: str, topic: str, step: Callable[[], T], raises: type[ZerofxError]
+) -> list[T]:
+    """As `together`, in a thread of every rank, while other calls go on.
+
+    Raises: as `together`, and DesyncError as `exchange_apart`.
+    """
+    problem: Exception | None = None
+    value: T | None = None
+    try:
+        value = step()
+    except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
+        problem = error
+    return _results(what, problem, value, raises, lambda said: exchange_apart(world, topic, said))
+
+
+def _results(
+    what: str,
+    problem: Exception | None,
+    value: T | None,
+    raises: type[ZerofxError],
+    send: Callable[[tuple[str | None, T | None]], list[tuple[str | None, T | None]]],
+) -> list[T]:
+    """Tell the others what became of a step here; return all results, or raise."""
     mine = None if problem is None else _describe(problem)
-    answers = exchange(world, (mine, value), what)
+    answers = send((mine, value))
     if isinstance(problem, OSError) and not isinstance(problem, ZerofxError):
         raise raises(f"{what}: {mine}") from problem
     if problem is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.comm import groups
-from zerofx.comm.agreement import Agreement
+from zerofx.comm.agreement import Agreement, Letters
 from zerofx.comm.board import NO_GRAPH
 from zerofx.comm.collectives import COUNTED, Axis, Lane, Traffic, Work
 from zerofx.comm.gloo import Algorithm, always_direct
@@ -263,6 +263,10 @@ class World:
         if self._agreement is None:
             return {choice}
         return self._agreement.agree_but_for(what, digest, choice, graph, self.steps.take())
+
+    def letters(self) -> Letters | None:
+        """Return what threads of all ranks tell each other things by; None for one rank."""
+        return None if self._agreement is None else self._agreement.letters(self.size)
 
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that an exception has ended the call that was last agreed on.

@@ -79,6 +79,7 @@ class SaveSteps:
         self._planner = _SavePlanner(fetch)
         self._tensors = tensors
         self._metadata = Metadata({})
+        self._held: dict[Any, Tensor] = {}
 
     def local(self) -> SavePlan:
         """Return what this rank could write."""
@@ -103,8 +104,16 @@ class SaveSteps:
         self._plan = self._planner.finish_plan(mine)
         return sum(_num_bytes(item) for plan in combined for item in plan.items)
 
+    def hold(self) -> None:
+        """Copy what this rank writes to the host, so that `write` may run while it changes."""
+        items = self._plan.items
+        self._held = {
+            item.index: _on_host(self._planner.resolve_data(item), True) for item in items
+        }
+        self._tensors = {}
+
     def write(self) -> list[WriteResult]:
-        """Write and sync this rank's file, of which one tensor at a time is held."""
+        """Write and sync this rank's file; of what was not held, one tensor at a time is."""
         if not self._plan.items:
             return []
         name = file_of(self._plan)
@@ -120,9 +129,9 @@ class SaveSteps:
         return found
 
     def _put(self, item: WriteItem, file: BinaryIO, name: str) -> WriteResult:
-        tensor = self._planner.resolve_data(item).detach().cpu()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes storages
-            tensor = tensor.clone()
+        tensor = self._held.pop(item.index, None)
+        if tensor is None:
+            tensor = _on_host(self._planner.resolve_data(item))
         offset = file.tell()
         torch.save(tensor, file)
         length = file.tell() - offset
@@ -131,6 +140,15 @@ class SaveSteps:
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write the index."""
         self._writer.finish(self._metadata, results)
+
+
+def _on_host(tensor: Tensor, is_copy: bool = False) -> Tensor:
+    """Return a tensor on the host in memory that is all its own; torch.save writes storages."""
+    found = tensor.detach().cpu()
+    is_all = found.untyped_storage().nbytes() == found.nbytes
+    if not is_all or (is_copy and found.data_ptr() == tensor.data_ptr()):
+        return found.clone()
+    return found
 
 
 def _num_bytes(item: WriteItem) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from zerofx.errors import NoSnapshotError, SnapshotError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
-from zerofx.snapshot.target import MANIFEST, beside, place, write_file
+from zerofx.snapshot.target import MANIFEST, MARK, beside, place, write_file
 
 log = logging.getLogger("zerofx")
 
@@ -89,6 +89,16 @@ def open_snapshot(name: Path) -> OpenSnapshot:
         log.warning("%s: a save was interrupted while publishing; reading %s", folder, left)
         return found
     raise NoSnapshotError(f"{folder}: no such directory")
+
+
+def is_there(folder: Path) -> bool:
+    """Return whether there is something by this name that `open_snapshot` would open, or refuse."""
+    left = (beside(place(folder), "new"), beside(place(folder), "old"))
+    if any((each / MANIFEST).exists() for each in left):
+        return True
+    if folder.is_dir():
+        return any(each.name in (MANIFEST, ".metadata", MARK) for each in folder.iterdir())
+    return os.path.lexists(folder)
 
 
 class OpenSnapshot:

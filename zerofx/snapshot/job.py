@@ -1,11 +1,17 @@
-"""One rank's part in a save or a load; how generators and other values are saved."""
+"""One rank's part in a save or a load, also in the background; how other values are saved."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
+import os
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +23,10 @@ from torch.optim.optimizer import Optimizer
 from zerofx.errors import ArgumentError, SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer, list_of
+from zerofx.runtime.store.shards import ShardStore
 from zerofx.snapshot import state
+
+log = logging.getLogger("zerofx")
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -52,6 +61,7 @@ class Job:
         self.store = model._zerofx.engine.store
         self.world = self.store.world
         self.store.settle()  # updates under way come first
+        finish_background(self.store)
 
     def check_model(self) -> None:
         """Take in what was assigned to the model; refuse an optimizer that cannot step shards."""
@@ -199,3 +209,48 @@ def _find_culprit(value: Any, where: str) -> tuple[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+# -- Saves that are written in the background: one at a time for each model ------------------------
+
+
+_NICE = 10  # of the thread: training comes first
+_UNDER_WAY: weakref.WeakKeyDictionary[ShardStore, Future[Path]] = weakref.WeakKeyDictionary()
+
+
+def write_in_background(store: ShardStore, name: str, write: Callable[[str], Path]) -> Future[Path]:
+    """Have a thread write a save; return its future.
+
+    The thread is no daemon, so that Python waits for it before the process ends.
+
+    write: takes a name that is the same on all ranks, and no other save of this model has.
+    """
+    count = _COUNTS[store] = _COUNTS.get(store, 0) + 1
+    future: Future[Path] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has it for threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            future.set_result(write(f"save/{count}"))
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks for the result)
+            log.error("zerofx: a save in the background failed: %s", error)
+            future.set_exception(error)
+
+    _UNDER_WAY[store] = future
+    threading.Thread(target=run, name=name).start()
+    return future
+
+
+_COUNTS: weakref.WeakKeyDictionary[ShardStore, int] = weakref.WeakKeyDictionary()
+
+
+def finish_background(store: ShardStore) -> None:
+    """Wait for the save of this model that is being written, if any.
+
+    Raises: what that save raised, once.
+    """
+    future = _UNDER_WAY.pop(store, None)
+    if future is not None:
+        future.result()

@@ -6,21 +6,26 @@ a save that replaces them meanwhile changes nothing.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from zerofx.comm.together import exchange, together
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
-from zerofx.snapshot import files, state, target, whole_states
+from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
+from zerofx.snapshot.held import read_settled
 from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
-from zerofx.snapshot.settling import read_settled
+
+log = logging.getLogger("zerofx")
 
 
 def load(
@@ -35,6 +40,9 @@ def load(
     optimizer the saved one is left alone. At the world size of the save each rank gets its own
     random generators back, at another one all ranks get rank 0's.
 
+    folder: a snapshot, or a directory with those of several steps (`save(step=...)`). Of these the
+        newest is loaded that is whole; a warning says which were damaged, and how.
+
     Raises:
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
         DesyncError: a rank did not make this call; names it.
@@ -42,14 +50,81 @@ def load(
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.load", job.digest())
+    found = _found(job)
+    return _load_newest(job, found) if found else _read(job)
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    model: CompiledModule,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> dict[str, Any] | None:
+    """Load the newest whole snapshot if there is one; return its `extra`, else None.
+
+    A collective call, for the beginning of a script that may have been restarted:
+
+        extra = zerofx.resume("run", model, optimizer)
+        first = 0 if extra is None else extra["step"] + 1
+
+    folder: as `load` takes it. Where it has no snapshot, or is not there, nothing is changed.
+
+    Raises:
+        SnapshotError: there are snapshots, and none is whole, or they are of another model.
+        DesyncError: a rank did not make this call; names it.
+    """
+    target.check_call("zerofx.resume(folder, model, optimizer)", folder)
+    job = _Load(Path(os.path.abspath(folder)), model, optimizer)
+    job.world.agree("zerofx.resume", job.digest())
+    found = _found(job)
+    if found:
+        return _load_newest(job, found)
+    return _read(job) if _is_there(job) else None
+
+
+def _found(job: _Load) -> list[Path]:
+    """Return the snapshots of a series, newest first, as rank 0 sees them; a collective call."""
+    what = f"looking for snapshots in {job.folder}"
+    return together(job.world, what, lambda: series.snapshots_in(job.folder), SnapshotError)[0]
+
+
+def _is_there(job: _Load) -> bool:
+    """Return whether rank 0 sees a snapshot, or what an interrupted save has left of one."""
+    what = f"looking for {job.folder}"
+    return together(job.world, what, lambda: files.is_there(job.folder), SnapshotError)[0]
+
+
+def _read(job: _Load) -> dict[str, Any]:
     read_settled(job.world, f"zerofx.load of {job.folder}", job)
     return job.extra
+
+
+def _load_newest(job: _Load, found: list[Path]) -> dict[str, Any]:
+    """Load the first of these that is whole; a collective call.
+
+    Raises:
+        SnapshotError: none is whole, or the first whole one does not fit the model.
+    """
+    problems = []
+    for folder in found:
+        job.folder, job.is_damaged = folder, False
+        try:
+            return _read(job)
+        except SnapshotError as error:
+            if not any(exchange(job.world, job.is_damaged, f"whether {folder} is damaged")):
+                raise SnapshotError(f"{folder}: {error}") from error
+            problems.append(str(error))
+            if job.world.rank == 0:
+                log.warning("zerofx: a damaged snapshot is skipped: %s", error)
+    raise SnapshotError(
+        f"none of the {len(found)} snapshots in {found[0].parent} is whole: {'; '.join(problems)}"
+    )
 
 
 class _Load(Job):
     """The steps of a load: open and check, which change nothing, and fill."""
 
     snapshot: files.OpenSnapshot | None = None
+    is_damaged = False  # rather than of another model
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
         super().__init__(folder, model, optimizer)
@@ -58,7 +133,8 @@ class _Load(Job):
 
     def open(self) -> str:
         """Open the snapshot; return what tells this save from any other."""
-        self.snapshot = files.open_snapshot(self.folder)
+        with self._damages():
+            self.snapshot = files.open_snapshot(self.folder)
         return self.snapshot.identity
 
     def close(self) -> None:
@@ -76,7 +152,7 @@ class _Load(Job):
         for kind in ("parameters", "buffers"):
             state.check_same_model(kind, manifest[kind], here[kind])
         sums, held = manifest["files"], self.snapshot.files
-        with self.snapshot.watched():
+        with self._damages(), self.snapshot.watched():
             self.snapshot.check(self.world.rank, self.world.size)
             self.values = unpack(held.stream(target.VALUES), held.path(target.VALUES))
             self.extra: dict[str, Any] = self.values["extra"]
@@ -84,6 +160,15 @@ class _Load(Job):
             self.steps = LoadSteps(held, file_bytes, self.store.homes.release)
         self.saved_ranks = manifest["world_size"]
         self.steps.plan(self._targets(for_plan=True))
+
+    @contextlib.contextmanager
+    def _damages(self) -> Iterator[None]:
+        """Take what raises inside for a damage of the snapshot."""
+        try:
+            yield
+        except SnapshotError:
+            self.is_damaged = True
+            raise
 
     def _targets(self, for_plan: bool = False) -> dict[str, Any]:
         """Return what is to be filled: shards and states in place, the rest in new memory.

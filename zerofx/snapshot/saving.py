@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zerofx.comm.together import together
+from zerofx.comm.together import together, together_apart
 from zerofx.errors import SnapshotError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
-from zerofx.snapshot import files, state, target, whole_states
+from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
-from zerofx.snapshot.job import Job, Optimizers, pack, random_states
+from zerofx.snapshot.job import Job, Optimizers, pack, random_states, write_in_background
+from zerofx.snapshot.lock import Lock
 
 
 def save(
@@ -26,24 +30,41 @@ def save(
     model: CompiledModule,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    background: bool = False,
+) -> Future[Path] | None:
     """Save a training run to a directory of its own; a collective call, all ranks make it.
 
-    The directory appears whole or not at all: one that is there is replaced only once the new one
-    is complete and on disk.
+    The snapshot appears whole or not at all: one that is there is replaced only once the new one
+    is complete and on disk. The save before, if it is still being written, is waited for first.
 
     optimizer: one, or a list of several; `load` is given the same.
     extra: what else to keep, rank 0's: numbers, strings, tensors and containers of them, such as
         the `state_dict()` of a learning rate scheduler or of a GradScaler.
+    step: save to `folder/step-000100`, next to those of other steps, and have `folder/latest` name
+        it. `load` and `resume` of `folder` take the newest one.
+    keep: how many snapshots stay in `folder`; older ones are removed. All by default.
+    background: copy what is to be saved in host memory, and return while a thread writes it. The
+        next save or load, and the end of the process, wait for it.
+
+    Returns:
+        In the background: what gives the snapshot's path, or raises, once it is written.
 
     Raises:
+        ArgumentError: `step` or `keep` is no such number.
         SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
+            In the background the next save or load raises what went wrong in writing.
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
-    job = _Save(target.place(folder), model, optimizer, extra)
+    series.check_options(step, keep)
+    job = _Save(target.place(folder), model, optimizer, extra, step, keep)
     world, what = job.world, f"zerofx.save to {job.folder}"
-    world.agree("zerofx.save", job.digest())
+    options = f"step={step};keep={keep};background={background}"
+    world.agree("zerofx.save", f"{job.digest()};{options}")
+    is_left = False
     try:
         surveys: list[dict[str, state.Survey]] = [{}] * world.size
         if any(map(needs_whole, job.optimizers.values())):
@@ -52,11 +73,19 @@ def save(
         written = together(world, what, lambda: job.prepare(surveys), SnapshotError)[0]
         assert written is not None
         plans = together(world, what, lambda: job.plan(written), SnapshotError)
+        if background:
+            together(world, what, lambda: job.hold(plans), SnapshotError)
+            is_left = True
+            return write_in_background(
+                job.store, f"zerofx-save-{job.folder.name}", job.finish_apart
+            )
         together(world, what, lambda: job.combine(plans), SnapshotError)
         parts = together(world, what, job.write, SnapshotError)
         together(world, what, lambda: job.publish(parts), SnapshotError)
     finally:
-        job.tidy()
+        if not is_left:
+            job.tidy()
+    return None
 
 
 class _Save(Job):
@@ -68,10 +97,17 @@ class _Save(Job):
         model: CompiledModule,
         optimizer: Optimizers,
         extra: Mapping[str, Any] | None,
+        step: int | None,
+        keep: int | None,
     ) -> None:
-        super().__init__(folder, model, optimizer)
+        super().__init__(
+            folder if step is None else series.place_of(folder, step), model, optimizer
+        )
+        self.series = folder if step is not None else None
+        self.step, self.keep = step, keep
         self.extra = {} if extra is None else extra
         self.hidden: target.Hidden | None = None  # of rank 0
+        self.lock: Lock | None = None  # of rank 0, for a series
 
     def settle(self) -> None:
         """Have the states of what steps whole parameters with their owners; a collective call."""
@@ -114,6 +150,13 @@ class _Save(Job):
                 "loss_scale": scaler.state_dict() if scaler is not None else {},
             }
         )
+        facts = {"world_size": self.world.size, "torch": torch.__version__, "step": self.step}
+        plan = self.model._zerofx.setting.plan.to_dict()
+        self.facts = {**facts, **self.describe(), "plan": plan}
+        if self.series is not None:
+            series.check_place(self.series)
+            self.series.mkdir(parents=True, exist_ok=True)
+            self.lock = Lock(target.beside(self.series / series.LOCK, "lock"), self.series)
         self.hidden = target.begin(self.folder)
         return self.hidden.path
 
@@ -143,6 +186,12 @@ class _Save(Job):
             target.check_space(self.written, num_bytes + len(self.values))
 
     @torch.no_grad()
+    def hold(self, plans: list[Any]) -> None:
+        """Copy what this rank writes, so that training may go on."""
+        self.combine(plans)
+        self.steps.hold()
+
+    @torch.no_grad()
     def write(self) -> tuple[list[Any], dict[str, Any]]:
         """Write this rank's file; return what lies where, and its checksum."""
         results = self.steps.write()
@@ -157,15 +206,31 @@ class _Save(Job):
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
         sums.update({n: files.checksum(self.written / n) for n in (INDEX, target.VALUES)})
-        facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
-        plan = self.model._zerofx.setting.plan.to_dict()
-        files.write_manifest(self.written, {**facts, **self.describe(), "plan": plan})
+        facts = {"files": sums, "saved": round(time.time(), 3), **self.facts}
+        files.write_manifest(self.written, facts)
         target.check_written(self.written, sums, self.folder)
         assert self.hidden is not None
         self.hidden.check()
         target.publish(self.written, self.folder)
+        if self.series is not None:
+            series.move_latest(self.series, self.folder.name)
+            if self.keep is not None:
+                series.prune(self.series, self.keep)
+
+    def finish_apart(self, topic: str) -> Path:
+        """Write and publish, in a thread of every rank; return where the snapshot is."""
+        what = f"zerofx.save to {self.folder} in the background"
+        try:
+            parts = together_apart(self.world, what, f"{topic}/0", self.write, SnapshotError)
+            publish = partial(self.publish, parts)
+            together_apart(self.world, what, f"{topic}/1", publish, SnapshotError)
+        finally:
+            self.tidy()
+        return self.folder
 
     def tidy(self) -> None:
         """Remove what a failed save has written (a published one has left nothing there)."""
         if self.hidden is not None:
             self.hidden.close()
+        if self.lock is not None:
+            self.lock.release()

@@ -11,8 +11,7 @@ import torch
 from zerofx.comm.world import World
 from zerofx.errors import SnapshotError
 from zerofx.model.module import CompiledModule
-from zerofx.snapshot.held import Replaced, is_stale
-from zerofx.snapshot.settling import read_settled
+from zerofx.snapshot.held import Replaced, is_stale, read_settled
 from zerofx.snapshot.state import buffers_of, few
 from zerofx.snapshot.target import check_call, place
 from zerofx.snapshot.tensor_files import Entry, TensorSource

@@ -1,0 +1,216 @@
+"""Snapshots of several steps side by side, in the background, and going on from the newest one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import nn
+
+import zerofx
+from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.snapshot.dcp import SaveSteps
+
+PLAN = zerofx.Plan(stage=3, kernels="aten")
+
+
+def trained() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = zerofx.compile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), PLAN)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def is_equal(model: Any, wanted: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, wanted[name]) for name, value in values(model).items())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_the_newest_steps_stay_and_are_loaded(tmp_path: Path) -> None:
+    run, (model, optimizer) = tmp_path / "runs" / "run", trained()
+    assert zerofx.resume(run, model, optimizer) is None
+    seen = {}
+    for number in (1, 2, 3, 1_000_000):
+        step(model, optimizer)
+        zerofx.save(run, model, optimizer, {"step": number}, step=number, keep=2)
+        seen[number] = values(model)
+    assert names(run) == ["latest", "step-000003", "step-1000000"]
+    assert os.readlink(run / "latest") == "step-1000000"
+    for folder, number in ((run, 1_000_000), (run / "latest", 1_000_000), (run / "step-000003", 3)):
+        step(model, optimizer)
+        assert zerofx.load(folder, model, optimizer) == {"step": number}
+        assert is_equal(model, seen[number])
+    step(model, optimizer)  # back at step 3: what is saved last is the newest
+    zerofx.save(run, model, optimizer, {"step": 4}, step=4, keep=2)
+    assert names(run) == ["latest", "step-000004", "step-1000000"]
+    assert zerofx.resume(run, *trained()) == {"step": 4}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "no manifest", "gone"])
+def test_a_damaged_snapshot_is_skipped(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained()
+    for number in (1, 2):
+        step(model, optimizer)
+        zerofx.save(tmp_path, model, optimizer, {"step": number}, step=number)
+    newest = tmp_path / "step-000002"
+    file = next(newest.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "flipped":
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "no manifest":
+        (newest / "zerofx.json").unlink()
+    else:
+        file.unlink()
+    assert zerofx.resume(tmp_path, *trained()) == {"step": 1}
+    assert "a damaged snapshot is skipped" in caplog.text and str(newest) in caplog.text
+    next((tmp_path / "step-000001").glob("*.distcp")).unlink()
+    with pytest.raises(SnapshotError, match=r"none of the 2 snapshots .*step-000002.*step-000001"):
+        zerofx.load(tmp_path, *trained())
+
+
+def test_a_snapshot_of_another_model_is_not_skipped(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    zerofx.save(tmp_path, model, optimizer, step=1)
+    other = zerofx.compile(nn.Linear(4, 4), PLAN)
+    zerofx.save(tmp_path, other, step=2)
+    with pytest.raises(SnapshotError, match=r"step-000002: the save is of another model") as caught:
+        zerofx.load(tmp_path, model, optimizer)
+    assert "none of the" not in str(caught.value)
+
+
+def test_what_is_no_series_or_step_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for options, text in (
+        ({"step": -1}, r"step=-1\. It must be a whole number of at least 0"),
+        ({"step": True}, "step=True"),
+        ({"step": 1, "keep": 0}, r"keep=0\. It must be a whole number of at least 1"),
+        ({"keep": 2}, "keep=2 and no step"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            zerofx.save(tmp_path / "run", model, optimizer, **options)
+    zerofx.save(tmp_path / "one", model, optimizer, {"step": 7})
+    with pytest.raises(SnapshotError, match=r"was saved without step="):
+        zerofx.save(tmp_path / "one", model, optimizer, step=1)
+    assert zerofx.resume(tmp_path / "one", model, optimizer) == {"step": 7}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "step-000001").mkdir()
+    (tmp_path / "mine" / "step-000001" / "notes.txt").write_text("mine")
+    (tmp_path / "mine" / "latest").write_text("mine")
+    assert zerofx.resume(tmp_path / "mine", model, optimizer) is None
+    with pytest.raises(SnapshotError, match="step-000001 holds other files"):
+        zerofx.save(tmp_path / "mine", model, optimizer, step=1)
+    with pytest.raises(SnapshotError, match="latest is in the way"):
+        zerofx.save(tmp_path / "mine", model, optimizer, step=2, keep=1)
+    assert (tmp_path / "mine" / "latest").read_text() == "mine"
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+class Slow:
+    """Has writing wait until it is told to go on, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.may_go_on = threading.Event()
+        write = SaveSteps.write
+
+        def later(steps: SaveSteps) -> Any:
+            assert self.may_go_on.wait(30)
+            if error is not None:
+                raise error
+            return write(steps)
+
+        monkeypatch.setattr(SaveSteps, "write", later)
+
+
+def background(folder: str) -> None:
+    run, (model, optimizer) = Path(folder), trained()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        step(model, optimizer)
+        slow = Slow(monkeypatch)
+        saved = values(model)
+        future = zerofx.save(run, model, optimizer, {"step": 1}, step=1, background=True)
+        assert future is not None and not future.done()
+        for _ in range(3):
+            step(model, optimizer)
+        assert not is_equal(model, saved) and not (run / "step-000001").exists()
+        slow.may_go_on.set()
+        assert future.result(30) == run / "step-000001"
+    assert zerofx.load(run, model, optimizer) == {"step": 1}
+    assert is_equal(model, saved)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slow = Slow(monkeypatch, OSError(28, "No space left on device") if rank == 0 else None)
+        zerofx.save(run, model, optimizer, {"step": 2}, step=2, background=True)
+        step(model, optimizer)
+        slow.may_go_on.set()
+        with pytest.raises(SnapshotError, match="No space left on device"):
+            zerofx.save(run, model, optimizer, {"step": 3}, step=3, background=True)
+    zerofx.save(run, model, optimizer, {"step": 3}, step=3, background=True)
+    saved = values(model)
+    step(model, optimizer)
+    assert zerofx.load(run, model, optimizer) == {"step": 3}  # waits for it
+    assert is_equal(model, saved)
+    assert names(run) == ["latest", "step-000001", "step-000003"]
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    background(str(tmp_path))
+
+
+def test_training_goes_on_while_a_save_is_written_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, background, str(tmp_path))
+
+
+SCRIPT = """
+import sys, torch, zerofx
+from zerofx.snapshot.dcp import SaveSteps
+import time
+write = SaveSteps.write
+SaveSteps.write = lambda steps: time.sleep(1) or write(steps)
+model = zerofx.compile(torch.nn.Linear(4, 4), zerofx.Plan(stage=3, kernels="aten"))
+zerofx.save(sys.argv[1], model, background=True)
+if len(sys.argv) > 2:
+    raise ValueError("a fault")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["well", "by an exception"])
+def test_the_process_waits_for_the_save_at_its_end(tmp_path: Path, end: str) -> None:
+    script, run = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    more = [] if end == "well" else ["fails"]
+    done = subprocess.run(
+        [*command, str(script), str(run), *more], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode == 0) == (end == "well"), done.stderr
+    if end == "well":
+        assert zerofx.load(run, zerofx.compile(nn.Linear(4, 4), PLAN)) == {}
+    assert names(tmp_path) == ["run", "train.py"] or end != "well"

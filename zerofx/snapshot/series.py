@@ -1,0 +1,110 @@
+"""Snapshots of one run, side by side: `run/step-000100`, `run/step-000200`, and `run/latest`.
+
+    run/step-000100/     a snapshot like any other
+    run/latest           a link to the one that was saved last
+    run/.series.lock     who is writing (snapshot/lock.py)
+
+The newest is what was saved last, whatever its step: a run that went back to step 50 goes on from
+there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.snapshot.target import MANIFEST, discard, is_ours, sync_file
+
+LATEST = "latest"
+LOCK = "series"  # run/.series.lock
+_STEP = re.compile(r"step-(\d{6,})")
+_MOST_BYTES = 1 << 28  # of a manifest
+
+
+def check_options(step: object, keep: object) -> None:
+    """Raise unless these are a step, and a number of snapshots to keep, or None.
+
+    Raises:
+        ArgumentError: names the parameter and what it may be.
+    """
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is not None and (type(value) is not int or value < least):
+            raise ArgumentError(
+                f"zerofx.save was given {name}={value!r}. It must be a whole number of at least "
+                f"{least}, or None"
+            )
+    if keep is not None and step is None:
+        raise ArgumentError(
+            f"zerofx.save was given keep={keep} and no step. Snapshots of several steps are kept "
+            "side by side: give step= too, or leave keep out to replace the one snapshot"
+        )
+
+
+def place_of(folder: Path, step: int) -> Path:
+    """Return where the snapshot of a step lies."""
+    return folder / f"step-{step:06d}"
+
+
+def check_place(folder: Path) -> None:
+    """Raise unless a directory may hold a series.
+
+    Raises:
+        SnapshotError: it is a snapshot itself, or a file.
+    """
+    if (folder / MANIFEST).exists():
+        raise SnapshotError(
+            f"{folder} is a snapshot that was saved without step=. Save this series to another "
+            "directory, or move the snapshot away"
+        )
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise SnapshotError(f"{folder} is a file; give a directory")
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """Return the snapshots of a series, newest first: the one of `latest`, then by their times."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [folder / e.name for e in entries if _STEP.fullmatch(e.name) and e.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [each for each in found if is_ours(each)]
+    latest = folder / LATEST
+    named = os.readlink(latest) if latest.is_symlink() else ""
+    return sorted(found, key=lambda each: (each.name == named, _saved_at(each)), reverse=True)
+
+
+def _saved_at(snapshot: Path) -> tuple[float, str]:
+    """Return when a snapshot was saved, in seconds since 1970; 0 for one that cannot be read."""
+    path = snapshot / MANIFEST
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+        saved = found.get("saved") if isinstance(found, dict) else None
+        at = float(saved) if isinstance(saved, (int, float)) else path.stat().st_mtime
+    except (OSError, ValueError, RecursionError):
+        at = 0.0
+    return at, snapshot.name
+
+
+def move_latest(folder: Path, name: str) -> None:
+    """Have `latest` name a snapshot: the link is replaced in one step.
+
+    Raises:
+        SnapshotError: something else has the name.
+    """
+    latest, new = folder / LATEST, folder / f".{LATEST}.{secrets.token_hex(4)}"
+    if os.path.lexists(latest) and not latest.is_symlink():
+        raise SnapshotError(f"{latest} is in the way: zerofx keeps a link there. Move it")
+    os.symlink(name, new)
+    os.replace(new, latest)
+    sync_file(folder)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` snapshots."""
+    for old in snapshots_in(folder)[keep:]:
+        discard(old)
