@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zerofx.snapshot import load_weights as load_weights
     from zerofx.snapshot import resume as resume
     from zerofx.snapshot import save as save
+    from zerofx.tools.meter import meter as meter
     from zerofx.tools.predict import predict as predict
     from zerofx.tools.record.record import record as record
     from zerofx.tools.search import search as search
@@ -56,6 +57,7 @@ _HOME = {
     "Preemption": "zerofx.runtime.preemption",
     "Precision": "zerofx.plan.plan",
     "Offload": "zerofx.plan.plan",
+    "meter": "zerofx.tools.meter",
     "predict": "zerofx.tools.predict",
     "record": "zerofx.tools.record.record",
     "search": "zerofx.tools.search",

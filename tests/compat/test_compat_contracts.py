@@ -649,6 +649,14 @@ def lazy_modules() -> None:
     assert module(3) == (3,)
 
 
+@contract("torch._dispatch.python.enable_python_dispatcher")
+def operators_that_are_decomposed_in_python() -> None:
+    symbols = tracing.Symbols({"s0": 5})
+    with symbols.mode():
+        made = torch.ops.aten.constant_pad_nd.default(torch.empty(symbols.sizes["s0"]), [0, 1])
+    assert symbols.text(made.shape[0]) == "1 + s0" and not symbols.constants()
+
+
 @contract("torch.fx._lazy_graph_module._use_lazy_graph_module")
 def lazy_tracing() -> None:
     with tracing.use_lazy_graph_modules(True):

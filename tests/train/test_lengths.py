@@ -22,11 +22,11 @@ def compiled(model, **fields):
     return zerofx.compile(model, zerofx.Plan(**{"kernels": "aten", **fields}))
 
 
-def grads_of(model, plain, args):
+def grads_of(model, plain, args, **named_args):
     """Return the loss and gradients of both from the same state; the gradients are dropped."""
     found = []
     for each in (model, plain):
-        loss = each(*args)
+        loss = each(*args, **named_args)
         loss = loss if isinstance(loss, torch.Tensor) else loss.loss
         loss.backward()
         named = {k: p.grad for k, p in each.named_parameters()}
@@ -37,8 +37,8 @@ def grads_of(model, plain, args):
     return found
 
 
-def check_equal(model, plain, args):
-    (loss, grads), (wanted, wanted_grads) = grads_of(model, plain, args)
+def check_equal(model, plain, args, **named_args):
+    (loss, grads), (wanted, wanted_grads) = grads_of(model, plain, args, **named_args)
     torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-6)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted_grads[name], atol=1e-6, rtol=1e-6, msg=name)
@@ -79,6 +79,49 @@ def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
     ids = torch.randint(0, 31, (4, 9))  # which the program for four rows served before
     model(ids, ids)
     assert model.programs == [program]
+
+
+class Shifted(nn.Module):
+    """The loss of causal language models in transformers: labels padded at the end, and shifted."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+    def forward(self, ids):
+        labels = nn.functional.pad(ids, (0, 1), value=-100)[..., 1:].reshape(-1)
+        logits = self.head(nn.functional.pad(self.embed(ids), (0, 0, 1, 0)))[:, 1:].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+
+
+def test_texts_of_other_lengths_are_padded_in_one_program():
+    plain = Shifted()
+    model = compiled(copy.deepcopy(plain), dynamic={"ids.shape[1]": 32})
+    for length in (12, 7, 31):
+        check_equal(model, plain, (torch.randint(0, 31, (3, length)),))
+    assert len(model.programs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "GPTNeoX", "OPT", "Gemma2", "Mixtral"])
+def test_language_models_of_transformers_take_one_program(kind):
+    transformers = pytest.importorskip("transformers")
+    fields = {"ffn_dim": 64, "word_embed_proj_dim": 32} if kind == "OPT" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_cache=False,
+        intermediate_size=64, max_position_embeddings=64, num_key_value_heads=2, head_dim=8,
+        num_local_experts=4, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        attention_dropout=0.0, dropout=0.0, **fields,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = compiled(copy.deepcopy(plain))
+    for batch, length in ((4, 24), (4, 40), (4, 33), (3, 28)):
+        ids = torch.randint(3, 64, (batch, length))
+        mask = torch.ones_like(ids)
+        mask[0, -5:] = 0
+        check_equal(model, plain, (ids,), attention_mask=mask, labels=ids)
+    assert len(model.programs) == 1 and not model.zerofx.islands
 
 
 def test_texts_cut_from_a_batch_are_served_as_they_lie():

@@ -44,6 +44,7 @@ class Watchdog(ABC):
         self._board = agreement.board
         self._last_resort = timedelta(seconds=last_resort_s(agreement.timeout_s))
         self._waiting: Waiting | None = None
+        self.waited_s = 0.0  # by the host, for all collectives so far
         self._diagnosis: DesyncError | None = None
         self._interrupt: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
@@ -77,6 +78,7 @@ class Watchdog(ABC):
             DesyncError: a rank is lost or late; names it.
         """
         self._waiting = (number, label)
+        began = time.perf_counter()
         try:
             for handle in handles:
                 self.wait_for(handle)
@@ -86,6 +88,7 @@ class Watchdog(ABC):
             raise self.explain(number, label, error) from error
         finally:
             self._waiting = None
+            self.waited_s += time.perf_counter() - began
 
     @abstractmethod
     def wait_for(self, handle: Any) -> None:

@@ -264,6 +264,11 @@ class World:
             return {choice}
         return self._agreement.agree_but_for(what, digest, choice, graph, self.steps.take())
 
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which the host has waited for collectives so far."""
+        return self._lane.watch.waited_s if self._lane is not None else 0.0
+
     def letters(self) -> Letters | None:
         """Return what threads of all ranks tell each other things by; None for one rank."""
         return None if self._agreement is None else self._agreement.letters(self.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ from zerofx.runtime.views import BucketViews
 
 if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore
+
+
+Tally = Callable[[Any, Any, str], None]
+"""Takes an executable, its call, and which half of it has run."""
 
 
 class Engine:
@@ -55,6 +59,7 @@ class Engine:
         self.updates = BucketUpdates(store, self.away, delayed)
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.turns = Turns(self)
+        self.tally: Tally | None = None  # told of every forward and backward
         self.keeps_memory = False  # between calls too: recordings work at fixed addresses
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, Stamp] = {}  # bucket -> what its resident copy was made of

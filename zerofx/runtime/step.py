@@ -87,6 +87,7 @@ class Call:
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
     tangents: dict[int, TangentForm] = field(default_factory=dict)
     turn: int | None = None  # its number, where ranks take turns
+    sizes: Any = None  # those that vary, where somebody counts
 
 
 Explain = Callable[[BaseException, Sequence[Any], dict[str, Tensor]], BaseException]
@@ -178,6 +179,8 @@ class Executable:
             saved[position] = saved[position].detach()
         call.saved = saved
         call.watched = self._watch(call, outs)
+        if engine.tally is not None:
+            engine.tally(self, call, "forward")
         return outs
 
     def _watch(self, call: Call, outs: Sequence[Tensor]) -> list[tuple[str, Tensor, int]]:
@@ -246,6 +249,8 @@ class Executable:
             raise
         finally:
             gradients.discards, gradients.asked = False, EVERYTHING
+        if engine.tally is not None:
+            engine.tally(self, call, "backward")
         if gradients.scaler is not None:
             grads = gradients.scaler.unscaled(grads)
         return self._of_used(grads, used)

@@ -1,0 +1,97 @@
+"""zerofx.meter: the operations of a step at any length, its rates, and what it costs itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import zerofx
+from zerofx.errors import ArgumentError, UnpricedError
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab=31, seq=64, width=16, layers=2, heads=2)
+
+
+def plain_flops(model: nn.Module, *args: torch.Tensor) -> float:
+    """Return what torch counts; on a CPU its attention by products alone is counted right."""
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
+        model(*args).backward()
+    return float(counter.get_total_flops())
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Conv1d(8, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b((y @ y.mT).softmax(-1).matmul(y).mT).square().mean()
+
+
+def test_it_counts_what_torch_counts_at_any_length() -> None:
+    torch.manual_seed(0)
+    plain = Products()
+    model = zerofx.compile(
+        Products(), zerofx.Plan(stage=3, kernels="aten", activations="recompute")
+    )
+    meter = zerofx.meter(model)
+    for batch, length in ((2, 8), (2, 12), (3, 9), (3, 31), (2, 12)):
+        x = torch.randn(batch, length, 6)
+        for _ in range(2):  # micro-batches add up
+            model(x).backward()
+        found = meter.step(samples=2 * batch, tokens=2 * batch * length)
+        assert found["model_flops"] == pytest.approx(2 * plain_flops(plain, x), rel=1e-9)
+        assert found["tokens_per_s"] == pytest.approx(2 * batch * length / found["seconds"])
+    assert meter.step()["model_flops"] == 0
+    assert len(model.programs) <= 2
+    meter.close()
+
+
+def test_its_rates_and_what_it_costs() -> None:
+    model = zerofx.compile(GPT(SMALL), zerofx.Plan(stage=3, kernels="aten"))
+    meter = zerofx.meter(model, hardware="dgx-h100")
+    ids = torch.randint(0, 31, (2, 32))
+    steps: list[dict[str, Any]] = []
+    for _ in range(30):
+        model(ids, ids).backward()
+        model.zero_grad()
+        steps.append(meter.step(samples=2, tokens=64))
+    last = steps[-1]
+    assert last["step"] == 30 and last["skipped_steps"] == 0 and last["wait_share"] == 0
+    assert last["mfu"] == pytest.approx(last["flops_per_s"] / 66.9e12, rel=0.5)
+    assert last["predicted_bytes"] > sum(p.numel() * 4 for p in model.parameters())
+    assert last["peak_bytes"] is None  # of a CPU torch does not count it
+    assert meter.own_us < 500  # 20 to 60 on an idle machine; docs/measured.md
+
+
+def on_two_ranks() -> tuple[float, float]:
+    model = zerofx.compile(GPT(SMALL), zerofx.Plan(stage=3, kernels="aten"))
+    meter = zerofx.meter(model)
+    ids = torch.randint(0, 31, (2, 32))
+    model(ids, ids).backward()
+    found = meter.step(samples=2)
+    assert found["samples_per_s"] == pytest.approx(4 / found["seconds"])
+    return found["wait_share"], found["model_flops"]
+
+
+@pytest.mark.slow
+def test_the_share_of_waiting(pool: Pool) -> None:
+    shares = pool.run(2, on_two_ranks)
+    assert all(0 < share < 1 for share, _ in shares) and shares[0][1] == shares[1][1] > 0
+
+
+def test_what_it_does_not_take() -> None:
+    with pytest.raises(ArgumentError, match="Linear that is not compiled"):
+        zerofx.meter(nn.Linear(2, 2))
+    model = zerofx.compile(nn.Linear(2, 2), zerofx.Plan(kernels="aten", precision="bf16"))
+    with pytest.raises(UnpricedError, match="bf16"):
+        zerofx.meter(model, hardware="dgx2-v100-32gb")
