@@ -11,10 +11,12 @@ captured without: `keep_strides` makes its views copy where they must, and its r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
@@ -90,6 +92,9 @@ _NUM_RESULTS = {aten.log_sigmoid_forward.default: 2}
 class TrueStrides(FakeTensorMode):
     """A fake mode whose results have the strides that operators return on a CPU.
 
+    With symbolic sizes operators run by their decompositions in Python where there are some, as
+    tracing runs them: those in C++ (`constant_pad_nd`) make a number of a size.
+
     known: notes how results are made, and answers calls that ask for values (`KnownValues`).
     """
 
@@ -99,6 +104,19 @@ class TrueStrides(FakeTensorMode):
     def __init__(self, known: Any = None, **options: Any) -> None:
         super().__init__(**options)
         self.known = known
+        self._in_python: list[Any] = []
+
+    def __enter__(self) -> Any:
+        is_symbolic = self.shape_env is not None
+        self._in_python.append(enable_python_dispatcher() if is_symbolic else nullcontext())
+        self._in_python[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._in_python.pop().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.source import ConstantSource
 from torch._library.simple_registry import singleton
@@ -363,28 +362,6 @@ class _Printer(PythonPrinter):
         return f"int({self._print(expr.args[0])})"
 
 
-class _InPython(TrueStrides):
-    """Runs operators by their decompositions in Python where there are some, as tracing does.
-
-    Those in C++ (`constant_pad_nd`) make a number of a symbolic size.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> Any:
-        self._entered.append(enable_python_dispatcher())
-        self._entered[-1].__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            self._entered.pop().__exit__(*error)
-
-
 class Symbols:
     """The symbols of one trace, each a size that is at least 2, or a fraction.
 
@@ -410,7 +387,7 @@ class Symbols:
 
     def mode(self) -> TrueStrides:
         """Make the fake mode whose tensors may have these sizes."""
-        return _InPython(KnownValues(), shape_env=self.env, allow_non_fake_inputs=True)
+        return TrueStrides(KnownValues(), shape_env=self.env, allow_non_fake_inputs=True)
 
     def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """Return a value as a Python expression of the names."""

@@ -114,7 +114,7 @@ class Meter:
 
     @property
     def own_us(self) -> float:
-        """The microseconds a step that the meter has taken; what a new program costs is left out."""
+        """The microseconds a step that the meter has taken, without pricing programs."""
         return 1e6 * self._own_s / max(1, self._step)
 
     def close(self) -> None:

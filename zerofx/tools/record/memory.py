@@ -28,7 +28,7 @@ _PLAIN = torch.Tensor.__torch_dispatch__
 _BEGIN, _END = "zerofx: memory from here", "zerofx: memory up to here"
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Measures the memory of one step: `start`, some steps, `begin`, that step, `end`."""
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Meter(Protocol):
         """Watch no more, where an exception has ended the block."""
 
 
-def meter_for(device: torch.device) -> Meter:
+def meter_for(device: torch.device) -> MemoryMeter:
     """Return what measures the memory of a device."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
 
@@ -56,7 +56,7 @@ class Metering:
     step: its number, from 0 on.
     """
 
-    def __init__(self, meter: Meter, step: int) -> None:
+    def __init__(self, meter: MemoryMeter, step: int) -> None:
         self._meter, self._step = meter, step
         self.is_under_way = False
         self._entered: AbstractContextManager[Any] | None = None
