@@ -55,7 +55,7 @@ class Meter:
     def __init__(
         self, model: nn.Module, hardware: Hardware | str | os.PathLike[str] | None = None
     ) -> None:
-        self._own = model.__dict__.get(SLOT) if isinstance(model, nn.Module) else None
+        self._own: Any = model.__dict__.get(SLOT) if isinstance(model, nn.Module) else None
         if self._own is None:
             raise ArgumentError(
                 f"zerofx.meter was given a {type(model).__name__} that is not compiled. Give what "
