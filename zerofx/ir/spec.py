@@ -365,7 +365,7 @@ def launch_of(wait: fx.Node) -> fx.Node:
 
 def launched(node: fx.Node) -> OpSpec | None:
     """Return the spec of the launch that a wait ends; None for nodes that are no wait of one."""
-    if kind_of(node) is not Kind.WAIT:
+    if kind_of(node) is not Kind.WAIT or kind_of(launch_of(node)) is not Kind.LAUNCH:
         return None
     return spec_of(launch_of(node))
 
