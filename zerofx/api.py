@@ -17,6 +17,7 @@ from zerofx.capture import find_units
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
+from zerofx.capture.ignored import find_ignored
 from zerofx.comm.grid import check_mesh
 from zerofx.comm.groups import StartUp, place
 from zerofx.comm.steps import describe
@@ -95,6 +96,7 @@ def compile(
         if checked.cuda_graph:
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
+        ignored = find_ignored(model, checked.ignored_params)
         layout = make_layout(model, checked, world.size, described)
         digest = f"{describe(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
@@ -108,8 +110,9 @@ def compile(
         given = () if weights is None else names_of(world, weights)
         folder = checked.offload.path
         store = ShardStore.build(
-            model, layout, world, in_backward=in_backward, folder=folder, given=given
-        )
+            model, layout, world, in_backward=in_backward, folder=folder, given=given,
+            ignored=ignored,
+        )  # fmt: skip
         for each in built:
             swap_optimizer(each, store.replaced)
         setting = Setting(checked, world.size, described, layout)
@@ -222,7 +225,10 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardwar
     """Return how a model's parameters lie in buckets: decided before any capture."""
     units = find_units(model, plan.units)
     computes = compute_dtypes(model, compute_dtype(plan.precision))
-    described = with_master(describe_params(model, units, computes).values(), plan.precision)
+    ignored = find_ignored(model, plan.ignored_params)
+    params = describe_params(model, units, computes)
+    held = [param for name, param in params.items() if name not in ignored]
+    described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))
     persist = plan.persist_below
     bucket = plan.bucket_bytes

@@ -25,6 +25,7 @@ from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_units, compute_dtypes
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
+from zerofx.capture.ignored import find_ignored, ignored_of, with_ignored
 from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
@@ -59,6 +60,7 @@ def capture(
     varying: Sequence[Symbol] = (),
     entry: Entry = MODEL,
     changes: list[Change] | None = None,
+    ignored_params: Sequence[str] = (),
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -78,16 +80,20 @@ def capture(
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
     entry: the function of the model that is called, in the place of its forward.
+    ignored_params: name patterns of parameters that the program takes as inputs, as those of
+        `Plan(ignored_params=...)`.
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
             the fix.
     """
     with original(model):
-        check_modules(model, entry)
         place = torch.device(device) if device is not None else None
         check_device(place)
-        call = Call.of(entry.function(model), args, kwargs or {})
+        ignored = find_ignored(model, ignored_params)
+        check_modules(model, entry, ignored)
+        taken = with_ignored(kwargs or {}, ignored_of(model, ignored, entry))
+        call = Call.of(entry.function(model), args, taken)
         unit_of_param = find_units(model, units)
 
         own = {s.name: s.dims[0].read(call.leaves) for s in varying}
@@ -98,7 +104,7 @@ def capture(
         numbers = {leaf: size for (leaf, dim, _), size in standing.items() if dim == NUMBER}
         fakes = call.fakes(mode, place, standing)
         computes = compute_dtypes(model, compute_dtype)
-        swap = StateSwap(model, mode, place, param_meta, computes)
+        swap = StateSwap(model, mode, place, param_meta, computes, ignored)
         casts = cast_units(unit_of_param, computes, compute_dtype)
         with swap.installed(), annotated(model, casts, compute_dtype):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)

@@ -17,6 +17,7 @@ from zerofx.capture import call as trees
 from zerofx.capture.call import Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
+from zerofx.capture.ignored import KEYWORD
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.original import MODEL, Entry
 from zerofx.capture.swap import State, StateSwap
@@ -109,15 +110,16 @@ class Harness(nn.Module):
         versions = counted_writes(tensors, given)
         numbers = dict(zip(self._numbers, inputs[count:], strict=True))
         args, kwargs = self._call.varied(numbers).rebuild(given)
-        state = State(self.model)
         modes = Modes()
-        with self._links.followed():
-            try:
-                with self.lines, shown_by(self.lines.show):
-                    out = self._entry.call(self.model, args, kwargs)
-            finally:
-                self.changed_mode = modes.restore() or self.changed_mode
-        self.changed_state = state.settle() or self.changed_state
+        with self._swap.given(kwargs.pop(KEYWORD, {})):
+            state = State(self.model)
+            with self._links.followed():
+                try:
+                    with self.lines, shown_by(self.lines.show):
+                        out = self._entry.call(self.model, args, kwargs)
+                finally:
+                    self.changed_mode = modes.restore() or self.changed_mode
+            self.changed_state = state.settle() or self.changed_state
         check_unwritten(tensors, given, versions)
         with fx_traceback.annotate(
             {MODULE: "", LINE: forward_line(self._entry.function(self.model))}

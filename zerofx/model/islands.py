@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,21 +64,19 @@ def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
     model = own.model
     with original(model):
         module = entry.module(model)
-        units = {own.units[name] for name in _names(module, entry.path)}
+        ignored = own.engine.store.ignored
+        names = [n for n, _ in module.named_parameters(entry.path, remove_duplicate=False)]
+        names = [name for name in names if name not in ignored]
+        units = {own.units[name] for name in names}
         if len(units) > 1:
-            has_own = any(p is not None for p in own_parameters(module).values())
+            has_own = any(name.rpartition(".")[0] == entry.path for name in names)
             gathered = Entry(entry.path, OWN) if has_own else None
         else:
             gathered = Entry(entry.path, ALL) if units else None
         params = gathered.parameters(model) if gathered is not None else {}
-        inside = sum(p.numel() for p in params.values())
-        share = inside / max(1, sum(p.numel() for p in model.parameters()))
+        inside = sum(p.numel() for name, p in params.items() if name not in ignored)
+        share = inside / max(1, sum(p.numel() for p in own.engine.store.params.values()))
     return Island(entry, str(error).partition("\n")[0], gathered, share)
-
-
-def _names(module: nn.Module, path: str) -> list[str]:
-    """Return the names of all parameters in a module, of tied ones each."""
-    return [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
 
 
 class Whole:
@@ -142,14 +140,18 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def places_of(module: nn.Module, which: str, tensors: Sequence[Tensor]) -> list[Place]:
+def places_of(
+    entry: Entry, model: nn.Module, ignored: Collection[str], tensors: Sequence[Tensor]
+) -> list[Place]:
     """Return where whole tensors, in the order of their entry, stand in for parameters."""
-    modules = [module] if which == OWN else list(module.modules())
+    module = entry.module(model)
+    named = module.named_modules(prefix=entry.path)
+    modules = [(entry.path, module)] if entry.method == OWN else list(named)
     order: dict[int, int] = {}
     found: list[Place] = []
-    for each in modules:
+    for path, each in modules:
         for key, param in own_parameters(each).items():
-            if param is not None:
+            if param is not None and (f"{path}.{key}" if path else key) not in ignored:
                 number = order.setdefault(id(param), len(order))
                 found.append(Place(each, key, param, tensors[number]))
     return found
@@ -178,7 +180,7 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
             whole = Whole(lambda: own.call(gathered, (), {}), own.engine.turns)
             tensors = whole.begin()
             stack.callback(whole.drop)
-            places = places_of(module, gathered.method, tensors)
+            places = places_of(gathered, model, own.engine.store.ignored, tensors)
             stack.enter_context(own.original.standing_in(places))
             if torch.is_grad_enabled():
                 stack.enter_context(whole.saved_as_places())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofx.capture.explain import shorten
+from zerofx.capture.ignored import ignored_of, with_ignored
 from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
 from zerofx.capture.units import find_units
@@ -260,15 +261,19 @@ class Namespace:
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
         try:
-            key = signature_key(self.table.state(entry), args, kwargs), self._handles(entry)
-            program = self.table.find(key, args, kwargs)
+            ignored = self.engine.store.ignored
+            taken = kwargs
+            if ignored and not entry.is_parameters:
+                taken = with_ignored(kwargs, ignored_of(self.model, ignored, entry))
+            key = signature_key(self.table.state(entry), args, taken), self._handles(entry)
+            program = self.table.find(key, args, taken)
         except Exception as error:
             shorten(error)
             if not isinstance(error, CaptureError) or not self._may_be_island(entry):
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
             refused = error
         else:
-            return program(args, kwargs)
+            return program(args, taken)
         form, island = self._form(entry, args, kwargs), islands.island_of(self, entry, refused)
         try:
             result = islands.run(self, island, args, kwargs)

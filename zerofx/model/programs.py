@@ -593,6 +593,7 @@ class ProgramTable:
             compute_dtype=compute_dtype(plan.precision),
             constants=read,
             changes=left,
+            ignored_params=plan.ignored_params,
         )
         with original(self._model):
             for change in left:

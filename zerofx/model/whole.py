@@ -39,7 +39,8 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
     if own.original.is_captured or own.is_covered(path):
         yield module  # its parameters are whole already
         return
-    params = Entry(path, ALL).parameters(own.model)
+    entry, ignored = Entry(path, ALL), own.engine.store.ignored
+    params = {n: p for n, p in entry.parameters(own.model).items() if n not in ignored}
     reader = FullReader(own.engine.store, own.device)
     names = {id(p): name for name, p in own.engine.store.params.items()}
     values: dict[str, Tensor] = {}
@@ -49,7 +50,7 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
     tensors = [nn.Parameter(values.pop(names[id(p)]), p.requires_grad) for p in params.values()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.passing_through(path))
-        stack.enter_context(own.original.standing_in(places_of(module, ALL, tensors)))
+        stack.enter_context(own.original.standing_in(places_of(entry, own.model, ignored, tensors)))
         if not path:
             stack.enter_context(own.original.restored(own.model))
         yield module

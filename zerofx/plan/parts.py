@@ -244,6 +244,18 @@ def read_dynamic(where: str, value: Any) -> str | Patterns:
     return Patterns(value)
 
 
+def read_ignored(where: str, value: Any) -> tuple[str, ...]:
+    """Read one name pattern, or a list of them that may be empty."""
+    if isinstance(value, str):
+        return (text(where, value),)
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise PlanError(
+            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. Of a set of "
+            "parameters these are [n for n, p in model.named_parameters() if p in the_set]"
+        )
+    return tuple(text(where, pattern) for pattern in value)
+
+
 def read_units(where: str, value: Any) -> str | tuple[str, ...]:
     """Read `"auto"`, one name pattern, or a list of them."""
     if isinstance(value, str):
