@@ -161,9 +161,7 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_modules(
-    model: nn.Module, entry: Entry = MODEL, ignored: Collection[str] = ()
-) -> None:
+def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[str] = ()) -> None:
     """Refuse modules and parameters that cannot be traced faithfully, among those of an entry.
 
     Parameters that are ignored have what hooks they like.
@@ -182,8 +180,9 @@ def check_modules(
     for name, param in entry.parameters(model).items():
         if name not in ignored and has_gradient_hooks(param):
             raise CaptureError(
-                f"capture: {name} has a gradient hook, which a program would skip; hook the "
-                "tensor inside forward, or change p.grad after backward"
+                f"capture: {name} has a gradient hook, which a program would skip; register it by "
+                "register_post_accumulate_grad_hook after zerofx.compile, or hook the tensor "
+                "inside forward"
             )
 
 

@@ -78,7 +78,8 @@ class ParameterTree:
             if has_gradient_hooks(param):
                 raise ShardError(
                     f"{name} has a gradient hook, which would never run: a program assigns p.grad "
-                    "itself. Hook the tensor inside forward, or change p.grad after backward()."
+                    "itself. Call register_post_accumulate_grad_hook on the parameter of the "
+                    "compiled model instead, or hook the tensor inside forward."
                 )
             if param.grad is not None:
                 raise ShardError(
