@@ -32,7 +32,13 @@ from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
+from zerofx.passes.placement import (
+    compute_dtype,
+    module_dtypes,
+    plan_layout,
+    unit_params,
+    with_master,
+)
 from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan.fields import nearest
 from zerofx.plan.plan import Plan, as_plan
@@ -224,7 +230,8 @@ def _either(hardware: Any, machine: Any) -> Any:
 def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardware) -> Layout:
     """Return how a model's parameters lie in buckets: decided before any capture."""
     units = find_units(model, plan.units)
-    computes = compute_dtypes(model, compute_dtype(plan.precision))
+    precision = plan.precision
+    computes = compute_dtypes(model, compute_dtype(precision), module_dtypes(precision))
     ignored = find_ignored(model, plan.ignored_params)
     params = describe_params(model, units, computes)
     held = [param for name, param in params.items() if name not in ignored]

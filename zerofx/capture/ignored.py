@@ -42,9 +42,7 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name, param in named if id(param) in chosen)
 
 
-def ignored_of(
-    model: nn.Module, names: Collection[str], entry: Entry
-) -> dict[str, nn.Parameter]:
+def ignored_of(model: nn.Module, names: Collection[str], entry: Entry) -> dict[str, nn.Parameter]:
     """Return the ignored parameters that a function may read, as they are now, by first name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, module in entry.modules(model).items():

@@ -258,12 +258,10 @@ def _restore(holder: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def annotated(
-    model: nn.Module, casts: Collection[str] = (), dtype: torch.dtype | None = None
-) -> Iterator[None]:
+def annotated(model: nn.Module, casts: Mapping[str, torch.dtype] | None = None) -> Iterator[None]:
     """Mark every node that a submodule's forward makes with the submodule's qualified name.
 
-    Modules named in `casts` get their floating-point inputs in `dtype`.
+    casts: the format in which modules get their floating-point inputs.
     """
     wrapped: list[tuple[nn.Module, bool, Any]] = []
     try:
@@ -271,8 +269,8 @@ def annotated(
             own = module.__dict__.get("forward")
             wrapped.append((module, own is not None, own))
             forward = module.forward
-            if name in casts and dtype is not None:
-                forward = casting(forward, name, dtype)
+            if casts and name in casts:
+                forward = casting(forward, name, casts[name])
             if isinstance(module, BatchNorm) and module.momentum is None:
                 forward = _averaging(module, forward)
             module.__dict__["forward"] = _marking(forward, name)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.formats import cast_inputs
+from zerofx.capture.formats import cast_inputs, dtype_at
 from zerofx.capture.original import ALL, OWN, Entry, Place, original
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError, ShardError
+from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -170,7 +171,9 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
     model = own.model
     module, name = island.entry.module(model), island.entry.describe(model)
     versions: list[tuple[Place, int]] = []
-    args, kwargs = _cast(own, args, kwargs)
+    precision = own.plan.precision
+    dtype = dtype_at(island.entry.path, compute_dtype(precision), module_dtypes(precision))
+    args, kwargs = cast_arguments(args, kwargs, dtype)
     if own.world.size > 1:  # ranks would put off sums of different modules
         own.engine.gradients.no_sync = False
     with contextlib.ExitStack() as stack:
@@ -223,11 +226,10 @@ def _changed(before: dict[str, int], after: dict[str, int]) -> tuple[str, ...]:
     return tuple(name for name in after if name.rpartition(".")[0] in written)
 
 
-def _cast(
-    own: Namespace, args: tuple[Any, ...], kwargs: dict[str, Any]
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in the format that the plan computes in, as programs take them."""
-    dtype = own.compute_dtype
+    """Return the arguments in the format that code computes in, as programs take them."""
     if dtype is None:
         return args, kwargs
 

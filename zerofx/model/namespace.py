@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofx.capture.explain import shorten
+from zerofx.capture.formats import cast_modules, compute_dtypes
 from zerofx.capture.ignored import ignored_of, with_ignored
 from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
@@ -35,7 +37,7 @@ from zerofx.model.full_state import sharded_state_of
 from zerofx.model.islands import Island
 from zerofx.model.programs import Programs, ProgramTable, load_directory
 from zerofx.passes.order import Setting
-from zerofx.passes.placement import compute_dtype
+from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.plan.parts import LossScale
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
@@ -307,12 +309,20 @@ class Namespace:
         """Have calls of submodules with parameters come to `enter`."""
         for path, module in self.model.named_modules():
             if path and next(module.parameters(), None) is not None:
-                intercept(module, functools.partial(self.enter, path))
+                intercept(module, functools.partial(self.enter, path, weakref.ref(module)))
 
-    def enter(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program."""
+    def enter(self, path: str, module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program.
+
+        path: its name at compile. Where it runs eagerly it may have another one by now: adapters
+        that are merged leave the layer inside them in their place.
+        """
         if self.original.is_captured or self.is_covered(path):
-            return call_uncompiled(self.model.get_submodule(path), args, kwargs)
+            if self.casts and not self.original.is_captured:
+                args, kwargs = islands.cast_arguments(args, kwargs, self.casts.get(path))
+            called = module()
+            assert called is not None, "a module that has gone is called"
+            return call_uncompiled(called, args, kwargs)
         return self.call(Entry(path), args, kwargs)
 
     def is_covered(self, path: str) -> bool:
@@ -340,10 +350,15 @@ class Namespace:
         with original(self.model):
             return find_units(self.model, self.plan.units)
 
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """What parameters and inputs are computed in; None where each has its own format."""
-        return compute_dtype(self.plan.precision)
+    @functools.cached_property
+    def casts(self) -> dict[str, torch.dtype]:
+        """The format of the inputs of modules, where some have one of their own."""
+        compute, modules = compute_dtype(self.plan.precision), module_dtypes(self.plan.precision)
+        if modules is None:
+            return {}
+        with original(self.model):
+            computes = compute_dtypes(self.model, compute, modules)
+            return cast_modules(self.model, self.units, computes, compute, modules)
 
     def adopt(
         self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False

@@ -38,9 +38,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     own = model.__dict__.get(SLOT)
     ignored = own.engine.store.ignored if own is not None else ()
     found: dict[int, tuple[str, Tensor]] = {
-        id(param): (name, param)
-        for name, param in model.named_parameters()
-        if name in ignored
+        id(param): (name, param) for name, param in model.named_parameters() if name in ignored
     }
     for path, module in model.named_modules():
         for key, buffer in own_buffers(module).items():
