@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.capture import find_units
+from zerofx.capture.call import find_ignored
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
-from zerofx.capture.ignored import find_ignored
 from zerofx.comm.grid import check_mesh
 from zerofx.comm.groups import StartUp, place
 from zerofx.comm.steps import describe

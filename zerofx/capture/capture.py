@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from zerofx.capture.call import Call
+from zerofx.capture.call import Call, find_ignored, ignored_of, with_ignored
 from zerofx.capture.effects import (
     Change,
     HostGenerators,
@@ -25,7 +25,6 @@ from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes, dtype_at
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
-from zerofx.capture.ignored import find_ignored, ignored_of, with_ignored
 from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results

@@ -14,10 +14,9 @@ from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerofx.capture import call as trees
-from zerofx.capture.call import Call
+from zerofx.capture.call import KEYWORD, Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
-from zerofx.capture.ignored import KEYWORD
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
 from zerofx.capture.original import MODEL, Entry
 from zerofx.capture.swap import State, StateSwap

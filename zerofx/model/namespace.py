@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofx.capture.call import ignored_of, with_ignored
 from zerofx.capture.explain import shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes
-from zerofx.capture.ignored import ignored_of, with_ignored
 from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
 from zerofx.capture.units import find_units

@@ -100,7 +100,7 @@ class Precision:
 
     # bf16 reduces in fp32, because a sum over ranks in 8 bits of mantissa loses the small terms;
     # fp16 has 11 and its loss scale, and halves the traffic as in the ZeRO paper.
-    NAMED: ClassVar[dict[str, dict[str, str]]] = {
+    NAMED: ClassVar[dict[str, dict[str, Any]]] = {
         "fp32": {},
         "bf16": {"compute": "bf16"},
         "fp16": {"compute": "fp16", "reduce": "fp16", "loss_scale": "dynamic"},
