@@ -901,6 +901,8 @@ def checkpoints() -> None:
 
     taken = inspect.signature(checkpoint._checkpoint_without_reentrant_generator).parameters
     assert [*taken][:3] == ["fn", "preserve_rng_state", "context_fn"]
+    copied = importlib.import_module("torch.distributed._composable.checkpoint_activation")
+    assert hasattr(copied, "_checkpoint_without_reentrant_generator")
 
 
 @contract("torch.nn.modules.batchnorm._BatchNorm")

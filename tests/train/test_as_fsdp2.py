@@ -17,6 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
@@ -155,6 +159,22 @@ def transformers(fields: dict[str, Any]) -> None:
         for _ in range(3):
             both.backward(total, *both.batches(3, 6, low=19))
             both.step()
+
+
+def checkpointed_layers(fields: dict[str, Any]) -> None:
+    """Wrap layers for activation checkpointing, or hook them, as training libraries do."""
+    wrapped, composed = Text(tied=True), Text(tied=True)
+    apply_activation_checkpointing(wrapped, check_fn=lambda m: isinstance(m, Layer))
+    for layer in composed.layers:
+        composable_checkpoint(layer)
+    for plain in (wrapped, composed):
+        both = Both(plain, fields)
+        both.plain = Text(tied=True)
+        both.pairs[1] = both.plain, torch.optim.Adam(both.plain.parameters(), lr=1e-2)
+        for _ in range(2):
+            both.backward(total, *both.batches(3, 6, low=19))
+            both.step()
+        assert not both.model.zerofx.islands
 
 
 def root_then_child(fields: dict[str, Any]) -> None:
@@ -596,7 +616,13 @@ def doubles(fields: dict[str, Any]) -> None:
 BODIES = {
     body.__name__: body
     for body in (
-        *(odd_shapes, transformers, root_then_child, used_twice_and_without_inputs),
+        *(
+            odd_shapes,
+            transformers,
+            checkpointed_layers,
+            root_then_child,
+            used_twice_and_without_inputs,
+        ),
         *(head_by_chunks, head_left_out, two_forwards, after_an_exception),
         *(every_row_of_a_tied_weight, accumulated, one_forward_one_backward),
         *(methods_of_children, frozen_within_a_unit, frozen_by_turns, frozen_and_used_often),
