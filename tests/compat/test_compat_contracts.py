@@ -895,7 +895,10 @@ def causal_hints() -> None:
         assert "_detect_is_causal_mask" in kind.forward.__code__.co_names
 
 
-@contract("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+@contract(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+    "torch.distributed._composable.checkpoint_activation",
+)
 def checkpoints() -> None:
     from torch.utils import checkpoint
 

@@ -637,7 +637,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "replicated": {"stage": 0},
     "offloaded": {"offload": {"parameters": "cpu", "optimizer": "cpu"}},
 }
-QUICK = "head_by_chunks", "frozen_by_turns", "accumulated"
+QUICK = "frozen_by_turns", "accumulated"
 
 
 def under(name: str, *plans: dict[str, Any]) -> None:

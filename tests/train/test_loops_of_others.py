@@ -169,13 +169,9 @@ def ppo(*plans: dict[str, Any]) -> None:
         assert names == {"Agent.actor", "Agent.critic"}, names
 
 
-def test_ppo(pool: Pool) -> None:
-    pool.run(2, ppo, {})
-
-
 @pytest.mark.slow
-def test_ppo_under_other_plans(pool: Pool) -> None:
-    pool.run(2, ppo, {"stage": 2}, {"stage": 1}, {"stage": 0}, {"kernels": "inductor"})
+def test_ppo(pool: Pool) -> None:
+    pool.run(2, ppo, {}, {"stage": 2}, {"stage": 1}, {"stage": 0}, {"kernels": "inductor"})
 
 
 # -- a GAN -----------------------------------------------------------------------------------------
