@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.errors import PlanError, ShardError
+from zerofx.ir.meta import info
 
 ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 
@@ -197,3 +198,24 @@ def test_what_is_refused() -> None:
         model = Model()
     with pytest.raises(ShardError, match=r"addend is on meta, and Plan\.ignored_params leaves"):
         zerofx.compile(model, zerofx.Plan(ignored_params=["addend"]))
+
+
+def test_it_is_computed_with_in_the_format_of_its_module() -> None:
+    precision = {"compute": "bf16", "modules": {"inner": "fp32"}}
+    plain, fields = Model(), {**ATEN, "ignored_params": IGNORED}
+    model: Any = zerofx.compile(Model(), {**fields, "precision": precision})
+    for m in (model, plain):
+        m(ids(0, 0)).backward()
+    params = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert param.dtype is param.grad.dtype is torch.float32
+        error = (whole(param.grad) - params[name].grad).norm() / params[name].grad.norm()
+        assert float(error) < 0.05, name  # as far as bf16 goes
+    formats = {n.name: n.meta["val"].dtype for n in nodes(model, "inner.deep.0")}
+    assert torch.float32 in formats.values() and torch.bfloat16 not in formats.values()
+
+
+def nodes(model: Any, module: str) -> list[Any]:
+    """Return the matrix products of one module's forward."""
+    graph = model.programs[0].graph("forward")
+    return [n for n in graph.nodes if "mm" in str(n.target) and info(n).module == module]

@@ -222,7 +222,7 @@ def place(tensor: Tensor, device: torch.device | None) -> torch.device:
 # gradient to `p.grad`, and runs their hooks.
 
 
-KEYWORD = "ignored_params"  # of a call, which has them by name
+KEYWORD = "zerofx.ignored_params"  # of a call, which has them by name; no keyword of users is this
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -114,8 +114,9 @@ def capture(
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
             harness = Harness(
-                model, call, swap, differentiate, outputs, given_in, entry, tuple(numbers)
-            )
+                model, call, swap, differentiate, outputs, given_in, entry, tuple(numbers),
+                {name: computes[name] for name in ignored},
+            )  # fmt: skip
             try:
                 gm = trace(harness, (*fakes, *numbers.values()), mode, swap, changes)
             except Exception as error:
