@@ -146,6 +146,27 @@ def test_hooks_that_would_find_no_gradient_are_refused() -> None:
         model.layers[0].weight.register_post_accumulate_grad_hook(print)
 
 
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyError("behind the model")
+
+
+def test_hooks_run_again_after_a_backward_that_failed() -> None:
+    model: Any = zerofx.compile(Steps(), ATEN)
+    calls: list[Tensor] = []
+    model.layers[0].weight.register_post_accumulate_grad_hook(calls.append)
+    with pytest.raises(KeyError, match="behind the model"):
+        model(Breaks.apply(batch(0, 0).requires_grad_())).backward()
+    assert not calls
+    model(batch(0, 0)).backward()
+    assert len(calls) == 1
+
+
 def test_a_hook_that_raises_ends_the_backward() -> None:
     model: Any = zerofx.compile(Steps(), ATEN)
 

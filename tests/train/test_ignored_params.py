@@ -189,6 +189,16 @@ def test_a_replaced_parameter_is_used(tmp_path: Path) -> None:
     assert "ignored_params.addend" in model.programs[0].dump("full")
 
 
+def test_all_of_a_model_may_be_ignored() -> None:
+    plain = nn.Linear(4, 4)
+    model: Any = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**ATEN, ignored_params="*"))
+    for m in (model, plain):
+        m(torch.ones(2, 4)).sum().backward()
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'nothing' covers no parameter of Model\. Its"):
         zerofx.compile(Model(), zerofx.Plan(ignored_params=["nothing"]))

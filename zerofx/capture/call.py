@@ -247,17 +247,29 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name, param in named if id(param) in chosen)
 
 
-def ignored_of(model: nn.Module, names: Collection[str], entry: Entry) -> dict[str, nn.Parameter]:
-    """Return the ignored parameters that a function may read, as they are now, by first name."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+@dataclass(frozen=True)
+class IgnoredPlace:
+    """Where an ignored parameter lies: the modules' own dictionary, which may get another one."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+
+
+def ignored_of(model: nn.Module, names: Collection[str], entry: Entry) -> tuple[IgnoredPlace, ...]:
+    """Return the ignored parameters that a function may read, tied ones under their first name."""
+    found: dict[int, IgnoredPlace] = {}
     for path, module in entry.modules(model).items():
-        for key, param in own_parameters(module).items():
+        holder = own_parameters(module)
+        for key, param in holder.items():
             name = f"{path}.{key}" if path else key
             if param is not None and name in names:
-                found.setdefault(id(param), (name, param))
-    return dict(found.values())
+                found.setdefault(id(param), IgnoredPlace(name, holder, key))
+    return tuple(found.values())
 
 
-def with_ignored(kwargs: Mapping[str, Any], params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def with_ignored(kwargs: dict[str, Any], places: Sequence[IgnoredPlace]) -> dict[str, Any]:
     """Return the keywords of a call that a program takes: the user's, and these parameters."""
-    return {**kwargs, KEYWORD: dict(params)} if params else dict(kwargs)
+    if not places:
+        return kwargs
+    return {**kwargs, KEYWORD: {place.name: place.holder[place.key] for place in places}}

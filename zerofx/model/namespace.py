@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zerofx.capture.call import ignored_of, with_ignored
+from zerofx.capture.call import IgnoredPlace, ignored_of, with_ignored
 from zerofx.capture.explain import shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes
 from zerofx.capture.original import MODEL, Entry, Original, original
@@ -190,6 +190,7 @@ class Namespace:
         self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before it is left without hooks
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
+        self._ignored: dict[Entry, tuple[IgnoredPlace, ...]] = {}
         self.table.handles = self._handles
         self.original = Original(model)
         engine.turns.buffers = lambda: dict(model.named_buffers())
@@ -263,10 +264,7 @@ class Namespace:
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
         try:
-            ignored = self.engine.store.ignored
-            taken = kwargs
-            if ignored and not entry.is_parameters:
-                taken = with_ignored(kwargs, ignored_of(self.model, ignored, entry))
+            taken = with_ignored(kwargs, self._ignored_of(entry))
             key = signature_key(self.table.state(entry), args, taken), self._handles(entry)
             program = self.table.find(key, args, taken)
         except Exception as error:
@@ -288,6 +286,15 @@ class Namespace:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
+
+    def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
+        """Return the parameters that the programs of an entry take as inputs."""
+        if not (names := self.engine.store.ignored):
+            return ()
+        found = self._ignored.get(entry)
+        if found is None:
+            found = self._ignored[entry] = ignored_of(self.model, names, entry)
+        return found
 
     def _handles(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
         """Return the handles of the hooks of an entry's modules."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.comm.collectives import receive_buffers
-from zerofx.compat.autograd import at_end_of_backward
+from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
 from zerofx.policy.borrowing import Loan
@@ -122,7 +122,8 @@ class Gradients:
         self.lends = True
         self.scaler, self.away, self.updates = scaler, away, updates
         self.publish = self._publish  # of a bucket, for these names
-        self._arrived: set[str] = set()  # hooked parameters with a gradient from this backward
+        self._arrived: set[str] = set()  # hooked parameters with a gradient from a backward
+        self._arrived_in = -1  # that backward
         self._is_apart = False
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
@@ -308,7 +309,8 @@ class Gradients:
         self._store.grads.publish(bucket, names)
         hooked = self._store.ledger.hooks.keys() & names
         if hooked and not self._is_apart:
-            if not self._arrived:
+            if not self._arrived or self._arrived_in != backward_number():
+                self._arrived, self._arrived_in = set(), backward_number()
                 at_end_of_backward(self._run_hooks)
             self._arrived |= hooked
 
