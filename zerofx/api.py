@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.capture import find_units
+from zerofx.capture.call import find_ignored
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
@@ -31,7 +32,13 @@ from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.passes.placement import compute_dtype, plan_layout, unit_params, with_master
+from zerofx.passes.placement import (
+    compute_dtype,
+    module_dtypes,
+    plan_layout,
+    unit_params,
+    with_master,
+)
 from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan.fields import nearest
 from zerofx.plan.plan import Plan, as_plan
@@ -95,6 +102,7 @@ def compile(
         if checked.cuda_graph:
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
+        ignored = find_ignored(model, checked.ignored_params)
         layout = make_layout(model, checked, world.size, described)
         digest = f"{describe(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
@@ -108,8 +116,9 @@ def compile(
         given = () if weights is None else names_of(world, weights)
         folder = checked.offload.path
         store = ShardStore.build(
-            model, layout, world, in_backward=in_backward, folder=folder, given=given
-        )
+            model, layout, world, in_backward=in_backward, folder=folder, given=given,
+            ignored=ignored,
+        )  # fmt: skip
         for each in built:
             swap_optimizer(each, store.replaced)
         setting = Setting(checked, world.size, described, layout)
@@ -221,8 +230,12 @@ def _either(hardware: Any, machine: Any) -> Any:
 def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardware) -> Layout:
     """Return how a model's parameters lie in buckets: decided before any capture."""
     units = find_units(model, plan.units)
-    computes = compute_dtypes(model, compute_dtype(plan.precision))
-    described = with_master(describe_params(model, units, computes).values(), plan.precision)
+    precision = plan.precision
+    computes = compute_dtypes(model, compute_dtype(precision), module_dtypes(precision))
+    ignored = find_ignored(model, plan.ignored_params)
+    params = describe_params(model, units, computes)
+    held = [param for name, param in params.items() if name not in ignored]
+    described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))
     persist = plan.persist_below
     bucket = plan.bucket_bytes

@@ -903,12 +903,17 @@ def causal_hints() -> None:
         assert "_detect_is_causal_mask" in kind.forward.__code__.co_names
 
 
-@contract("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+@contract(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+    "torch.distributed._composable.checkpoint_activation",
+)
 def checkpoints() -> None:
     from torch.utils import checkpoint
 
     taken = inspect.signature(checkpoint._checkpoint_without_reentrant_generator).parameters
     assert [*taken][:3] == ["fn", "preserve_rng_state", "context_fn"]
+    copied = importlib.import_module("torch.distributed._composable.checkpoint_activation")
+    assert hasattr(copied, "_checkpoint_without_reentrant_generator")
 
 
 @contract("torch.nn.modules.batchnorm._BatchNorm")

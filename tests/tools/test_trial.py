@@ -77,8 +77,9 @@ def _other_batches(patch: pytest.MonkeyPatch) -> None:
         ({}, {}),
         ({"stage": 1, "update": "in-backward"}, {}),
         ({"tiling": {"layers.*.fc": 4}}, {"accumulation": 2, "no_sync": True}),
+        pytest.param({"ignored_params": ["layers.0"]}, {}, marks=pytest.mark.slow),
     ],
-    ids=["stage 3", "in-backward", "tiles"],
+    ids=["stage 3", "in-backward", "tiles", "ignored"],
 )
 def test_what_trains_alike(pool: Pool, plan: dict[str, Any], loop: dict[str, Any]) -> None:
     found, other = pool.run(2, trial, plan, 2, "", loop)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import CASES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,3 +219,133 @@ def test_units_get_their_inputs_in_the_compute_format() -> None:
         weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
         half = torch.tanh(nn.functional.linear(wide.bfloat16(), weight, bias))
     assert torch.equal(model(x), half.float().sum())
+
+
+# -- modules with a format of their own ------------------------------------------------------------
+
+
+seen: dict[str, Any] = {}  # by name: the formats of a layer's input and weight
+
+
+class Noted(nn.Linear):
+    def __init__(self, wide: int, out: int, name: str) -> None:
+        super().__init__(wide, out)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen[self.name] = x.dtype, self.weight.dtype
+        return super().forward(x)
+
+
+class Mixed(nn.Module):
+    """A model as one with fp32 norms and head is written: nothing in it casts."""
+
+    def __init__(self, decides: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        seen.clear()
+        self.decides = decides
+        self.embed = nn.Embedding(31, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(16), "fc": Noted(16, 16, f"fc{i}")})
+            for i in range(2)
+        )
+        self.head = Noted(16, 31, "head")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block["fc"](block["norm"](x)).relu()
+        if self.decides and x.sum().item() > 1e9:
+            x = x * 2
+        return self.head(x)
+
+
+def by_hand(model: Mixed, ids: Tensor, own: tuple[torch.dtype, torch.dtype]) -> Tensor:
+    """Compute the same with the casts written out: norms and head in fp32, the rest in bf16."""
+    low, high = own
+
+    def linear(layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+
+    x = F.embedding(ids, model.embed.weight.to(low))
+    for block in model.blocks:
+        norm = block["norm"]
+        normed = F.layer_norm(x.to(high), (16,), norm.weight.to(high), norm.bias.to(high))
+        x = x + linear(block["fc"], normed, low).relu()
+    return linear(model.head, x, high)
+
+
+def mixed_formats(decides: bool, *plans: dict[str, Any]) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    modules = {"blocks.*.norm": "fp32", "head": "fp32"}
+    for fields in plans:
+        plan = {"precision": {"compute": "bf16", "modules": modules}, "kernels": "aten", **fields}
+        model: Any = zerofx.compile(Mixed(decides), plan)
+        plain = Mixed(decides)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+        for step in range(3):
+            batches = [torch.randint(0, 31, (2, 5)) for _ in range(world)]
+            found = model(batches[rank])
+            assert found.dtype is torch.float32
+            found.square().mean().backward()
+            for each, ids in enumerate(batches):
+                wanted = by_hand(plain, ids, (torch.bfloat16, torch.float32))
+                (wanted.square().mean() / world).backward()
+                if each == rank:
+                    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5, msg=str(step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert state[name].dtype is torch.float32
+            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-4, msg=name)
+        formats = {n: b.compute_dtype for b in model.zerofx.layout.buckets for n in b.names}
+        assert {n for n, f in formats.items() if f is torch.float32} == {
+            n for n in formats if "norm" in n or "head" in n
+        }
+
+
+@pytest.mark.parametrize("decides", [False, True], ids=["captured", "island"])
+def test_modules_compute_in_a_format_of_their_own(decides: bool) -> None:
+    mixed_formats(decides, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decides", [False, True], ids=["captured", "island"])
+def test_modules_compute_in_a_format_of_their_own_on_two_ranks(pool: Any, decides: bool) -> None:
+    offload = {"offload": {"parameters": "cpu", "optimizer": "cpu"}}
+    mixed_formats_of = ({}, {"stage": 0}, {"stage": 1}, offload, {"units": ["embed", "head"]})
+    pool.run(2, mixed_formats, decides, *mixed_formats_of, timeout_s=300)
+
+
+def test_one_module_computes_in_half_precision() -> None:
+    precision = {"modules": {"blocks.1": "fp16"}, "loss_scale": "external"}
+    model: Any = zerofx.compile(Mixed(), {"precision": precision, "kernels": "aten"})
+    model(torch.zeros(1, 3, dtype=torch.long)).float().sum().backward()
+    single, half = (torch.float32,) * 2, (torch.float16,) * 2
+    assert seen == {"fc0": single, "fc1": half, "head": single}
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_formats_of_modules_that_contradict_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"loss_scale = None contradicts compute in 'fp16'"):
+        zerofx.Plan(precision={"modules": {"head": "fp16"}})
+
+    def compile_with(modules: dict[str, str], model: nn.Module) -> None:
+        zerofx.compile(model, {"precision": {"compute": "bf16", "modules": modules}})
+
+    with pytest.raises(PlanError, match=r"'heads' covers no parameter of Mixed\. Its parameters"):
+        compile_with({"heads": "fp32"}, Mixed())
+    tied = Mixed()
+    tied.head.weight = tied.embed.weight
+    with pytest.raises(PlanError, match=r"embed\.weight .* head\.weight .* one tied parameter"):
+        compile_with({"head": "fp32"}, tied)
+    plan = zerofx.Plan(precision={"compute": "bf16", "modules": {"head": "fp32"}})
+    assert zerofx.Plan.from_yaml(plan.to_yaml()) == plan
+    captured = zerofx.capture(
+        Mixed(), (torch.zeros(1, 3, dtype=torch.long),), compute_dtype=torch.bfloat16
+    )
+    with pytest.raises(PlanError, match=r"head\.weight in torch\.float32.*module_dtypes"):
+        zerofx.rewrite(captured, plan)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerofx.capture.guard import check_arguments, check_packed
+from zerofx.capture.original import Entry
 from zerofx.compat.graphs import FakeTensorMode, TreeSpec, pytree
+from zerofx.compat.modules import own_parameters
+from zerofx.errors import PlanError
+from zerofx.plan.fields import covers
 
 # -- Flatten a call's arguments and results into numbered leaves, and rebuild them -----------------
 # torch's pytree knows tuples, lists, dicts, named tuples and what libraries register with it
@@ -210,3 +214,62 @@ def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
 def place(tensor: Tensor, device: torch.device | None) -> torch.device:
     """Return where a fake lies: on the tensor's device, or on `device` for one on meta."""
     return tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
+
+
+# -- Parameters that the plan ignores: a program takes them as further tensors of each call --------
+# They stay the plain parameters of their modules: not sharded, moved, gathered or reduced. As
+# inputs of programs, autograd reaches them as it reaches any input: it gives each rank's own
+# gradient to `p.grad`, and runs their hooks.
+
+
+KEYWORD = "zerofx.ignored_params"  # of a call, which has them by name; no keyword of users is this
+
+
+def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return all names of the parameters that a plan ignores.
+
+    A tied parameter is ignored if a pattern covers one of its names.
+
+    Raises:
+        PlanError: a pattern covers no parameter.
+    """
+    if not patterns:
+        return ()
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(covers(pattern, name) for name, _ in named):
+            raise PlanError(
+                f"Plan.ignored_params: {pattern!r} covers no parameter of {type(model).__name__}. "
+                f"Its parameters are {', '.join(name for name, _ in named[:8])}"
+                f"{', ...' if len(named) > 8 else ''}"
+            )
+    chosen = {id(p) for name, p in named if any(covers(pattern, name) for pattern in patterns)}
+    return tuple(name for name, param in named if id(param) in chosen)
+
+
+@dataclass(frozen=True)
+class IgnoredPlace:
+    """Where an ignored parameter lies: the modules' own dictionary, which may get another one."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+
+
+def ignored_of(model: nn.Module, names: Collection[str], entry: Entry) -> tuple[IgnoredPlace, ...]:
+    """Return the ignored parameters that a function may read, tied ones under their first name."""
+    found: dict[int, IgnoredPlace] = {}
+    for path, module in entry.modules(model).items():
+        holder = own_parameters(module)
+        for key, param in holder.items():
+            name = f"{path}.{key}" if path else key
+            if param is not None and name in names:
+                found.setdefault(id(param), IgnoredPlace(name, holder, key))
+    return tuple(found.values())
+
+
+def with_ignored(kwargs: dict[str, Any], places: Sequence[IgnoredPlace]) -> dict[str, Any]:
+    """Return the keywords of a call that a program takes: the user's, and these parameters."""
+    if not places:
+        return kwargs
+    return {**kwargs, KEYWORD: {place.name: place.holder[place.key] for place in places}}

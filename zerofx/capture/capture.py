@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from zerofx.capture.call import Call
+from zerofx.capture.call import Call, find_ignored, ignored_of, with_ignored
 from zerofx.capture.effects import (
     Change,
     HostGenerators,
@@ -22,7 +22,7 @@ from zerofx.capture.effects import (
     refuse_rebinding,
 )
 from zerofx.capture.explain import explained, shorten
-from zerofx.capture.formats import cast_units, compute_dtypes
+from zerofx.capture.formats import cast_modules, compute_dtypes, dtype_at
 from zerofx.capture.guard import check_device, check_graph, check_modules
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.lines import LineMode, is_raised_by_model
@@ -39,6 +39,7 @@ from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
+from zerofx.plan.fields import Patterns
 
 MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
 
@@ -59,6 +60,8 @@ def capture(
     varying: Sequence[Symbol] = (),
     entry: Entry = MODEL,
     changes: list[Change] | None = None,
+    ignored_params: Sequence[str] = (),
+    module_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Captured:
     """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
 
@@ -78,16 +81,21 @@ def capture(
         way that it goes in this call; `Captured.sizes` says for which values that is so.
 
     entry: the function of the model that is called, in the place of its forward.
+    ignored_params: name patterns of parameters that the program takes as inputs, as those of
+        `Plan(ignored_params=...)`.
+    module_dtypes: {name pattern: format} of modules that compute in another than `compute_dtype`.
 
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and
             the fix.
     """
     with original(model):
-        check_modules(model, entry)
         place = torch.device(device) if device is not None else None
         check_device(place)
-        call = Call.of(entry.function(model), args, kwargs or {})
+        ignored = find_ignored(model, ignored_params)
+        check_modules(model, entry, ignored)
+        taken = with_ignored(kwargs or {}, ignored_of(model, ignored, entry))
+        call = Call.of(entry.function(model), args, taken)
         unit_of_param = find_units(model, units)
 
         own = {s.name: s.dims[0].read(call.leaves) for s in varying}
@@ -97,15 +105,18 @@ def capture(
         standing = {(d.leaf, d.dim, d.is_stride): sizes[s.name] for s in varying for d in s.dims}
         numbers = {leaf: size for (leaf, dim, _), size in standing.items() if dim == NUMBER}
         fakes = call.fakes(mode, place, standing)
-        computes = compute_dtypes(model, compute_dtype)
-        swap = StateSwap(model, mode, place, param_meta, computes)
-        casts = cast_units(unit_of_param, computes, compute_dtype)
-        with swap.installed(), annotated(model, casts, compute_dtype):
+        own_dtypes = Patterns(module_dtypes) if module_dtypes else None
+        computes = compute_dtypes(model, compute_dtype, own_dtypes)
+        swap = StateSwap(model, mode, place, param_meta, computes, ignored)
+        casts = cast_modules(model, unit_of_param, computes, compute_dtype, own_dtypes)
+        given_in = dtype_at(entry.path, compute_dtype, own_dtypes)
+        with swap.installed(), annotated(model, casts):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
             harness = Harness(
-                model, call, swap, differentiate, outputs, compute_dtype, entry, tuple(numbers)
-            )
+                model, call, swap, differentiate, outputs, given_in, entry, tuple(numbers),
+                {name: computes[name] for name in ignored},
+            )  # fmt: skip
             try:
                 gm = trace(harness, (*fakes, *numbers.values()), mode, swap, changes)
             except Exception as error:

@@ -12,20 +12,25 @@ from torch import Tensor, nn
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, PlanError
 from zerofx.layout.buckets import LOW_OR_SINGLE
+from zerofx.plan.fields import Patterns, covers
 
 
-def compute_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def compute_dtypes(
+    model: nn.Module, dtype: torch.dtype | None, modules: Patterns | None = None
+) -> dict[str, torch.dtype]:
     """Return the format in which each parameter is computed with, by every name it has.
 
     dtype: for the parameters of 32 or 16 bits; None leaves all in their own.
+    modules: the formats of modules that have another one, by name pattern.
 
     Norms with running statistics keep theirs: they sum over a whole batch, and their kernels take
     weights in the statistics' format only.
 
     Raises:
         CaptureError: dtype is none of the formats that parameters can be cast to.
+        PlanError: a pattern covers no parameter, or a tied one has two formats.
     """
     if dtype is not None and dtype not in LOW_OR_SINGLE:
         raise CaptureError(
@@ -33,16 +38,36 @@ def compute_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
             f"{', '.join(map(str, LOW_OR_SINGLE))}, or None for the parameters' own"
         )
     found: dict[str, torch.dtype] = {}
-    first: dict[int, torch.dtype] = {}
+    first: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, param in own_parameters(module).items():
             if param is None:
                 continue
-            is_cast = dtype is not None and param.dtype in LOW_OR_SINGLE and not _keeps(module)
-            own = dtype if is_cast else param.dtype
-            assert own is not None
-            found[f"{prefix}.{key}" if prefix else key] = first.setdefault(id(param), own)
+            name = f"{prefix}.{key}" if prefix else key
+            own = param.dtype
+            if own in LOW_OR_SINGLE:
+                chosen = modules.match(name) if modules else None
+                own = chosen or (own if dtype is None or _keeps(module) else dtype)
+            other = first.setdefault(id(param), name)
+            if modules and found.get(other, own) is not own:
+                raise PlanError(
+                    f"Plan.precision.modules: {other} is computed in {found[other]}, and as {name} "
+                    f"in {own}, but the two are one tied parameter. Give both modules one format"
+                )
+            found[name] = found.get(other, own)
+    for pattern in modules or ():
+        if not any(covers(pattern, name) for name in found):
+            raise PlanError(
+                f"Plan.precision.modules: {pattern!r} covers no parameter of "
+                f"{type(model).__name__}. Its parameters are {', '.join(list(found)[:8])}"
+                f"{', ...' if len(found) > 8 else ''}"
+            )
     return found
+
+
+def dtype_at(path: str, dtype: torch.dtype | None, modules: Patterns | None) -> torch.dtype | None:
+    """Return the format in which a module gets its inputs when it is called by itself."""
+    return (modules.match(path) if modules and path else None) or dtype
 
 
 def _keeps(module: nn.Module) -> bool:
@@ -57,14 +82,36 @@ def cast_inputs(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> tuple[T
     return tuple(t.to(dtype) if t.dtype in LOW_OR_SINGLE else t for t in tensors)
 
 
-def cast_units(
-    units: Mapping[str, str], computes: Mapping[str, torch.dtype], dtype: torch.dtype | None
-) -> set[str]:
-    """Return the units with parameters computed in `dtype`: what they are given is cast to it.
+def cast_modules(
+    model: nn.Module,
+    units: Mapping[str, str],
+    computes: Mapping[str, torch.dtype],
+    dtype: torch.dtype | None,
+    modules: Patterns | None = None,
+) -> dict[str, torch.dtype]:
+    """Return the modules whose floating-point inputs are cast, and to which format.
 
-    Between units a buffer in its own format, say, may have widened what passes.
+    Units with parameters computed in `dtype` get theirs in it: between units a buffer in its own
+    format, say, may have widened what passes. Where some modules have another format, every module
+    with parameters gets its inputs in that of these.
     """
-    return {units[name] for name, found in computes.items() if found is dtype and units[name]}
+    found: dict[str, torch.dtype] = {}
+    if dtype is not None:
+        found = {units[n]: dtype for n, own in computes.items() if own is dtype and units[n]}
+    if modules is None:
+        return found
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [
+            computes[f"{path}.{k}"]
+            for k, p in own_parameters(module).items()
+            if p is not None and path
+        ]
+        chosen = modules.match(path) if path else None
+        if chosen is None and own and own[0] in LOW_OR_SINGLE and not _keeps(module):
+            chosen = own[0]
+        if chosen is not None:
+            found[path] = chosen
+    return found
 
 
 def casting(forward: Callable[..., Any], name: str, dtype: torch.dtype) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -160,8 +161,10 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_modules(model: nn.Module, entry: Entry = MODEL) -> None:
+def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[str] = ()) -> None:
     """Refuse modules and parameters that cannot be traced faithfully, among those of an entry.
+
+    Parameters that are ignored have what hooks they like.
 
     Raises:
         CaptureError: naming the module or parameter.
@@ -175,10 +178,11 @@ def check_modules(model: nn.Module, entry: Entry = MODEL) -> None:
                 "size; make it with sparse=False"
             )
     for name, param in entry.parameters(model).items():
-        if has_gradient_hooks(param):
+        if name not in ignored and has_gradient_hooks(param):
             raise CaptureError(
-                f"capture: {name} has a gradient hook, which a program would skip; hook the "
-                "tensor inside forward, or change p.grad after backward"
+                f"capture: {name} has a gradient hook, which a program would skip; register it by "
+                "register_post_accumulate_grad_hook after zerofx.compile, or hook the tensor "
+                "inside forward"
             )
 
 

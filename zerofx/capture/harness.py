@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import NoneType
@@ -14,7 +14,7 @@ from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerofx.capture import call as trees
-from zerofx.capture.call import Call
+from zerofx.capture.call import KEYWORD, Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
 from zerofx.capture.lines import LINE, MODULE, LineMode, forward_line
@@ -67,6 +67,8 @@ class Harness(nn.Module):
     """Call the model on flat tensors; return the flat tensors that the program will return.
 
     numbers: the leaves that are numbers and vary, which come after the tensors.
+    ignored_dtypes: the formats of parameters among the tensors, by name; others are computed with
+        in `compute_dtype`.
 
     changed_mode, changed_state: what a forward disturbed and was undone, "" for nothing.
     says_compiling: what `torch.compiler.is_compiling()` tells the model.
@@ -82,13 +84,17 @@ class Harness(nn.Module):
         compute_dtype: torch.dtype | None = None,
         entry: Entry = MODEL,
         numbers: Sequence[int] = (),
+        ignored_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
         self._entry = entry
         self.model = model
         self._call, self._swap, self._links = call, swap, swap.links()
         self._differentiate, self._outputs = differentiate, outputs
-        self._compute_dtype = compute_dtype
+        self._dtypes = [
+            (ignored_dtypes or {}).get(call.names[i].removeprefix(f"{KEYWORD}."), compute_dtype)
+            for i in call.tensors
+        ]
         self._numbers = numbers
         self.lines = LineMode()
         self.results = Results()
@@ -105,19 +111,21 @@ class Harness(nn.Module):
         count = len(self._call.tensors)
         tensors = inputs[:count]
         self._swap.reset_attributes()  # every pass of the tracer begins as the call does
-        given = cast_inputs(tensors, self._compute_dtype)
+        pairs = zip(tensors, self._dtypes, strict=True)
+        given = tuple(cast for t, dtype in pairs for cast in cast_inputs((t,), dtype))
         versions = counted_writes(tensors, given)
         numbers = dict(zip(self._numbers, inputs[count:], strict=True))
         args, kwargs = self._call.varied(numbers).rebuild(given)
-        state = State(self.model)
         modes = Modes()
-        with self._links.followed():
-            try:
-                with self.lines, shown_by(self.lines.show):
-                    out = self._entry.call(self.model, args, kwargs)
-            finally:
-                self.changed_mode = modes.restore() or self.changed_mode
-        self.changed_state = state.settle() or self.changed_state
+        with self._swap.given(kwargs.pop(KEYWORD, {})):
+            state = State(self.model)
+            with self._links.followed():
+                try:
+                    with self.lines, shown_by(self.lines.show):
+                        out = self._entry.call(self.model, args, kwargs)
+                finally:
+                    self.changed_mode = modes.restore() or self.changed_mode
+            self.changed_state = state.settle() or self.changed_state
         check_unwritten(tensors, given, versions)
         with fx_traceback.annotate(
             {MODULE: "", LINE: forward_line(self._entry.function(self.model))}

@@ -37,6 +37,7 @@ class StateSwap:
         device: torch.device | None,
         param_meta: Mapping[str, Meta] | None,
         computes: Mapping[str, torch.dtype],
+        ignored: Collection[str] = (),
     ) -> None:
         self.model = model
         self._modules = list(model.named_modules())
@@ -45,6 +46,8 @@ class StateSwap:
         self._mode, self._device = mode, device
         self._fakes: dict[int, Tensor] = {}
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._ignored: list[tuple[dict[str, Any], str, Tensor, str]] = []  # by their first name
+        first: dict[int, str] = {}
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
         self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
@@ -53,6 +56,10 @@ class StateSwap:
                 for key, tensor in holder.items():
                     if tensor is not None:
                         name = f"{prefix}.{key}" if prefix else key
+                        if name in ignored and isinstance(tensor, nn.Parameter):
+                            canonical = first.setdefault(id(tensor), name)
+                            self._ignored.append((holder, key, tensor, canonical))
+                            continue
                         fake = self._fake(tensor, known.get(name), computes.get(name))
                         self._slots.append((holder, key, tensor, fake))
                         held = known[name][1] if name in known else tensor.dtype
@@ -81,6 +88,8 @@ class StateSwap:
         self._held = [Held.of(module) for _, module in self._modules]
         holders = [h for _, m in self._modules for h in (own_parameters(m), own_buffers(m))]
         before = [dict(holder) for holder in holders]
+        for holder, key, *_ in self._ignored:
+            del holder[key]
         self._count = sum(map(len, holders))
         try:
             for holder, key, _, fake in self._slots:
@@ -90,6 +99,18 @@ class StateSwap:
             for holder, content in zip(holders, before, strict=True):
                 _restore(holder, content)
             self.reset_attributes()
+
+    @contextlib.contextmanager
+    def given(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let modules hold what a call gives for their ignored parameters, by first name."""
+        places = [(h, k, name) for h, k, _, name in self._ignored if name in params]
+        try:
+            for holder, key, name in places:
+                holder[key] = params[name]
+            yield
+        finally:
+            for holder, key, _ in places:
+                holder.pop(key, None)
 
     def has_read_updated(self, gm: fx.GraphModule) -> bool:
         """Tell whether a trace depends on the value of a buffer that it updates."""
@@ -153,7 +174,8 @@ class StateSwap:
 
     def links(self) -> Links:
         """Find the plain attributes that hold a parameter or buffer, alone or in a list or dict."""
-        owners = {id(tensor): (holder, key) for holder, key, tensor, _ in reversed(self._slots)}
+        slots = [*self._slots, *self._ignored]
+        owners = {id(tensor): (holder, key) for holder, key, tensor, _ in reversed(slots)}
         found: list[tuple[Any, Any, Any, dict[str, Any], str]] = []
         for module in self.model.modules():
             for name, value in module.__dict__.items():
@@ -179,8 +201,8 @@ class Links:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Point every link at whatever stands in for its tensor now."""
-        for container, key, _, holder, name in self._links:
-            container[key] = holder[name]
+        for container, key, tensor, holder, name in self._links:
+            container[key] = holder.get(name, tensor)  # it may be ignored, and not of this entry
         try:
             yield
         finally:
@@ -236,12 +258,10 @@ def _restore(holder: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def annotated(
-    model: nn.Module, casts: Collection[str] = (), dtype: torch.dtype | None = None
-) -> Iterator[None]:
+def annotated(model: nn.Module, casts: Mapping[str, torch.dtype] | None = None) -> Iterator[None]:
     """Mark every node that a submodule's forward makes with the submodule's qualified name.
 
-    Modules named in `casts` get their floating-point inputs in `dtype`.
+    casts: the format in which modules get their floating-point inputs.
     """
     wrapped: list[tuple[nn.Module, bool, Any]] = []
     try:
@@ -249,8 +269,8 @@ def annotated(
             own = module.__dict__.get("forward")
             wrapped.append((module, own is not None, own))
             forward = module.forward
-            if name in casts and dtype is not None:
-                forward = casting(forward, name, dtype)
+            if casts and name in casts:
+                forward = casting(forward, name, casts[name])
             if isinstance(module, BatchNorm) and module.momentum is None:
                 forward = _averaging(module, forward)
             module.__dict__["forward"] = _marking(forward, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -485,10 +486,14 @@ def inlined_checkpoints() -> Iterator[None]:
         with forward:
             yield from without_reentry(fn, preserve, checkpoint.noop_context_fn, *args, **kwargs)
 
-    with (
-        mock.patch.object(checkpoint, "CheckpointFunction", _InlineCheckpoint),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", in_context),
-    ):
+    # The composable checkpoint, which FSDP2 is used with, has imported the function by its name.
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.object(checkpoint, "CheckpointFunction", _InlineCheckpoint))
+        for module in filter(None, (checkpoint, composable)):
+            name = "_checkpoint_without_reentrant_generator"
+            enter(mock.patch.object(module, name, in_context))
         yield
 
 

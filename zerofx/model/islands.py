@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.formats import cast_inputs
+from zerofx.capture.formats import cast_inputs, dtype_at
 from zerofx.capture.original import ALL, OWN, Entry, Place, original
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError, ShardError
+from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -64,21 +65,19 @@ def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
     model = own.model
     with original(model):
         module = entry.module(model)
-        units = {own.units[name] for name in _names(module, entry.path)}
+        ignored = own.engine.store.ignored
+        names = [n for n, _ in module.named_parameters(entry.path, remove_duplicate=False)]
+        names = [name for name in names if name not in ignored]
+        units = {own.units[name] for name in names}
         if len(units) > 1:
-            has_own = any(p is not None for p in own_parameters(module).values())
+            has_own = any(name.rpartition(".")[0] == entry.path for name in names)
             gathered = Entry(entry.path, OWN) if has_own else None
         else:
             gathered = Entry(entry.path, ALL) if units else None
         params = gathered.parameters(model) if gathered is not None else {}
-        inside = sum(p.numel() for p in params.values())
-        share = inside / max(1, sum(p.numel() for p in model.parameters()))
+        inside = sum(p.numel() for name, p in params.items() if name not in ignored)
+        share = inside / max(1, sum(p.numel() for p in own.engine.store.params.values()))
     return Island(entry, str(error).partition("\n")[0], gathered, share)
-
-
-def _names(module: nn.Module, path: str) -> list[str]:
-    """Return the names of all parameters in a module, of tied ones each."""
-    return [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
 
 
 class Whole:
@@ -157,6 +156,13 @@ def places_of(own: Namespace, entry: Entry, whole: Mapping[str, Tensor]) -> list
     return [Place(each, key, param, tensors[id(param)]) for each, key, param in held]
 
 
+def sharded(own: Namespace, entry: Entry) -> dict[str, nn.Parameter]:
+    """Return the parameters of an entry that lie in shards, by name: all but the ignored ones."""
+    with original(own.model):
+        params = entry.parameters(own.model)
+    return {n: p for n, p in params.items() if n not in own.engine.store.ignored}
+
+
 @contextlib.contextmanager
 def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
     """Have the parameters of an entry whole inside, for code that runs eagerly and its backward.
@@ -166,8 +172,7 @@ def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
     whole = Whole(lambda: own.call(entry, (), {}), own.engine.turns)
     with contextlib.ExitStack() as stack:
         stack.callback(whole.drop)
-        with original(own.model):
-            names = list(entry.parameters(own.model))
+        names = sharded(own, entry)
         places = places_of(own, entry, dict(zip(names, whole.begin(), strict=True)))
         stack.enter_context(own.original.standing_in(places))
         if torch.is_grad_enabled():
@@ -199,7 +204,9 @@ def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str,
 def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model = own.model
     module, name = island.entry.module(model), island.entry.describe(model)
-    args, kwargs = _cast(own, args, kwargs)
+    precision = own.plan.precision
+    dtype = dtype_at(island.entry.path, compute_dtype(precision), module_dtypes(precision))
+    args, kwargs = cast_arguments(args, kwargs, dtype)
     if own.world.size > 1:  # ranks would put off sums of different modules
         own.engine.gradients.no_sync = False
     with contextlib.ExitStack() as stack:
@@ -233,11 +240,10 @@ def _changed(before: dict[str, int], after: dict[str, int]) -> tuple[str, ...]:
     return tuple(name for name in after if name.rpartition(".")[0] in written)
 
 
-def _cast(
-    own: Namespace, args: tuple[Any, ...], kwargs: dict[str, Any]
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in the format that the plan computes in, as programs take them."""
-    dtype = own.compute_dtype
+    """Return the arguments in the format that code computes in, as programs take them."""
     if dtype is None:
         return args, kwargs
 

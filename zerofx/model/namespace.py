@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofx.capture.call import IgnoredPlace, ignored_of, with_ignored
 from zerofx.capture.explain import shorten
+from zerofx.capture.formats import cast_modules, compute_dtypes
 from zerofx.capture.original import MODEL, Entry, Original, original
 from zerofx.capture.signature import signature_key
 from zerofx.capture.units import find_units
@@ -34,7 +37,7 @@ from zerofx.model.full_state import sharded_state_of
 from zerofx.model.islands import Island
 from zerofx.model.programs import Programs, ProgramTable, load_directory
 from zerofx.passes.order import Setting
-from zerofx.passes.placement import compute_dtype
+from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.plan.parts import LossScale
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
@@ -187,6 +190,7 @@ class Namespace:
         self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before it is left without hooks
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
+        self._ignored: dict[Entry, tuple[IgnoredPlace, ...]] = {}
         self.table.handles = self._handles
         self.original = Original(model)
         engine.turns.buffers = lambda: dict(model.named_buffers())
@@ -260,15 +264,16 @@ class Namespace:
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
         try:
-            key = signature_key(self.table.state(entry), args, kwargs), self._handles(entry)
-            program = self.table.find(key, args, kwargs)
+            taken = with_ignored(kwargs, self._ignored_of(entry))
+            key = signature_key(self.table.state(entry), args, taken), self._handles(entry)
+            program = self.table.find(key, args, taken)
         except Exception as error:
             shorten(error)
             if not isinstance(error, CaptureError) or not self._may_be_island(entry):
                 raise error  # not a bare raise, which Python 3.10 gives the traceback from before
             refused = error
         else:
-            return program(args, kwargs)
+            return program(args, taken)
         form, island = self._form(entry, args, kwargs), islands.island_of(self, entry, refused)
         try:
             result = islands.run(self, island, args, kwargs)
@@ -281,6 +286,15 @@ class Namespace:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
+
+    def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
+        """Return the parameters that the programs of an entry take as inputs."""
+        if not (names := self.engine.store.ignored):
+            return ()
+        found = self._ignored.get(entry)
+        if found is None:
+            found = self._ignored[entry] = ignored_of(self.model, names, entry)
+        return found
 
     def _handles(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
         """Return the handles of the hooks of an entry's modules."""
@@ -302,12 +316,20 @@ class Namespace:
         """Have calls of submodules with parameters come to `enter`."""
         for path, module in self.model.named_modules():
             if path and next(module.parameters(), None) is not None:
-                intercept(module, functools.partial(self.enter, path))
+                intercept(module, functools.partial(self.enter, path, weakref.ref(module)))
 
-    def enter(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program."""
+    def enter(self, path: str, module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program.
+
+        path: its name at compile. Where it runs eagerly it may have another one by now: adapters
+        that are merged leave the layer inside them in their place.
+        """
         if self.original.is_captured or self.is_covered(path):
-            return call_uncompiled(self.model.get_submodule(path), args, kwargs)
+            if self.casts and not self.original.is_captured:
+                args, kwargs = islands.cast_arguments(args, kwargs, self.casts.get(path))
+            called = module()
+            assert called is not None, "a module that has gone is called"
+            return call_uncompiled(called, args, kwargs)
         return self.call(Entry(path), args, kwargs)
 
     def is_covered(self, path: str) -> bool:
@@ -335,10 +357,15 @@ class Namespace:
         with original(self.model):
             return find_units(self.model, self.plan.units)
 
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """What parameters and inputs are computed in; None where each has its own format."""
-        return compute_dtype(self.plan.precision)
+    @functools.cached_property
+    def casts(self) -> dict[str, torch.dtype]:
+        """The format of the inputs of modules, where some have one of their own."""
+        compute, modules = compute_dtype(self.plan.precision), module_dtypes(self.plan.precision)
+        if modules is None:
+            return {}
+        with original(self.model):
+            computes = compute_dtypes(self.model, compute, modules)
+            return cast_modules(self.model, self.units, computes, compute, modules)
 
     def adopt(
         self, program: Planned | str | os.PathLike[str], *, allow_changed_math: bool = False

@@ -50,7 +50,7 @@ from zerofx.model.emitted import write_to_cache
 from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.passes.placement import compute_dtype
+from zerofx.passes.placement import capture_options
 from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
@@ -581,17 +581,11 @@ class ProgramTable:
         prepare_regions(plan.kernels, device)
         read: list[Tensor] = []
         left: list[Change] = []
+        options = capture_options(plan)
+        if not entry.is_model:
+            options |= {"differentiate": "all", "outputs": "all"}
         captured = self._captured(
-            args,
-            kwargs,
-            key,
-            differentiate=plan.differentiate if entry.is_model else "all",
-            outputs=plan.outputs if entry.is_model else "all",
-            units=plan.units,
-            device=device,
-            compute_dtype=compute_dtype(plan.precision),
-            constants=read,
-            changes=left,
+            args, kwargs, key, device=device, constants=read, changes=left, **options
         )
         with original(self._model):
             for change in left:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture.original import ALL, SLOT, Entry, original
+from zerofx.capture.original import ALL, SLOT, Entry
 from zerofx.compat.modules import intercepted
 from zerofx.errors import ArgumentError, ShardError
 from zerofx.model import islands
@@ -62,8 +62,7 @@ def _restored(own: Namespace, path: str) -> contextlib.AbstractContextManager[No
 def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Iterator[nn.Module]:
     """Have plain parameters stand in for those of a module; keep what was written if asked to."""
     entry = Entry(path, ALL)
-    with original(own.model):
-        params = entry.parameters(own.model)
+    params = islands.sharded(own, entry)
     params = {name: p for name, p in params.items() if not own.original.is_whole(p)}
     reader = FullReader(own.engine.store, own.device)
     names = {id(p): name for name, p in own.engine.store.params.items()}

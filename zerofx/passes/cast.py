@@ -7,8 +7,10 @@ from typing import ClassVar
 
 from zerofx.errors import PlanError
 from zerofx.ir.program import Planned
+from zerofx.layout.buckets import LOW_OR_SINGLE
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.placement import compute_dtype, with_master
+from zerofx.passes.placement import compute_dtype, module_dtypes, with_master
+from zerofx.plan.fields import Patterns
 from zerofx.plan.plan import Precision
 
 
@@ -40,6 +42,15 @@ class Cast(Pass):
                 f"program was captured in {program.compute_dtype or 'that'}; capture it with "
                 f"zerofx.capture(model, args, compute_dtype={wanted})"
             )
+        modules = module_dtypes(self.precision) or Patterns({})
+        for name, param in program.params.items():
+            chosen = modules.match(name)
+            if chosen not in (None, param.compute_dtype) and param.dtype in LOW_OR_SINGLE:
+                raise PlanError(
+                    f"Plan.precision.modules computes with {name} in {chosen}, but this program "
+                    f"was captured with it in {param.compute_dtype}; capture it with "
+                    "zerofx.capture(model, args, module_dtypes={...})"
+                )
         params = with_master(program.params.values(), self.precision)
         changed = sum(p.dtype is not program.params[p.name].dtype for p in params)
         num = sum(p.dtype is not p.compute_dtype for p in params)
@@ -48,4 +59,5 @@ class Cast(Pass):
 
     def options(self) -> dict[str, object]:
         p = self.precision
-        return {"compute": p.compute, "reduce": p.reduce, "master": p.master}
+        given: dict[str, object] = {"compute": p.compute, "reduce": p.reduce, "master": p.master}
+        return given | ({} if p.modules is None else {"modules": dict(p.modules)})

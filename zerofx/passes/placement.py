@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from zerofx.ir.program import ParamInfo, Planned
 from zerofx.layout.buckets import LOW_OR_SINGLE, Bucket, Layout
 from zerofx.layout.build import UnitParam, merge_small, unit_layout
 from zerofx.layout.tiers import TIER_OF, Tier
+from zerofx.plan.fields import Patterns
 from zerofx.plan.parts import Offload
 from zerofx.plan.plan import Plan, Precision
 
@@ -67,20 +69,42 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
     return None if precision.compute == "fp32" else _FORMATS[precision.compute]
 
 
+def module_dtypes(precision: Precision) -> Patterns | None:
+    """Return the formats of modules that compute in one of their own, by name pattern."""
+    if precision.modules is None:
+        return None
+    return Patterns({pattern: _FORMATS[name] for pattern, name in precision.modules.items()})
+
+
+def capture_options(plan: Plan) -> dict[str, Any]:
+    """Return what a plan asks of capture, as keywords of `zerofx.capture`."""
+    return {
+        "differentiate": plan.differentiate,
+        "outputs": plan.outputs,
+        "units": plan.units,
+        "compute_dtype": compute_dtype(plan.precision),
+        "module_dtypes": module_dtypes(plan.precision),
+        "ignored_params": plan.ignored_params,
+    }
+
+
 def with_master(params: Iterable[ParamInfo], precision: Precision) -> list[ParamInfo]:
     """Return parameters with the format that they are kept in: the master's, where one is cast."""
-    compute = compute_dtype(precision)
-    return [
-        replace(p, dtype=_FORMATS[precision.master])
-        if compute is not None and p.compute_dtype is compute
-        else p
-        for p in params
-    ]
+    compute, master = compute_dtype(precision), _FORMATS[precision.master]
+    modules = module_dtypes(precision) or Patterns({})
+
+    def kept_in(param: ParamInfo) -> torch.dtype:
+        own = param.compute_dtype
+        if modules.match(param.name) is own:
+            return own if own.itemsize > master.itemsize else master
+        return master if compute is not None and own is compute else param.dtype
+
+    return [replace(p, dtype=kept_in(p)) for p in params]
 
 
 def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitParam]:
     """Return what the layout needs to know of parameters that are kept in their final format."""
-    has_own = precision.compute == precision.reduce == "fp32"
+    has_own = precision.compute == precision.reduce == "fp32" and precision.modules is None
     reduce_dtype = None if has_own else _FORMATS[precision.reduce]
     return [
         UnitParam(

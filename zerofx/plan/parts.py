@@ -84,6 +84,10 @@ _tier = one_of("none", "cpu", "nvme")
 class Precision:
     """In which number format a step computes, reduces gradients, and keeps the master weights.
 
+    modules: {name pattern: format} of modules that compute in another one, such as
+        {"blocks.*.norm": "fp32", "head": "fp32"}: their parameters are gathered in it. Every module
+        that has parameters then gets its floating-point inputs in the format of these; what it
+        returns is passed on as it is.
     loss_scale: for fp16 compute, which needs one: `"dynamic"`, a fixed factor, a LossScale or a
         dict of its fields; `"external"` where `torch.amp.GradScaler` scales the loss.
     """
@@ -92,10 +96,11 @@ class Precision:
     reduce: str = spec_field("fp32", _dtype)
     master: str = spec_field("fp32", _dtype)
     loss_scale: LossScale | str | None = spec_field(None, LossScale.read)
+    modules: Patterns | None = spec_field(None, optional(patterns(_dtype)))
 
     # bf16 reduces in fp32, because a sum over ranks in 8 bits of mantissa loses the small terms;
     # fp16 has 11 and its loss scale, and halves the traffic as in the ZeRO paper.
-    NAMED: ClassVar[dict[str, dict[str, str]]] = {
+    NAMED: ClassVar[dict[str, dict[str, Any]]] = {
         "fp32": {},
         "bf16": {"compute": "bf16"},
         "fp16": {"compute": "fp16", "reduce": "fp16", "loss_scale": "dynamic"},
@@ -103,14 +108,14 @@ class Precision:
 
     def __post_init__(self) -> None:
         read_fields(self, "Plan.precision")
-        if self.loss_scale is not None and self.compute != "fp16":
+        if self.loss_scale is not None and not self._has_fp16:
             raise PlanError(
                 f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
                 f"{self.compute!r}: only fp16 underflows; drop loss_scale or compute in fp16"
             )
-        if self.loss_scale is None and self.compute == "fp16":
+        if self.loss_scale is None and self._has_fp16:
             raise PlanError(
-                "Plan.precision.loss_scale = None contradicts compute = 'fp16', whose gradients "
+                "Plan.precision.loss_scale = None contradicts compute in 'fp16', whose gradients "
                 "underflow; use loss_scale='dynamic', a fixed factor, or 'external' where "
                 "torch.amp.GradScaler scales the loss"
             )
@@ -133,6 +138,10 @@ class Precision:
         raise refuse(where, value, "are 'fp32', 'bf16', 'fp16', a mapping or a Precision")
 
     @property
+    def _has_fp16(self) -> bool:
+        return "fp16" in (self.compute, *(self.modules or {}).values())
+
+    @property
     def is_scaled(self) -> bool:
         """Whether zerofx itself scales the loss."""
         return self.loss_scale not in (None, "external")
@@ -142,6 +151,10 @@ class Precision:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.loss_scale, LossScale):
             fields["loss_scale"] = self.loss_scale.to_plain()
+        if self.modules is not None:
+            fields["modules"] = dict(self.modules)
+        else:
+            del fields["modules"]
         names = (name for name, named in self.NAMED.items() if Precision(**named) == self)
         return next(names, fields)
 
@@ -242,6 +255,18 @@ def read_dynamic(where: str, value: Any) -> str | Patterns:
             raise refuse(where, name, "are dimensions of arguments, as in {'ids.shape[1]': 512}")
         whole(2)(f"{where}[{name!r}]", size)
     return Patterns(value)
+
+
+def read_ignored(where: str, value: Any) -> tuple[str, ...]:
+    """Read one name pattern, or a list of them that may be empty."""
+    if isinstance(value, str):
+        return (text(where, value),)
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise PlanError(
+            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. Of a set of "
+            "parameters these are [n for n, p in model.named_parameters() if p in the_set]"
+        )
+    return tuple(text(where, pattern) for pattern in value)
 
 
 def read_units(where: str, value: Any) -> str | tuple[str, ...]:

@@ -36,6 +36,7 @@ from zerofx.plan.parts import (
     Precision,
     read_activations,
     read_dynamic,
+    read_ignored,
     read_tiling,
     read_units,
 )
@@ -70,6 +71,8 @@ class Plan:
     bucket_bytes: smaller units share a collective up to this; None takes the machine's value,
         under a memory budget at most the largest unit's.
     units: "auto", or name patterns of the modules whose parameters travel together.
+    ignored_params: name patterns of parameters that are left to the user, as fully_shard's
+        ignored_params are: not sharded and not moved, and their gradients are each rank's own.
     shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
     differentiate: "loss", or "all" float outputs. With "all", an output that is left out of the
         loss gives its parameters zero gradients, where eager leaves None.
@@ -108,6 +111,7 @@ class Plan:
     persist_below: int | None = spec_field(None, optional(size(0)))
     bucket_bytes: int | None = spec_field(None, optional(size(0)))
     units: str | tuple[str, ...] = spec_field("auto", read_units)
+    ignored_params: tuple[str, ...] = spec_field((), read_ignored)
     shard_axis_size: int | None = spec_field(None, optional(whole(1)))
     differentiate: str = spec_field("loss", one_of("loss", "all"))
     outputs: str = spec_field("all", one_of("all", "loss"))
@@ -137,6 +141,7 @@ class Plan:
             persist_below: int | str | None = ...,
             bucket_bytes: int | str | None = ...,
             units: str | Sequence[str] = ...,
+            ignored_params: str | Sequence[str] = ...,
             shard_axis_size: int | None = ...,
             differentiate: str = ...,
             outputs: str = ...,

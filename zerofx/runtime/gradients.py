@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.comm.collectives import receive_buffers
+from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
 from zerofx.policy.borrowing import Loan
@@ -120,7 +121,10 @@ class Gradients:
         self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
         self.scaler, self.away, self.updates = scaler, away, updates
-        self.publish = store.grads.publish  # of a bucket, for these names
+        self.publish = self._publish  # of a bucket, for these names
+        self._arrived: set[str] = set()  # hooked parameters with a gradient from a backward
+        self._arrived_in = -1  # that backward
+        self._is_apart = False
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
         self._sums = LocalSums(store)
@@ -291,12 +295,32 @@ class Gradients:
         for name in before:
             params[name].grad = None
         found: list[Tensor | None] = []
+        self._is_apart = True
         try:
             yield found
             found += [params[name].grad for name in names]
         finally:
+            self._is_apart = False
             for name, param in params.items():
                 param.grad = before.get(name)
+
+    def _publish(self, bucket: int, names: frozenset[str]) -> None:
+        """Set p.grad of these parameters; their hooks run when all of the backward has ended."""
+        self._store.grads.publish(bucket, names)
+        hooked = self._store.ledger.hooks.keys() & names
+        if hooked and not self._is_apart:
+            if not self._arrived or self._arrived_in != backward_number():
+                self._arrived, self._arrived_in = set(), backward_number()
+                at_end_of_backward(self._run_hooks)
+            self._arrived |= hooked
+
+    @torch.no_grad()
+    def _run_hooks(self) -> None:
+        arrived, self._arrived = self._arrived, set()
+        for name, param in self._store.params.items():
+            if name in arrived and param.grad is not None:  # an overflow may have dropped it
+                for hook in list(self._store.ledger.hooks[name].values()):
+                    hook(param)
 
     # -- the end of a backward ------------------------------------------------------------------
     def finish(self) -> None:
@@ -349,6 +373,7 @@ class Gradients:
         self._store.grads.abandon()
         self._packed.clear()
         self._targets.clear()
+        self._arrived.clear()
         self._loans.clear()
         self._slices = receive_buffers(self._world.device)
 

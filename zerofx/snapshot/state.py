@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from zerofx.capture.original import SLOT
 from zerofx.compat.modules import own_buffers, unsaved_buffers
 from zerofx.errors import SnapshotError
 from zerofx.layout.tiers import Tier
@@ -30,8 +31,15 @@ _SHOWN = 6  # names in one error
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the model's state, shared ones under their first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Return the buffers that belong to the model's state, shared ones under their first name.
+
+    Parameters that the plan ignores are plain tensors as they are, and come first.
+    """
+    own = model.__dict__.get(SLOT)
+    ignored = own.engine.store.ignored if own is not None else ()
+    found: dict[int, tuple[str, Tensor]] = {
+        id(param): (name, param) for name, param in model.named_parameters() if name in ignored
+    }
     for path, module in model.named_modules():
         for key, buffer in own_buffers(module).items():
             if buffer is not None and key not in unsaved_buffers(module):

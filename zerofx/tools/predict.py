@@ -18,7 +18,7 @@ from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Captured, Loop, Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, run
-from zerofx.passes.placement import compute_dtype
+from zerofx.passes.placement import capture_options
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.tools import reports
 from zerofx.tools.search.family import Says, silent
@@ -115,8 +115,4 @@ def _source(
 
 def _captured(named: Target, plan: Plan) -> Captured:
     with own_errors(named.name, "its forward"):
-        return capture(
-            named.module, named.args, named.kwargs,
-            differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
-            compute_dtype=compute_dtype(plan.precision),
-        )  # fmt: skip
+        return capture(named.module, named.args, named.kwargs, **capture_options(plan))

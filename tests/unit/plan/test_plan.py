@@ -105,6 +105,7 @@ def test_defaults_are_the_contract() -> None:
         "persist_below": None,
         "bucket_bytes": None,
         "units": "auto",
+        "ignored_params": [],
         "shard_axis_size": None,
         "differentiate": "loss",
         "outputs": "all",

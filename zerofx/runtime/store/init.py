@@ -165,6 +165,7 @@ def _values_to_keep(
     """Return (tensor, copy) of what came with values: hooks initialise all they are shown."""
     mine = [store.local_view(name) for name in store.params]
     mine += [b for name, b in model.named_buffers() if name not in on_meta]
+    mine += [p for name, p in model.named_parameters() if name in store.ignored]
     return [(tensor, tensor.to("cpu", copy=True)) for tensor in mine]
 
 

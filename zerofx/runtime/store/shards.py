@@ -52,6 +52,7 @@ class ShardStore:
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
         self.params: dict[str, nn.Parameter] = {}
+        self.ignored: frozenset[str] = frozenset()  # all names of parameters that are the user's
         self.replaced: dict[int, nn.Parameter] = {}
         self.grads = StoreGrads(self.ledger, self.params, self.pieces, self._flats)
         self._bindings: Bindings
@@ -67,21 +68,24 @@ class ShardStore:
         in_backward: bool = False,
         folder: str | None = None,
         given: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> ShardStore:
         """Take the model's values (rank 0's) into shards and swap its parameters in place.
 
         Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
         `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
         `folder`: of what lives on NVMe. `given`: names of what is on meta whose values come later.
+        `ignored`: names of parameters that are left as they are.
 
         Raises:
             ShardError: a parameter cannot be laid out or initialised; the model is unchanged
                 unless the initialisation itself failed.
         """
-        tree = ParameterTree(model)
+        tree = ParameterTree(model, ignored)
         tree.check()
         _check_layout(tree, layout)
         store = cls._make(layout, world, in_backward, folder)
+        store.ignored = frozenset(ignored)
         fill_shards(store, model, tree, seed, given)
         store._watch(tree)
         return store
@@ -106,13 +110,14 @@ class ShardStore:
     @classmethod
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
         """Return a store of its own memory with `other`'s values, over a copy of its model."""
-        tree = ParameterTree(model)
+        tree = ParameterTree(model, other.ignored)
         store = cls(other.layout, other.world, other.updates is not None, other.folder)
         with torch.no_grad():
             for mine, theirs in zip(store.shards, other.shards, strict=True):
                 mine.copy_(theirs)
                 store.homes.rest()
                 other.homes.rest()
+        store.ignored = other.ignored
         for name, param in other.params.items():
             tree.place(name, store._parameter(name, param))
         store._watch(tree)

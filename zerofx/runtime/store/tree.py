@@ -6,7 +6,7 @@ A program runs on the modules and parameters that were there when it was capture
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -31,10 +31,14 @@ SUMMABLE = frozenset(
 
 
 class ParameterTree:
-    """Every distinct parameter under its canonical (first) name, and all places that hold it."""
+    """Every distinct parameter under its canonical (first) name, and all places that hold it.
 
-    def __init__(self, model: nn.Module) -> None:
+    ignored: names of parameters that stay the user's; `left` has them.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         self.params: dict[str, nn.Parameter] = {}
+        self.left: dict[str, nn.Parameter] = {}
         self.holders: dict[str, list[Holder]] = {}
         self.modules = dict(model.named_modules())
         names: dict[int, str] = {}
@@ -43,6 +47,9 @@ class ParameterTree:
                 if param is None:
                     continue
                 full_name = f"{module_name}.{key}" if module_name else key
+                if full_name in ignored:
+                    self.left.setdefault(names.setdefault(id(param), full_name), param)
+                    continue
                 name = names.setdefault(id(param), full_name)
                 self.params.setdefault(name, param)
                 self.holders.setdefault(name, []).append((module, key))
@@ -71,12 +78,19 @@ class ParameterTree:
             if has_gradient_hooks(param):
                 raise ShardError(
                     f"{name} has a gradient hook, which would never run: a program assigns p.grad "
-                    "itself. Hook the tensor inside forward, or change p.grad after backward()."
+                    "itself. Call register_post_accumulate_grad_hook on the parameter of the "
+                    "compiled model instead, or hook the tensor inside forward."
                 )
             if param.grad is not None:
                 raise ShardError(
                     f"{name} has a gradient already, which sharding would drop; call "
                     "model.zero_grad() before zerofx.compile"
+                )
+        for name, param in self.left.items():
+            if param.is_meta:
+                raise ShardError(
+                    f"{name} is on meta, and Plan.ignored_params leaves it to you: give it values "
+                    "before zerofx.compile, or do not ignore it"
                 )
         self._check_memory()
 
@@ -86,8 +100,9 @@ class ParameterTree:
         Each gets memory of its own in a shard, so that what was one would silently become two.
         """
         found: list[tuple[str, int, int, str, bool]] = []  # memory, first byte, end, name, param?
-        seen = {id(p) for p in self.params.values()}
-        for name, param in self.params.items():
+        params = {**self.params, **self.left}
+        seen = {id(p) for p in params.values()}
+        for name, param in params.items():
             found.append((*memory_range(param), name, True))
         for path, module in self.modules.items():
             for key, buffer in own_buffers(module).items():

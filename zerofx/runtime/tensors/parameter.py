@@ -6,10 +6,12 @@ Where a plan has the updates inside backward, a parameter shows no gradient betw
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerofx.compat.callers import is_called_by_stager
 from zerofx.compat.tensors import (
@@ -24,7 +26,7 @@ from zerofx.compat.tensors import (
     storage_identity,
     version_of,
 )
-from zerofx.errors import ShardError
+from zerofx.errors import GradientError, ShardError
 from zerofx.runtime.tensors import elementwise, norms
 from zerofx.runtime.tensors.elementwise import with_refusing_backward
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, WholePiece
@@ -153,8 +155,26 @@ class ModelParameter:
     def register_hook(self, hook: Any) -> NoReturn:
         refuse_hook(self.zfx.name, "register_hook")
 
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        refuse_hook(self.zfx.name, "register_post_accumulate_grad_hook")
+    def register_post_accumulate_grad_hook(self, hook: Any) -> RemovableHandle:
+        """Have the hook called with the parameter once a backward has given it its gradient.
+
+        By then `p.grad` is reduced, and what this rank owns of it. All hooks run at the end of the
+        backward, in the order of the parameters, the same on every rank. Sums that wait for their
+        reduction (`no_sync`) call none.
+        """
+        ledger = self.zfx.ledger
+        if ledger.updates is not None:
+            raise GradientError(
+                f"{self.zfx.name}: register_post_accumulate_grad_hook finds no gradient under "
+                "Plan(update='in-backward'), which uses and frees it inside backward. Use "
+                "Plan(update='step')"
+            )
+        if not self.requires_grad:  # type: ignore[attr-defined]
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        hooks = ledger.hooks.setdefault(self.zfx.name, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def _check_grad_read(self) -> None:
         """Raise if backward has used and freed the gradient, and `step()` has not come yet."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,6 +110,7 @@ class Ledger:
     half_made: what ended an update over NVMe on some rank, as all of them know; until a load.
     aliases: of parameters, as `p.data` handed them out.
     copies: of each resident bucket that is computed with in another format, this rank's slice.
+    hooks: of each parameter by name, what is called with it after each backward.
     """
 
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
@@ -125,6 +127,7 @@ class Ledger:
         self.aliases = DataAliases()
         self.copies: dict[int, CastCopy] = {}
         self.half_made: str | None = None
+        self.hooks: dict[str, OrderedDict[int, Callable[[Any], None]]] = {}
         self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
 
     def check_whole(self, what: str) -> None:

@@ -69,5 +69,6 @@ def refuse_hook(name: str, method: str) -> NoReturn:
     """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
     raise ShardError(
         f"{name}: {method} on a compiled model's parameter would never run, since the program "
-        "assigns p.grad itself. Hook the tensor inside forward, or change p.grad after backward()."
+        "assigns p.grad itself. Use register_post_accumulate_grad_hook, whose hook finds the "
+        "reduced gradient in p.grad and may change it, or hook the tensor inside forward."
     )

@@ -48,16 +48,12 @@ def hardware_of(named: Hardware | str | None) -> Hardware:
 
 def captured(model: str, plan: Plan, batch: int, seq: int) -> Captured:
     from zerofx.capture import capture
-    from zerofx.passes.placement import compute_dtype
+    from zerofx.passes.placement import capture_options
     from zerofx.tools.targets import own_errors, resolve
 
     target = resolve(model, batch, seq)
     with own_errors(model, "its forward"):
-        return capture(
-            target.module, target.args, target.kwargs,
-            differentiate=plan.differentiate, outputs=plan.outputs, units=plan.units,
-            compute_dtype=compute_dtype(plan.precision),
-        )  # fmt: skip
+        return capture(target.module, target.args, target.kwargs, **capture_options(plan))
 
 
 def program_of(

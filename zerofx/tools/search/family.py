@@ -22,7 +22,7 @@ from zerofx.errors import CaptureError, TargetError
 from zerofx.ir.program import Planned, Program
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
-from zerofx.passes.placement import compute_dtype
+from zerofx.passes.placement import capture_options
 from zerofx.plan.plan import Plan
 from zerofx.tools.targets import Target, own_errors
 
@@ -286,10 +286,7 @@ class ModelFamily(Family):
             module = _shortened(module, self.stack, length)
         args, kwargs = self._call(samples)
         with own_errors(self.target.name, "its forward"):
-            return capture(
-                module, args, kwargs, differentiate=plan.differentiate, outputs=plan.outputs,
-                units=plan.units, compute_dtype=compute_dtype(plan.precision),
-            )  # fmt: skip
+            return capture(module, args, kwargs, **capture_options(plan))
 
     def _call(self, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the example call with another number of samples."""

@@ -216,7 +216,8 @@ def run(settings: Settings) -> Trial:
     torch.manual_seed(SEED)
     target = resolve(settings.model, settings.batch, settings.seq, device="cpu")
     _check_real(target)
-    tolerance = settings.tolerance or TOLERANCES.get(str(plan.precision.compute), 1e-4)
+    formats = plan.precision.compute, *(plan.precision.modules or {}).values()
+    tolerance = settings.tolerance or max(TOLERANCES.get(name, 1e-4) for name in formats)
     return _Rank(settings, plan, target, Comparison(tolerance)).train()
 
 
@@ -251,6 +252,7 @@ class _Rank:
         """Train all steps; compare after each backward and each update."""
         for step in range(self.settings.steps):
             self._accumulate(step)
+            self._average_ignored()
             if not self.updates_at_once:
                 mine = _gradients(self.model)
                 self._compare("gradient", step, mine, lambda p: _gradients(p.model))
@@ -289,6 +291,14 @@ class _Rank:
                 f"of micro-batch {micro} on rank {rank}": (torch.tensor(got), torch.tensor(want))
                 for rank, (got, want) in enumerate(zip(losses, expected, strict=True))
             })  # fmt: skip
+
+    def _average_ignored(self) -> None:
+        """Average the gradients that the plan leaves to the user, as a user would."""
+        owned = self.model.zerofx.layout.owned
+        for name, param in self.model.named_parameters():
+            if self.world > 1 and name not in owned and param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= self.world
 
     def _check_draws(self) -> None:
         """Refuse what draws numbers of each rank's own, which plain training cannot draw again.
