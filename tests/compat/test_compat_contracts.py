@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from private_torch import PACKAGE, defined_in, resolved, uses_in, uses_of_package
 from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from zerofx.compat import (
     autograd,
@@ -647,6 +648,13 @@ def lazy_modules() -> None:
     module = graphs.LazyGraphModule(nn.Module(), graph)
     assert "forward" not in vars(type(module)) or module._needs_recompile()
     assert module(3) == (3,)
+
+
+@contract("torch.utils._python_dispatch._disable_current_modes")
+def operators_that_no_mode_sees() -> None:
+    with FlopCounterMode(display=False) as counter, tracing.without_dispatch_modes():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert counter.get_total_flops() == 0
 
 
 @contract("torch._dispatch.python.enable_python_dispatcher")

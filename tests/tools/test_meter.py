@@ -56,6 +56,18 @@ def test_it_counts_what_torch_counts_at_any_length() -> None:
     meter.close()
 
 
+@pytest.mark.parametrize("kernels", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_torchs_own_counter_counts_right_and_compiles_nothing(kernels: str) -> None:
+    plain = Products()
+    model = zerofx.compile(Products(), zerofx.Plan(stage=3, kernels=kernels))
+    x = torch.randn(2, 8, 6)
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            model(x).backward()
+        assert counter.get_total_flops() == plain_flops(plain, x)
+    assert len(model.programs) == 1
+
+
 def test_its_rates_and_what_it_costs() -> None:
     model = zerofx.compile(GPT(SMALL), zerofx.Plan(stage=3, kernels="aten"))
     meter = zerofx.meter(model, hardware="dgx-h100")

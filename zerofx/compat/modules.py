@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.nn.modules import batchnorm
+from torch.utils.module_tracker import ModuleTracker
 
 Entries: TypeAlias = dict[str, Any]  # by the module's own names; an entry may be None
 
@@ -85,6 +86,16 @@ def global_module_hooks() -> list[dict[int, Any]]:
     return [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 
 
+def handles_in(hooks: dict[int, Any]) -> tuple[int, ...]:
+    """Return the handles of hooks, but for those that only note which module runs."""
+    return tuple([handle for handle, hook in hooks.items() if not _only_notes(hook)])
+
+
+def _only_notes(hook: Any) -> bool:
+    """Tell whether a hook is of torch's flop counter and the like: it changes nothing."""
+    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+
+
 # What decides how a module is called: its forward, where that is an attribute, and its hooks.
 _CALL = (
     "forward",
@@ -132,7 +143,10 @@ def without_hooks(entries: Entries) -> Entries:
 
 @contextlib.contextmanager
 def without_global_hooks(module: nn.Module) -> Iterator[None]:
-    """Let the hooks that torch calls for every module pass over this one."""
+    """Let the hooks that torch calls for every module pass over this one.
+
+    Those that only note which module runs pass over all: what runs is not the user's.
+    """
     held = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
     for hooks, before in held:
         hooks.update({key: _passing_over(module, hook) for key, hook in before.items()})
@@ -144,8 +158,10 @@ def without_global_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _passing_over(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    is_note = _only_notes(hook)
+
     @functools.wraps(hook)
     def passing_over(called: nn.Module, *args: Any) -> Any:
-        return None if called is module else hook(called, *args)
+        return None if called is module or is_note else hook(called, *args)
 
     return passing_over

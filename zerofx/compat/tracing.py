@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import transformer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from zerofx.compat.graphs import FakeTensor, FakeTensorMode, pytree
@@ -56,6 +56,7 @@ __all__ = [
     "rerun_on_fakes",
     "shown_by",
     "trace_joint",
+    "without_dispatch_modes",
 ]
 
 aten = torch.ops.aten
@@ -79,6 +80,11 @@ def is_outside_trace(tensor: object) -> bool:
 def is_traced(value: object) -> bool:
     """Tell whether a value is a tensor that tracing made, which has no values."""
     return isinstance(value, (FunctionalTensor, FakeTensor))
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Keep what a user watches operators by (a flop counter) from those of a compile."""
+    return _disable_current_modes()  # type: ignore[no-any-return]
 
 
 def new_fake_mode() -> TrueStrides:

@@ -25,6 +25,7 @@ from zerofx.compat.callers import reducer_of
 from zerofx.compat.modules import (
     call_uncompiled,
     global_module_hooks,
+    handles_in,
     hooks_of,
     intercept,
     own_buffers,
@@ -74,7 +75,7 @@ class HookWatch:
             self._seen = RemovableHandle.next_id
         if not self._occupied:
             return ()
-        return tuple([tuple(d) for d in self._occupied if d])
+        return tuple(filter(None, map(handles_in, self._occupied)))
 
 
 # -- `to`, `half`, `cuda` and the like: what of them a compiled model can follow -------------------

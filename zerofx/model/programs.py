@@ -24,6 +24,7 @@ from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.load import check_fits, load
 from zerofx.compat.modules import own_buffers
 from zerofx.compat.tensors import version_of
+from zerofx.compat.tracing import without_dispatch_modes
 from zerofx.errors import ArgumentError, BudgetError
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
@@ -385,7 +386,8 @@ class ProgramTable:
         if self._watches:
             setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
         if bound is None or not self._holds(bound.program, setting.loop):
-            with self._engine.world.busy(f"compiling {key[0].entry.describe(self._model)}"):
+            what = f"compiling {key[0].entry.describe(self._model)}"
+            with self._engine.world.busy(what), without_dispatch_modes():
                 try:
                     bound = self.compile(key, args, kwargs, setting, own)
                 except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
