@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
+from zerofx.schema import DAMAGE
 from zerofx.snapshot import files, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
@@ -153,7 +154,7 @@ class _Load(Job):
             self.store.ledger.half_made = None
         except ZerofxError:
             raise
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, *DAMAGE) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
                 "part; load a snapshot again before going on"

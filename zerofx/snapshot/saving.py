@@ -17,7 +17,7 @@ from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
 from zerofx.snapshot import files, state, target, whole_states
-from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
+from zerofx.snapshot.dcp import SaveSteps, written_files
 from zerofx.snapshot.job import Job, Optimizers, pack, random_states
 
 
@@ -71,7 +71,7 @@ class _Save(Job):
     ) -> None:
         super().__init__(folder, model, optimizer)
         self.extra = {} if extra is None else extra
-        self.hidden: target.Hidden | None = None  # of rank 0
+        self.hidden: target.SavePlace | None = None  # of rank 0
 
     def settle(self) -> None:
         """Have the states of what steps whole parameters with their owners; a collective call."""
@@ -156,7 +156,7 @@ class _Save(Job):
         self.steps.finish([results for results, _ in parts])
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
-        sums.update({n: files.checksum(self.written / n) for n in (INDEX, target.VALUES)})
+        sums.update({n: files.checksum(self.written / n) for n in (target.INDEX, target.VALUES)})
         facts = {"files": sums, "world_size": self.world.size, "torch": torch.__version__}
         plan = self.model._zerofx.setting.plan.to_dict()
         files.write_manifest(self.written, {**facts, **self.describe(), "plan": plan})
