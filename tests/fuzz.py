@@ -45,7 +45,7 @@ HUGE = "@HUGE@"  # stands for a number of 5,000 digits, which json does not writ
 
 
 class Hang(BaseException):
-    """An input took longer than `LIMIT_S`."""
+    """An input took more than `LIMIT_S` of CPU time, or ten times that in all."""
 
 
 class Changed(Exception):
@@ -479,7 +479,8 @@ def _stop(*_: Any) -> None:
 
 def attempt(matrix: Matrix, area: str, seed: str) -> str:
     """Try one input; return its outcome, of which all but "taken" and "refused" are faults."""
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, 10 * LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         getattr(matrix, area)(random.Random(seed))
         outcome = "taken"
@@ -494,6 +495,7 @@ def attempt(matrix: Matrix, area: str, seed: str) -> str:
         outcome = f"{type(error).__name__} at {where}: {said}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     if matrix.harm.exists():
         matrix.harm.unlink()
         outcome = "code ran"
@@ -508,7 +510,7 @@ def run(matrix: Matrix, count: int, seed: int, areas: Sequence[str]) -> tuple[Co
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("zerofx").setLevel(logging.CRITICAL)
-        before = signal.signal(signal.SIGALRM, _stop)
+        before = [(each, signal.signal(each, _stop)) for each in (signal.SIGALRM, signal.SIGPROF)]
         try:
             for number in range(count):
                 area = rng.choices(areas, [SHARES[n] for n in areas])[0]
@@ -519,7 +521,8 @@ def run(matrix: Matrix, count: int, seed: int, areas: Sequence[str]) -> tuple[Co
                     faults.append(f"{area} {seed}:{number}: {outcome}")
                     sys.stderr.write(faults[-1] + "\n")
         finally:
-            signal.signal(signal.SIGALRM, before)
+            for each, handler in before:
+                signal.signal(each, handler)
             logging.getLogger("zerofx").setLevel(logging.NOTSET)
     return counts, faults
 

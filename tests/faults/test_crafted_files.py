@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import zerofx
 from zerofx import schema
+from zerofx.comm.meeting import timeout_s
 from zerofx.errors import PlanError, ProgramError, RecordingError, SnapshotError
 from zerofx.ir.sizes import evaluate
+from zerofx.runtime.regions.cache import compile_all
 from zerofx.snapshot import dcp
 from zerofx.snapshot import files as snapshot_files
 from zerofx.tools.views.recording import load_recording
@@ -319,3 +321,15 @@ def test_yaml(tmp_path: Path, text: str) -> None:
     with pytest.raises(PlanError) as caught:
         zerofx.Plan.load(path)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-1", "x", "", "9" * 5000, "٣٤x", "1e9999"])
+def test_numbers_in_the_environment(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROFX_TIMEOUT_S", text)
+    with pytest.raises(PlanError, match="ZEROFX_TIMEOUT_S is"):
+        timeout_s()
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(PlanError, match=f"{name} is"):
+            compile_all({})
+        monkeypatch.delenv(name)
