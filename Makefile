@@ -2,6 +2,7 @@
 # make test      lint, types, and every test that is not slow (about 10 minutes on 2 cores)
 # make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
+# make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
 # make bench     step time against FSDP2 and DDP
 #
 # docs/testing.md says which slices there are, and which commit each one last passed at.
@@ -16,6 +17,7 @@ VENV ?= .venv
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 SLICE ?=
+COUNT ?= 50000
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv demo test test-slow test-all slices-table slow-times lint format bench clean
+.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench clean
 
 venv: $(STAMP)
 
@@ -56,6 +58,10 @@ test-slow: $(STAMP)
 
 test-all: test
 	$(PY) tests/slices.py all
+
+faults: $(STAMP)
+	$(PY) tests/fuzz.py $(COUNT)
+	$(PY) -m pytest -q tests/faults -k "pairs_that_are_killed or fuzz or damage or lock"
 
 slices-table: $(STAMP)
 	$(PY) tests/slices.py table

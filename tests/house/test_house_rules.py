@@ -222,3 +222,18 @@ def test_lists_are_current() -> None:
     }
     stale = {name: sorted(lines) for name, lines in gone.items() if lines}
     assert not stale, "remove these lines, or lower the numbers to the ones here"
+
+
+def test_every_claim_of_the_security_page_has_its_test() -> None:
+    """Each row of a table of claims names tests, and all of them are there."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!what|claim|---)[^|]+\|([^|]+)\|$", page, re.MULTILINE)
+    assert len(rows) > 15
+    for row in rows:
+        named, path = re.findall(r"`([^`]*)`", row), ""
+        assert named, row
+        for name in named:
+            path = name.partition("::")[0] or path
+            source = (ROOT / path).read_text(encoding="utf-8")
+            _, _, test = name.partition("::")
+            assert not test or f"def {test}(" in source, name

@@ -24,12 +24,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # folder or a top-level file; in analysis and tools, each folder or file within. "zerofx" is the
 # face, zerofx/__init__.py. The core imports no tool.
 NESTED = ("analysis", "tools")
-LEAVES = {"errors", "plan", "compat"}  # errors, and below it nothing
+LEAVES = {"errors", "plan", "compat", "schema"}  # errors, and below it nothing
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "schema": set(),
     "compat": {"errors"},
     "collector": set(),
-    "plan": {"errors"},
+    "plan": {"errors", "schema"},
     "hardware": {"errors", "plan"},
     "layout": LEAVES,
     "policy": {"layout"},
@@ -84,7 +85,7 @@ BELOW: dict[str, set[str]] = {
     },
     "__main__": {"tools.cli"},
 }
-BARE = {"errors", "compat", "layout", "policy", "kernels", "comm", "nvme", "runtime"}
+BARE = {"errors", "compat", "layout", "policy", "kernels", "comm", "nvme", "runtime", "schema"}
 
 # What a module imports against BELOW, inside functions and for types only, and why it may.
 WHEN_CALLED: dict[str, tuple[set[str], str]] = {

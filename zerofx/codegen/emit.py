@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zerofx.codegen.facts import program_facts
+from zerofx.codegen.facts import checksum_of, program_facts
 from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function, constants_source
@@ -57,6 +57,7 @@ def render(program: Planned) -> dict[str, str]:
     facts = program_facts(program)
     facts["regions"] = {c.name: c.unit for c in codes}
     facts["files"] = {name: _digest(text) for name, text in sorted(files.items())}
+    facts["checksum"] = checksum_of(json.loads(json.dumps(facts)))
     files["fingerprint.json"] = json.dumps(facts, indent=1) + "\n"
     return files
 

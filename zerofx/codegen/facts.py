@@ -2,19 +2,142 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from typing import Any
 
 import torch
 
+from zerofx import schema
 from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import Calling, Planned, Reference, Unproved
+from zerofx.ir.program import BACKWARD, FORWARD, Calling, Planned, Reference, Unproved
 from zerofx.ir.sizes import Dim, Size, Sizes, Symbol, form
 from zerofx.ir.verify_values import SHORT
 from zerofx.layout.buckets import AXES, Layout
+from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 
 FORMAT = 5
+
+# -- what fingerprint.json may say ----------------------------------------------------------------
+_COUNT, _TEXT = schema.integer(), schema.text()
+_DTYPES = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
+_DTYPE = schema.one_of(_DTYPES)
+_INDEX = schema.integer(-1)
+_SHAPE = schema.sequence(_COUNT, most=64)
+_TILE = schema.row(_TEXT, _SHAPE, _COUNT, schema.integer(1))
+_TIER = schema.one_of(tier.value for tier in Tier)
+_BUCKET = schema.record(
+    {
+        "units": schema.sequence(_TEXT),
+        "dtype": _DTYPE,
+        "compute_dtype": _DTYPE,
+        "reduce_dtype": _DTYPE,
+        "numel": _COUNT,
+        "persistent": schema.boolean,
+        "trainable": schema.boolean,
+        "home": _TIER,
+        "source": _TIER,
+        "params": schema.sequence(schema.row(_TEXT, _SHAPE, _COUNT, schema.optional(_TILE))),
+    }
+)
+_ROLE = schema.one_of(role.value for role in Role)
+_SIZES = schema.sequence(schema.either(_TEXT, schema.integer(-schema.MOST)), most=64)
+_SPEC = schema.row(_DTYPE, _SIZES, _SIZES, schema.text("[a-z]+"))
+_DIM = schema.row(_COUNT, schema.integer(-schema.MOST), _TEXT, schema.boolean)
+_SYMBOL = schema.row(
+    schema.text(r"[A-Za-z_]\w*"),
+    schema.either(schema.integer(), schema.number()),
+    schema.sequence(_DIM, least=1),
+)
+FACTS = schema.record(
+    {
+        "torch": _TEXT,
+        "model": _TEXT,
+        "training": schema.boolean,
+        "world_size": schema.integer(1, 1 << 31),
+        "kernels": schema.one_of(("aten", "inductor")),
+        "debug": schema.boolean,
+        "slots": schema.sequence(_COUNT),
+        "layout": schema.record(
+            {
+                **{f"{axis}_size": schema.integer(1, 1 << 31) for axis in AXES},
+                "buckets": schema.sequence(_BUCKET),
+            }
+        ),
+        "placeholders": schema.mapping(
+            schema.one_of((FORWARD, BACKWARD)),
+            schema.sequence(schema.row(_ROLE, _TEXT, _INDEX, _TEXT, _SPEC)),
+        ),
+        "outputs": schema.mapping(
+            schema.one_of((FORWARD, BACKWARD)),
+            schema.sequence(schema.row(_ROLE, _TEXT, _INDEX)),
+        ),
+        "params": schema.mapping(
+            _TEXT,
+            schema.row(_SHAPE, _DTYPE, schema.boolean, _TEXT, schema.sequence(_TEXT), _DTYPE),
+        ),
+        "buffers": schema.sequence(_TEXT),
+        "calling": schema.record(
+            {
+                "in_leaves": schema.integer(0, 1 << 20),
+                "out_leaves": schema.integer(0, 1 << 20),
+                "tensor_leaves": schema.sequence(_COUNT),
+                "output_names": schema.sequence(schema.anything),
+                "loss": schema.optional(_COUNT),
+                "differentiable": schema.sequence(schema.anything),
+                "dropped": schema.sequence(schema.anything),
+            }
+        ),
+        "reference": schema.optional(schema.record({"outputs": schema.anything, "values": _TEXT})),
+        "signature": schema.anything,
+        "files": schema.mapping(schema.file_path, schema.text("[0-9a-f]{16}")),
+    },
+    hardware=schema.optional(schema.mapping(_TEXT, schema.anything)),
+    sizes=schema.optional(
+        schema.record({"symbols": schema.sequence(_SYMBOL), "conditions": schema.sequence(_TEXT)})
+    ),
+    regions=schema.mapping(_TEXT, _TEXT),
+    checksum=_TEXT,
+)
+
+
+def check_facts(facts: Any) -> dict[str, Any]:
+    """Return what a fingerprint.json says, once all of it has the right form and fits together.
+
+    Raises:
+        FormError: names the first field that does not.
+    """
+    schema.check(facts, FACTS)
+    graphs = {FORWARD, BACKWARD} if facts["training"] else {FORWARD}
+    for field in ("placeholders", "outputs"):
+        if missing := graphs - facts[field].keys():
+            raise schema.FormError(f"{field}.{min(missing)} is missing")
+    leaves = facts["calling"]["in_leaves"]
+    for role, name, index, *_ in facts["placeholders"][FORWARD]:
+        if role == Role.INPUT.value and not 0 <= index < leaves:
+            raise schema.FormError(f"placeholders: input {name} is leaf {index} of {leaves}")
+    for number, bucket in enumerate(facts["layout"]["buckets"]):
+        _check_bucket(bucket, f"layout.buckets[{number}]", facts["params"])
+    return facts  # type: ignore[no-any-return]
+
+
+def checksum_of(facts: dict[str, Any]) -> str:
+    """Return a digest of facts, which they carry, so that an edit of them shows."""
+    said = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any]) -> None:
+    """Raise unless a bucket's parameters are known and lie in it one behind another."""
+    end = 0
+    for name, shape, offset, tile in bucket["params"]:
+        if offset < end or (end := offset + math.prod(shape)) > bucket["numel"]:
+            raise schema.FormError(f"{where}: {name} at {offset} does not fit into the bucket")
+        if (name if tile is None else tile[0]) not in params:
+            raise schema.FormError(f"{where}: {name} is none of the parameters")
 
 
 def program_facts(program: Planned) -> dict[str, Any]:

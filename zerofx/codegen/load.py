@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import traceback
@@ -17,12 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.codegen.facts import FORMAT, read_hardware, read_reference, read_sizes
+from zerofx.codegen.facts import (
+    FORMAT,
+    check_facts,
+    checksum_of,
+    read_hardware,
+    read_reference,
+    read_sizes,
+)
 from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_record import Recorder
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
-from zerofx.errors import ProgramError
+from zerofx.errors import ProgramError, ZerofxError
 from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
@@ -33,8 +39,9 @@ from zerofx.ir.verify_fault import file_lines
 from zerofx.kernels.launch import plain_forms
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.plan.plan import Plan
-from zerofx.runtime.regions.load import import_file, read_by
+from zerofx.runtime.regions.load import MOST_BYTES, import_file, read_by
 from zerofx.runtime.standalone import layout_from_facts
+from zerofx.schema import FormError, parse_json, read_text
 
 # -- Read an emitted directory: are all files there, whole, and of this format; which were edited
 
@@ -60,13 +67,17 @@ def read_directory(directory: Path) -> Emitted:
     """
     facts = _read_facts(directory)
     edited = []
+    if facts.pop("checksum", None) not in (None, checksum_of(facts)):
+        edited.append(FINGERPRINT)
     for name, digest in facts["files"].items():
         try:
-            text = (directory / name).read_text(encoding="utf-8")
+            text = read_text(directory / name, MOST_BYTES)
         except FileNotFoundError:
             raise _broken(directory / name, "is missing") from None
-        except UnicodeDecodeError:
-            raise _broken(directory / name, "is not text") from None
+        except FormError as error:
+            raise _broken(directory / name, f"is damaged: {error}") from None
+        except OSError as error:
+            raise _broken(directory / name, f"cannot be read: {error.strerror}") from None
         if hashlib.sha256(text.encode()).hexdigest()[:16] != digest:
             edited.append(name)
     if facts["torch"] != torch.__version__:
@@ -88,28 +99,25 @@ def _broken(path: Path, what: str) -> ProgramError:
 def _read_facts(directory: Path) -> dict[str, Any]:
     path = directory / FINGERPRINT
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        facts = parse_json(read_text(path, MOST_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
         raise ProgramError(
             f"{directory} holds no emitted program: {FINGERPRINT} is missing; "
             "write one with program.emit(directory)"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _broken(path, f"is truncated or not JSON ({error})") from None
+    except OSError as error:
+        raise _broken(path, f"cannot be read: {error.strerror}") from None
+    except FormError as error:
+        raise _broken(path, f"cannot be read: {error}") from None
     found = facts.get("format") if isinstance(facts, dict) else None
     if found != FORMAT:
         raise ProgramError(
             f"{path} is of format {found!r}, this zerofx reads {FORMAT}; emit the program again"
         )
-    if missing := sorted(_KEYS - facts.keys()):
-        raise _broken(path, f"lacks {', '.join(missing)}")
-    return facts
-
-
-_KEYS = {
-    "torch", "model", "training", "world_size", "kernels", "debug", "slots", "layout",
-    "placeholders", "outputs", "params", "buffers", "calling", "reference", "signature", "files",
-}  # fmt: skip
+    try:
+        return check_facts(facts)
+    except FormError as error:
+        raise _broken(path, f"is damaged: {error}") from None
 
 
 def read_params(facts: dict[str, Any]) -> dict[str, ParamInfo]:
@@ -472,6 +480,20 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
             schedule.py around the fault.
     """
     emitted = read_directory(Path(directory).resolve())
+    try:
+        return _load(emitted, allow_changed_math)
+    except ZerofxError:
+        raise
+    except Exception as error:
+        if not emitted.edited:  # it is as zerofx wrote it: a fault of zerofx's own
+            raise
+        raise ProgramError(
+            f"{emitted.directory}: its files do not fit together ({_said(error)}); edited: "
+            f"{', '.join(emitted.edited)}. Restore them, or emit the program again"
+        ) from error
+
+
+def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
     reading = Reading(emitted)
     module = reading.import_schedule()
     facts = emitted.facts
@@ -491,7 +513,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
         is_training=facts["training"],
         world_size=facts["world_size"],
         hardware=read_hardware(facts.get("hardware")),
-        plan=Plan.load(Path(directory) / "plan.yaml"),
+        plan=Plan.load(emitted.directory / "plan.yaml"),
         layout=reading.layout,
         facts=frozenset(Fact),
         history=[Entry("load", edited, num_nodes)],

@@ -24,7 +24,14 @@ from zerofx.comm.agreement import Agreement
 from zerofx.comm.collectives import Axis, Lane
 from zerofx.comm.gloo import Algorithm, GlooAxis
 from zerofx.comm.hosts import meet
-from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, timeout_s, within
+from zerofx.comm.meeting import (
+    BoundedStore,
+    Meeting,
+    from_environment,
+    store_errors,
+    timeout_s,
+    within,
+)
 from zerofx.comm.nccl import NcclAxis
 from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
@@ -209,9 +216,9 @@ class _Job:
     """
 
     def __init__(self) -> None:
-        self._size = _from_environment("WORLD_SIZE", 1, 2**31 - 1)
-        self._rank = _from_environment("RANK", 0, self._size - 1)
-        self._address = os.environ["MASTER_ADDR"], _from_environment("MASTER_PORT", 1, 65535)
+        self._size = from_environment("WORLD_SIZE", 1, 2**31 - 1)
+        self._rank = from_environment("RANK", 0, self._size - 1)
+        self._address = os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1, 65535)
         self._uses_agent = _uses_agent()
         self._store: Any = None
         self._untold: list[str] = []  # why starts failed here that could not reach the store
@@ -311,21 +318,6 @@ def _job() -> _Job:
 def _uses_agent() -> bool:
     """Tell whether torchrun serves the store of the job, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _from_environment(name: str, least: int, most: int) -> int:
-    """Return a number that torchrun sets.
-
-    Raises:
-        PlanError: the variable is something else.
-    """
-    text = os.environ[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise PlanError(
-            f"{name} is {text!r}. It must be a whole number from {least} to {most}. Launch the "
-            "ranks with torchrun, or set it on every rank"
-        )
-    return int(text)
 
 
 def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str]:

@@ -45,6 +45,25 @@ def timeout_s() -> float:
     return seconds
 
 
+def from_environment(name: str, least: int, most: int, default: int | None = None) -> int:
+    """Return a number that torchrun sets; `default` if the variable is unset.
+
+    Raises:
+        PlanError: the variable is something else.
+    """
+    text = os.environ[name] if default is None else os.environ.get(name, str(default))
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+    if not is_number or not least <= int(text) <= most:
+        raise PlanError(
+            f"{name} is {text[:_MOST_DIGITS]!r}. It must be a whole number from {least} to {most}. "
+            "Launch the ranks with torchrun, or set it on every rank"
+        )
+    return int(text)
+
+
+_MOST_DIGITS = 20
+
+
 class BoundedStore:
     """A store of torch's, whose requests end within a limit that counts from the last `allow`.
 

@@ -12,6 +12,7 @@ A node's `form` is its value's shape and strides in this form, for what is writt
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.errors import ProgramError
 from zerofx.ir.meta import value
 from zerofx.ir.text import describe, short_dtype
 from zerofx.runtime.regions.keys import usual_sizes
@@ -134,12 +136,48 @@ class Sizes:
 
 def evaluate(text: str, values: Mapping[str, int]) -> Any:
     """Return what an expression is for some sizes."""
-    return eval(_compiled(text), {"math": math}, dict(values))
+    return eval(_compiled(text), {"__builtins__": {}, "math": math, **_BUILTINS}, dict(values))
 
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> Any:
-    return compile(text, "<size>", "eval")
+    """Compile an expression of sizes; one that does anything but arithmetic is not compiled.
+
+    Raises:
+        ProgramError: it is no such expression.
+    """
+    try:
+        tree = ast.parse(text, "<size>", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ProgramError(f"{text[:80]!r} is no expression of sizes ({error})") from error
+    nodes = list(ast.walk(tree))
+    if sum(isinstance(node, ast.Pow) for node in nodes) > 2 or not all(map(_is_arithmetic, nodes)):
+        raise ProgramError(f"{text[:80]!r} is no expression of sizes")
+    return compile(tree, "<size>", "eval")
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    """Tell whether a node of an expression can do nothing but compute a number, in a short time."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node.value) == "math" and node.attr in _OF_MATH
+    if isinstance(node, ast.Call):
+        is_known = isinstance(node.func, ast.Name) and node.func.id in _BUILTINS
+        return not node.keywords and (is_known or isinstance(node.func, ast.Attribute))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        most = node.right.value if isinstance(node.right, ast.Constant) else None
+        return type(most) in (int, float) and abs(most) <= 8  # type: ignore[arg-type]
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float, bool)
+    return isinstance(node, _ARITHMETIC)
+
+
+_BUILTINS: dict[str, Any] = {"max": max, "min": min, "float": float, "int": int, "abs": abs}
+_OF_MATH = frozenset({"sqrt", "ceil", "floor", "trunc", "log", "log2", "exp"})
+_ARITHMETIC = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Name, ast.Load,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.unaryop, ast.boolop,
+    ast.cmpop,
+)  # fmt: skip
 
 
 def is_number(text: str) -> bool:
@@ -173,7 +211,7 @@ def names_in(given: Any) -> frozenset[str]:
     return frozenset()
 
 
-_FUNCTIONS = frozenset({"max", "min", "float", "int", "math", "sqrt", "ceil", "floor", "abs"})
+_FUNCTIONS = frozenset({"math", *_BUILTINS, *_OF_MATH})
 
 
 def form(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:

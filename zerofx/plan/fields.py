@@ -19,6 +19,7 @@ import yaml
 
 from zerofx.errors import PlanError
 from zerofx.plan.sizes import parse_bytes
+from zerofx.schema import read_text, shown
 
 Reader = Callable[[str, Any], Any]
 
@@ -71,7 +72,7 @@ def covers(pattern: str, name: str) -> bool:
 def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
     """Build the error of one bad value: field, value, allowed values, fix."""
     return PlanError(
-        f"{where} = {value!r}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
+        f"{where} = {shown(value)}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
     )
 
 
@@ -260,9 +261,36 @@ def write_yaml(value: Any, *, is_flow: bool = False) -> str:
 def read_value(source: str, what: str) -> Any:
     """Parse one YAML value, such as that of `--set field=value`; `what` starts every error."""
     try:
+        node = yaml.compose(source, _Loader)
+        if _num_values(node, {}) > _MOST_VALUES:
+            raise ValueError(f"with its aliases written out, it has over {_MOST_VALUES} values")
         return yaml.load(source, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise PlanError(f"{what} is not YAML: {error}") from error
+    except RecursionError:
+        raise PlanError(f"{what} is nested too deep") from None
+
+
+_MOST_BYTES, _MOST_VALUES = 16 << 20, 1_000_000
+
+
+def _num_values(node: Any, known: dict[int, int | None]) -> int:
+    """Return how many values a YAML document has once its aliases are written out.
+
+    Raises:
+        ValueError: one contains itself.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) in known:
+        if (count := known[id(node)]) is None:
+            raise ValueError("an alias stands for what contains it")
+        return count
+    known[id(node)] = None
+    pairs = isinstance(node, yaml.MappingNode)
+    parts = [part for item in node.value for part in (item if pairs else (item,))]
+    known[id(node)] = count = 1 + sum(_num_values(part, known) for part in parts)
+    return count
 
 
 def read_mapping(source: str, what: str, is_json: bool = False) -> dict[str, Any]:
@@ -272,6 +300,8 @@ def read_mapping(source: str, what: str, is_json: bool = False) -> dict[str, Any
             content = json.loads(source, object_pairs_hook=_once)
         except ValueError as error:
             raise PlanError(f"{what} is not JSON: {error}") from error
+        except RecursionError:
+            raise PlanError(f"{what} is nested too deep") from None
     else:
         content = read_value(source, what)
     if not isinstance(content, dict):
@@ -293,9 +323,9 @@ def load_mapping(path: Path, what: str) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise PlanError(f"{what}: the name must end in .yaml, .yml or .json")
     try:
-        source = path.read_text(encoding="utf-8")
+        source = read_text(path, _MOST_BYTES)
     except OSError as error:
         raise PlanError(f"{what}: {error.strerror}; give an existing file") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{what} is not UTF-8 text: {error}") from error
+    except ValueError as error:  # also of a path with a null character
+        raise PlanError(f"{what}: {error}") from error
     return read_mapping(source, what, is_json=path.suffix == ".json")

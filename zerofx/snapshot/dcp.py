@@ -8,9 +8,11 @@ lies on disk is an ordinary distributed checkpoint which `torch.distributed.chec
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,16 +25,22 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.compat.checkpoint import INDEX_PARTS, file_of, storage_info
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
+from zerofx.schema import DAMAGE, MOST, FormError
 from zerofx.snapshot.held import HeldFiles
-
-INDEX = ".metadata"
+from zerofx.snapshot.target import INDEX
 
 
 class _Writer(FileSystemWriter):
@@ -193,11 +201,110 @@ class _Reader(FileSystemReader):
         path = self._held.path(INDEX)
         try:
             found = _Unpickler(self._held.stream(INDEX)).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
+            check_index(found)
+        except DAMAGE as error:
             raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
-        if not isinstance(found, Metadata):
-            raise SnapshotError(f"{path}: not the index of a snapshot")
+        assert isinstance(found, Metadata)
         return found
+
+
+# -- the index: what it may say -------------------------------------------------------------------
+_MOST_CUT = 10  # dimensions along which the chunks of one tensor may be cut
+
+
+def check_index(index: Any) -> None:
+    """Raise unless an index is one: tensors, chunks that tile them exactly, one place for each.
+
+    Raises:
+        FormError: names the tensor and what is wrong.
+    """
+    tensors = getattr(index, "state_dict_metadata", None)
+    places = getattr(index, "storage_data", None)
+    if not (isinstance(index, Metadata) and isinstance(tensors, dict) and isinstance(places, dict)):
+        raise FormError("it does not list tensors and where they are")
+    if not isinstance(getattr(index, "planner_data", None), (dict, type(None))):
+        raise FormError("planner_data is no mapping")
+    num_chunks = 0
+    for key, entry in tensors.items():
+        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
+            raise FormError(f"{key} is no tensor")
+        properties = getattr(entry, "properties", None)
+        if not isinstance(getattr(properties, "dtype", None), torch.dtype):
+            raise FormError(f"{key} has no dtype")
+        size = _sizes(key, getattr(entry, "size", None))
+        chunks = getattr(entry, "chunks", None)
+        if not isinstance(chunks, list):
+            raise FormError(f"{key} has no list of chunks")
+        _check_tiling(key, size, [_box(key, chunk, size) for chunk in chunks])
+        for chunk in chunks:
+            if MetadataIndex(key, chunk.offsets) not in places:
+                raise FormError(f"{key} lacks the place of its chunk at {list(chunk.offsets)}")
+        num_chunks += len(chunks)
+    if len(places) != num_chunks:
+        raise FormError(f"it has places for {len(places)} chunks, and there are {num_chunks}")
+    _check_places(places)
+
+
+def _sizes(key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, torch.Size) or not all(0 <= n <= MOST for n in value):
+        raise FormError(f"{key} has no size, or one that is too large")
+    return tuple(value)
+
+
+Box = tuple[tuple[int, int], ...]  # from where to where, along each dimension
+
+
+def _box(key: str, chunk: Any, size: tuple[int, ...]) -> Box:
+    """Return what a chunk holds of a tensor."""
+    offsets = _sizes(key, getattr(chunk, "offsets", None))
+    sizes = _sizes(key, getattr(chunk, "sizes", None))
+    inside = len(offsets) == len(sizes) == len(size) and all(
+        at + n <= end for at, n, end in zip(offsets, sizes, size, strict=True)
+    )
+    if not (isinstance(chunk, ChunkStorageMetadata) and inside):
+        said = f"the chunk at {list(offsets)} of {list(sizes)} exceeds {list(size)}"
+        raise FormError(f"{key}: {said}")
+    return tuple((at, at + n) for at, n in zip(offsets, sizes, strict=True))
+
+
+def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
+    """Raise unless boxes cover every element of a tensor exactly once.
+
+    The corners of a box, with signs by turns, say which elements it has. Boxes that tile a tensor
+    have together the tensor's corners, since all inner ones cancel out; no others have.
+    """
+    held, total = sum(math.prod(b - a for a, b in box) for box in boxes), math.prod(size)
+    if held != total:
+        raise FormError(f"{key} has {held} of its {total} elements")
+    if not total:
+        return
+    cut = [d for d, n in enumerate(size) if any(box[d] != (0, n) for box in boxes)]
+    if len(cut) > _MOST_CUT:
+        raise FormError(f"{key} is cut along {len(cut)} dimensions, at most {_MOST_CUT} are read")
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = tuple((0, n) for n in size)
+    for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
+        if all(a < b for a, b in box):
+            for ends in itertools.product((0, 1), repeat=len(cut)):
+                corner = tuple(box[d][end] for d, end in zip(cut, ends, strict=True))
+                corners[corner] += sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise FormError(f"{key}: its chunks overlap, and leave elements out")
+
+
+def _check_places(places: dict[Any, Any]) -> None:
+    """Raise unless every chunk has bytes of its own."""
+    taken = []
+    for index, info in places.items():
+        name, at, n = (getattr(info, k, None) for k in ("relative_path", "offset", "length"))
+        if not (isinstance(name, str) and type(at) is type(n) is int and 0 <= at <= MOST >= n > 0):
+            raise FormError(f"{getattr(index, 'fqn', index)} has no place in a file")
+        if getattr(info, "transform_descriptors", None):
+            raise FormError(f"{index.fqn} was transformed, and zerofx transforms nothing")
+        taken.append((name, at, at + n, index.fqn))
+    for (file, _, end, left), (other, start, _, right) in itertools.pairwise(sorted(taken)):
+        if file == other and start < end:
+            raise FormError(f"{left} and {right} overlap at {start} of {file}")
 
 
 class LoadSteps:
@@ -220,7 +327,7 @@ class LoadSteps:
         self._check_pointers(file_bytes)
 
     def _check_pointers(self, file_bytes: Mapping[str, int]) -> None:
-        """Raise unless every chunk lies in a file of the save and the chunks fill the tensor."""
+        """Raise unless every chunk lies within a file of the save."""
         where = self._where
         for index, info in (self.index.storage_data or {}).items():
             end = info.offset + info.length
@@ -229,12 +336,6 @@ class LoadSteps:
                     f"{where}: {index.fqn} should lie at {info.offset}:{end} of "
                     f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
                 )
-        for key, entry in self.index.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise SnapshotError(f"{where}: {key} is no tensor")
-            held, total = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
-            if held != total:
-                raise SnapshotError(f"{where}: {key} has {held} of its {total} elements")
 
     def keys(self, part: str) -> set[str]:
         """Return the names that were saved under `part`."""

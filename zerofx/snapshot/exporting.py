@@ -24,7 +24,7 @@ from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import iter_full_state
 from zerofx.snapshot.state import buffers_of
 from zerofx.snapshot.target import (
-    Hidden,
+    SavePlace,
     check_call,
     check_space,
     is_mount,
@@ -184,7 +184,7 @@ class _Export:
 
     def __init__(self, path: Path, is_file: bool, plans: list[_File]) -> None:
         self._path, self._is_file, self._plans = path, is_file, plans
-        self._hidden: Hidden | None = None
+        self._hidden: SavePlace | None = None
         self._made: Path | None = None  # a directory that was not there before
         self.written = path  # what is written into, once `begin` has made it
 
@@ -201,7 +201,7 @@ class _Export:
         if not os.path.lexists(parent):
             parent.mkdir(parents=True)
             self._made = parent
-        self._hidden = Hidden(parent, name, path)
+        self._hidden = SavePlace(parent, name, path)
         self.written = self._hidden.make()
         check_space(self.written, sum(len(p.header) + p.total_bytes for p in self._plans))
 

@@ -23,14 +23,28 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
+from zerofx import schema
 from zerofx.errors import NoSnapshotError, SnapshotError
+from zerofx.schema import FormError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
-from zerofx.snapshot.target import MANIFEST, MARK, beside, place, write_file
+from zerofx.snapshot.target import INDEX, MANIFEST, MARK, VALUES, beside, place, write_file
 
 log = logging.getLogger("zerofx")
 
 FORMAT, VERSION = "zerofx snapshot", 1
 _PIECE_BYTES = 1 << 20
+_MOST_MANIFEST_BYTES = 1 << 30
+_NAMES = schema.mapping(schema.text(), schema.text())
+_MANIFEST = schema.record(
+    {
+        "files": schema.mapping(
+            schema.file_name, schema.row(schema.integer(), schema.text("[0-9a-f]{64}"))
+        ),
+        "world_size": schema.integer(1, 1 << 31),
+        "parameters": _NAMES,
+        "buffers": _NAMES,
+    }
+)
 _LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between looks for a name that is missing
 
 
@@ -151,14 +165,17 @@ class OpenSnapshot:
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST
         try:
+            num_bytes = self.files.num_bytes(MANIFEST)
+            if num_bytes > _MOST_MANIFEST_BYTES:
+                raise SnapshotError(f"{path}: {num_bytes} bytes are no manifest")
             text = self.files.stream(MANIFEST).read()
         except FileNotFoundError:
             raise SnapshotError(
                 f"{_what_lies_in(self.folder)}; a snapshot of zerofx.save has a {MANIFEST}"
             ) from None
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            found = schema.parse_json(text)
+        except FormError as error:
             raise SnapshotError(f"{path}: truncated or damaged ({error})") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
@@ -170,11 +187,13 @@ class OpenSnapshot:
             raise SnapshotError(
                 f"{path}: its contents do not match its checksum: damaged or edited"
             )
-        if not isinstance(found.get("files"), dict):
-            raise SnapshotError(f"{path}: it lists no files, so it is damaged or edited")
-        for name in found["files"]:
-            if os.path.basename(name) != name or name in ("", ".", ".."):
-                raise SnapshotError(f"{path}: {name} is not in the snapshot's directory")
+        try:
+            schema.check(found, _MANIFEST)
+            for name in (INDEX, VALUES):
+                if name not in found["files"]:
+                    raise FormError(f"files.{name} is missing")
+        except FormError as error:
+            raise SnapshotError(f"{path}: {error}, so it is damaged or edited") from error
         return found
 
     def _hold_all(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from zerofx import schema
 from zerofx.errors import ArgumentError, SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer, list_of
@@ -176,11 +177,32 @@ def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
     """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        schema.check(found, _VALUES)
+    except schema.DAMAGE as error:
         raise SnapshotError(f"{path}: {_first_line(error)}") from error
-    if not isinstance(found, dict):
-        raise SnapshotError(f"{path}: it holds a {type(found).__name__}, not a dict")
-    return found
+    return found  # type: ignore[no-any-return]
+
+
+_MAP = schema.mapping(schema.anything, schema.anything)
+_BY_NAME = schema.mapping(schema.text(), _MAP)
+_OPTIMIZER = schema.record(
+    {
+        "type": schema.text(),
+        "groups": schema.sequence(schema.record({"params": schema.sequence(schema.text())})),
+        "pieces": schema.mapping(schema.text(), schema.sequence(schema.text())),
+        "others": _BY_NAME,
+    },
+    whole=_BY_NAME,
+)
+_VALUES = schema.record(
+    {
+        "extra": _MAP,
+        "optimizer": schema.either(schema.one_of([{}]), _OPTIMIZER),
+        "modules": schema.mapping(schema.text(), schema.anything),
+    },
+    optimizers=schema.mapping(schema.text(), _OPTIMIZER),  # those of 0.1.0 have one at most
+    loss_scale=_MAP,
+)
 
 
 def _try(value: Any) -> tuple[bytes, str | None]:

@@ -20,6 +20,7 @@ from zerofx.comm.together import exchange, together
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
+from zerofx.schema import DAMAGE
 from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.held import read_settled
@@ -238,7 +239,7 @@ class _Load(Job):
             self.store.ledger.half_made = None
         except ZerofxError:
             raise
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, *DAMAGE) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
                 "part; load a snapshot again before going on"

@@ -20,7 +20,7 @@ from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
 from zerofx.snapshot import files, series, state, target, whole_states
-from zerofx.snapshot.dcp import INDEX, SaveSteps, written_files
+from zerofx.snapshot.dcp import SaveSteps, written_files
 from zerofx.snapshot.job import Job, Optimizers, pack, random_states, write_in_background
 from zerofx.snapshot.lock import Lock
 
@@ -106,7 +106,7 @@ class _Save(Job):
         self.series = folder if step is not None else None
         self.step, self.keep = step, keep
         self.extra = {} if extra is None else extra
-        self.hidden: target.Hidden | None = None  # of rank 0
+        self.hidden: target.SavePlace | None = None  # of rank 0
         self.lock: Lock | None = None  # of rank 0, for a series
 
     def settle(self) -> None:
@@ -205,7 +205,7 @@ class _Save(Job):
         self.steps.finish([results for results, _ in parts])
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
-        sums.update({n: files.checksum(self.written / n) for n in (INDEX, target.VALUES)})
+        sums.update({n: files.checksum(self.written / n) for n in (target.INDEX, target.VALUES)})
         facts = {"files": sums, "saved": round(time.time(), 3), **self.facts}
         files.write_manifest(self.written, facts)
         target.check_written(self.written, sums, self.folder)

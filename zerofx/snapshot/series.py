@@ -11,6 +11,7 @@ there.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -84,7 +85,8 @@ def _saved_at(snapshot: Path) -> tuple[float, str]:
         with open(path, "rb") as file:
             found = json.loads(file.read(_MOST_BYTES))
         saved = found.get("saved") if isinstance(found, dict) else None
-        at = float(saved) if isinstance(saved, (int, float)) else path.stat().st_mtime
+        is_time = isinstance(saved, float) and math.isfinite(saved)
+        at = saved if is_time else path.stat().st_mtime
     except (OSError, ValueError, RecursionError):
         at = 0.0
     return at, snapshot.name

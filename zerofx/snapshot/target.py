@@ -40,12 +40,13 @@ log = logging.getLogger("zerofx")
 
 MANIFEST = "zerofx.json"
 VALUES = "values.pt"
+INDEX = ".metadata"  # that of torch.distributed.checkpoint
 MARK = ".zerofx"
 _MARK_TEXT = b"zerofx: the files of this directory are zerofx's, and it may remove them\n"
 _SAVING = re.compile(r"saving-[0-9a-f]{8}")
 # What a snapshot is made of; a file server keeps deleted files as .nfs*.
 _OURS = re.compile(
-    rf"__\d+_\d+{re.escape(DEFAULT_SUFFIX)}|\.metadata(\.tmp)?|{re.escape(VALUES)}"
+    rf"__\d+_\d+{re.escape(DEFAULT_SUFFIX)}|{re.escape(INDEX)}(\.tmp)?|{re.escape(VALUES)}"
     rf"|{re.escape(MANIFEST)}|{re.escape(MARK)}|\.nfs\w+"
 )
 
@@ -146,7 +147,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 # -- writing --------------------------------------------------------------------------------------
-class Hidden:
+class SavePlace:
     """A new hidden directory to write into, and the lock of the place that it is for.
 
     parent: where both lie. name: what both are called after.
@@ -175,11 +176,11 @@ class Hidden:
         self._lock.release()
 
 
-def begin(folder: Path) -> Hidden:
+def begin(folder: Path) -> SavePlace:
     """Lock the place of a save, tidy up after interrupted ones, and return where to write."""
     check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = Hidden(folder.parent, folder.name, folder)
+    hidden = SavePlace(folder.parent, folder.name, folder)
     try:
         _check_names(folder)
         if not os.path.lexists(folder):

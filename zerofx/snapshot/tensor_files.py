@@ -7,7 +7,6 @@ its bytes begin and end behind the header), and the tensors, dense and in rows.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,7 +20,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from zerofx import schema
 from zerofx.errors import SnapshotError
+from zerofx.schema import Form, FormError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
 
 DTYPES = {
@@ -43,10 +44,23 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
+_MOST_INDEX_BYTES = 1 << 30
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100 << 20  # safetensors' own limit
 _AT_ONCE_BYTES = 8 << 20
 _NUMBERED = re.compile(rf"(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(SUFFIX)}")
 _SECOND_LOOK_S = 0.1  # after a fault, before files are found to be unchanged
+
+
+_ENTRY = schema.record(
+    {
+        "dtype": schema.one_of(DTYPES),
+        "shape": schema.sequence(schema.integer(), most=64),
+        "data_offsets": schema.row(schema.integer(), schema.integer()),
+    }
+)
+_HEADER = schema.mapping(schema.text(), _ENTRY)
+_METADATA = schema.optional(schema.mapping(schema.text(), schema.text()))
+_INDEX = schema.record({"weight_map": schema.mapping(schema.text(), schema.file_name)})
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,11 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def end(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def describe(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
@@ -179,9 +198,10 @@ class TensorSource:
 
     def _indexed(self, path: Path) -> dict[str, Entry]:
         """Return the tensors that an index names, each from the file that it names."""
-        where = _json(self._held.stream(str(path)).read(), path).get("weight_map")
-        if not isinstance(where, dict):
-            raise SnapshotError(f"{path} is no index of safetensors files: it has no weight_map")
+        file, total = self._held.stream(str(path)), self._held.num_bytes(str(path))
+        if total > _MOST_INDEX_BYTES:
+            raise SnapshotError(f"{path} is no index of safetensors files: {total} bytes")
+        where = _json(file.read(), path, _INDEX, "no index of safetensors files")["weight_map"]
         files = {name: self._entries(path.parent / name) for name in sorted(set(where.values()))}
         absent = [name for name, file in where.items() if name not in files[file]]
         if absent:
@@ -195,26 +215,39 @@ class TensorSource:
         length = struct.unpack("<Q", start)[0] if len(start) == _LENGTH_BYTES else total
         if length > min(total - _LENGTH_BYTES, _MOST_HEADER_BYTES):
             raise SnapshotError(f"{path} is no safetensors file, or is cut short: {total} bytes")
-        header = _json(file.read(length), path)
-        header.pop("__metadata__", None)
+        header = _json(file.read(length), path, schema.mapping(schema.text(), schema.anything))
+        metadata = header.pop("__metadata__", None)
+        _checked(metadata, _METADATA, path, where="__metadata__")
+        _checked(header, _HEADER, path)
         behind = _LENGTH_BYTES + length
-        return {n: self._entry(path, n, value, behind, total) for n, value in header.items()}
+        found = {n: self._entry(path, n, value, behind) for n, value in header.items()}
+        _check_tiling(path, found, behind, total)
+        return found
 
-    def _entry(self, path: Path, name: str, value: Any, behind: int, total: int) -> Entry:
-        try:
-            dtype, shape = DTYPES[value["dtype"]], tuple(map(int, value["shape"]))
-            begin, end = map(int, value["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotError(
-                f"{path}: what it says of {name} cannot be read: {value}"
-            ) from error
-        if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+    def _entry(self, path: Path, name: str, value: Any, behind: int) -> Entry:
+        dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+        begin, end = value["data_offsets"]
+        if end - begin != math.prod(shape) * dtype.itemsize:
             raise SnapshotError(f"{path}: {name} of {dtype} {list(shape)} has {end - begin} bytes")
-        if behind + end > total:
-            raise SnapshotError(
-                f"{path} is cut short: {name} ends at offset {behind + end}, the file at {total}"
-            )
         return Entry(self._held, path, name, dtype, shape, behind + begin)
+
+
+def _check_tiling(path: Path, entries: dict[str, Entry], behind: int, total: int) -> None:
+    """Raise unless tensors follow each other from the header's end to the file's."""
+    at, before = behind, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].end)):
+        if entry.end > total:
+            raise SnapshotError(
+                f"{path} is cut short: {name} ends at offset {entry.end}, the file at {total}"
+            )
+        if entry.offset != at:
+            raise SnapshotError(
+                f"{path}: {name} begins at offset {entry.offset}, and {before} ends at {at}. Every "
+                "byte of a safetensors file belongs to one tensor"
+            )
+        at, before = entry.end, name
+    if at != total:
+        raise SnapshotError(f"{path}: the tensors end at offset {at}, the file at {total}")
 
 
 def _check_numbers(files: list[Path]) -> None:
@@ -236,11 +269,16 @@ def _check_numbers(files: list[Path]) -> None:
             )
 
 
-def _json(raw: bytes, path: Path) -> dict[str, Any]:
+def _json(raw: bytes, path: Path, form: Form, what: str = "no safetensors file") -> dict[str, Any]:
+    """Return what JSON says of a form; `what` begins the error for anything else."""
     try:
-        found = json.loads(raw)
-    except ValueError as error:  # also what is no text
-        raise SnapshotError(f"{path} is no safetensors file, or no index of some") from error
-    if not isinstance(found, dict):
-        raise SnapshotError(f"{path} is no safetensors file, or no index of some")
-    return found
+        return schema.check(schema.parse_json(raw), form)  # type: ignore[no-any-return]
+    except FormError as error:
+        raise SnapshotError(f"{path} is {what}, or is damaged: {error}") from error
+
+
+def _checked(value: Any, form: Form, path: Path, where: str = "") -> None:
+    try:
+        schema.check(value, form, where)
+    except FormError as error:
+        raise SnapshotError(f"{path}: {error}") from error

@@ -226,13 +226,13 @@ def test_a_truncated_region(tmp_path: Path) -> None:
 def test_a_truncated_fingerprint(tmp_path: Path) -> None:
     path = emitted(tmp_path) / "fingerprint.json"
     path.write_text(path.read_text()[:500])
-    with pytest.raises(ProgramError, match=r"fingerprint.json is truncated or not JSON"):
+    with pytest.raises(ProgramError, match=r"cannot be read: it is truncated or not JSON"):
         zerofx.load_program(path.parent)
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"format": 99}, r"is of format 99, this zerofx reads \d+; emit the program again"),
-    ({"layout": None}, r"fingerprint.json lacks layout"),
+    ({"layout": None}, r"fingerprint.json is damaged: layout is missing"),
 ])  # fmt: skip
 def test_a_foreign_fingerprint(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = emitted(tmp_path) / "fingerprint.json"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerofx import schema
 from zerofx.analysis.time.steps import Lane
 from zerofx.errors import RecordingError
 from zerofx.ir.meta import Role, info, value
@@ -124,13 +125,64 @@ class Measured:
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             found = said.get("format") if isinstance(said, dict) else type(said).__name__
             raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
+        try:
+            schema.check(said, _MEASURED)
+            _check_steps(said)
+        except schema.FormError as error:
+            raise RecordingError(str(error)) from error
         fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
         fields["spans"] = tuple(map(_span, said["spans"]))
         if fields["memory"] is not None:
-            fields["memory"] = MeasuredMemory(**fields["memory"])
+            fields["memory"] = MeasuredMemory(**{name: fields["memory"][name] for name in _MEMORY})
         for name in ("steps_us", "walls_ns"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
+
+
+_TEXT, _US, _COUNT = schema.text(), schema.number(), schema.integer()
+_SPAN: dict[str, schema.Form] = {
+    "name": _TEXT,
+    "graph": _TEXT,
+    "lane": schema.one_of(lane.value for lane in Lane),
+    "kind": _TEXT,
+    "unit": _TEXT,
+    "bucket": schema.integer(-1),
+    **{f"{name}us": _US for name in ("start_", "end_", "", "low_", "high_", "host_")},
+    "ops": schema.sequence(schema.row(_TEXT, _US)),
+    "places": schema.sequence(schema.optional(schema.row(_US, _US))),
+    "nbytes": _COUNT,
+    "is_own": schema.boolean,
+}
+_MEMORY = {
+    "peak_bytes": _COUNT,
+    "held": schema.mapping(_TEXT, schema.integer(-1)),
+    "unsure_bytes": _COUNT,
+}
+_MEASURED = schema.record(
+    {
+        "model": _TEXT,
+        "identity": schema.record({"plan": schema.mapping(_TEXT, schema.anything)}),
+        "rank": _COUNT,
+        "world": schema.integer(1),
+        "device": _TEXT,
+        "steps_us": schema.sequence(schema.number(0.0), least=1),
+        "spans": schema.sequence(schema.record(_SPAN)),
+        "functions_us": schema.mapping(_TEXT, _US),
+        "walls_ns": schema.sequence(schema.integer(-schema.MOST, 1 << 63)),
+        "typical": _COUNT,
+        "memory": schema.optional(schema.record(_MEMORY)),
+    }
+)
+
+
+def _check_steps(said: dict[str, Any]) -> None:
+    """Raise unless a recording has as many steps everywhere."""
+    num = len(said["steps_us"])
+    if said["typical"] >= num or len(said["walls_ns"]) != num:
+        raise schema.FormError(f"typical and walls_ns are not of the {num} steps in steps_us")
+    for number, span in enumerate(said["spans"]):
+        if len(span["places"]) not in (0, num):
+            raise schema.FormError(f"spans[{number}].places are not of the {num} steps")
 
 
 def same_step(ranks: Sequence[Measured]) -> list[Measured]:
@@ -149,7 +201,8 @@ def same_step(ranks: Sequence[Measured]) -> list[Measured]:
 def _span(said: dict[str, Any]) -> MeasuredSpan:
     ops = tuple((op, us) for op, us in said["ops"])
     places = tuple(None if place is None else (place[0], place[1]) for place in said["places"])
-    return MeasuredSpan(**{**said, "lane": Lane(said["lane"]), "ops": ops, "places": places})
+    fields = {name: said[name] for name in _SPAN}
+    return MeasuredSpan(**{**fields, "lane": Lane(said["lane"]), "ops": ops, "places": places})
 
 
 def identity_of(program: Planned) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from zerofx.collector import paused_collector
-from zerofx.comm.meeting import timeout_s
+from zerofx.comm.meeting import from_environment, timeout_s
 from zerofx.compat.direct import replace_file
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import (
@@ -99,9 +99,10 @@ def compile_all(
 
     units: region -> the module of the model that it computes, for warnings.
     """
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    most = 2**31 - 1
+    rank = from_environment("LOCAL_RANK", 0, most, 0)
     names = sorted(modules)
-    turn = rank * len(names) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    turn = rank * len(names) // from_environment("LOCAL_WORLD_SIZE", 1, most, 1)
     done: dict[str, Region] = {}
     waiting = names[turn:] + names[:turn]
     failed: dict[str, str] = {}

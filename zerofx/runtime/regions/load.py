@@ -6,7 +6,6 @@ import base64
 import contextlib
 import functools
 import inspect
-import json
 import linecache
 import logging
 import sys
@@ -24,8 +23,25 @@ from zerofx.compat.inductor import inductor_problem
 from zerofx.compat.strides import has_strides, laid_out
 from zerofx.errors import NonFiniteError, ProgramError
 from zerofx.runtime.regions.cache import Region, compile_all
+from zerofx.schema import (
+    FormError,
+    boolean,
+    check,
+    mapping,
+    one_of,
+    parse_json,
+    read_file,
+    record,
+    text,
+)
 
 log = logging.getLogger("zerofx")
+
+
+MOST_BYTES = 1 << 30  # of one emitted file
+_FACTS = record(
+    {"kernels": one_of(("aten", "inductor")), "debug": boolean}, regions=mapping(text(), text())
+)
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -36,11 +52,13 @@ def import_file(path: Path, name: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
     try:
-        code = compile(path.read_bytes(), str(path), "exec")
+        code = compile(read_file(path, MOST_BYTES), str(path), "exec")
     except SyntaxError as e:
         raise ProgramError(
             f"{path}:{e.lineno}: {e.msg}; correct the edit, or emit the program again"
         ) from e
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise ProgramError(f"{path}: {e}; correct the edit, or emit the program again") from e
     exec(code, module.__dict__)
     return module
 
@@ -93,7 +111,11 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     directory = Path(schedule_file).parent
     if (reader := _READER.get()) is not None:
         return reader.regions(directory)
-    facts = json.loads((directory / "fingerprint.json").read_text())
+    path = directory / "fingerprint.json"
+    try:
+        facts = check(parse_json(read_file(path, MOST_BYTES)), _FACTS)
+    except FormError as error:
+        raise ProgramError(f"{path}: {error}; emit the program again") from error
     kernels = kernels or facts["kernels"]
     found = SimpleNamespace()
     paths = sorted((directory / "regions").glob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import zlib
@@ -16,9 +17,11 @@ from zerofx.errors import RecordingError
 from zerofx.ir.program import Planned
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
+from zerofx.schema import FormError, parse_json, read_file
 from zerofx.tools.views.bars import lane_lines, measured_track
 from zerofx.tools.views.timeline import format_us
 
+MOST_BYTES = 1 << 30  # of one recording
 LONGEST = 12  # spans that are named
 
 
@@ -71,15 +74,24 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
     found = RecordingView()
     for path in paths:
         try:
-            data = Path(path).read_bytes()
-            said = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+            data = read_file(path, MOST_BYTES)
+            said = parse_json(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
             found.programs += [Measured.from_dict(each) for each in _programs(said)]
-        except OSError as error:
-            raise RecordingError(f"{path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, EOFError, zlib.error, RecordingError) as error:
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, RecordingError) as error:
             raise RecordingError(
                 f"{path} is no recording that `record(...).save` wrote: {error}"
             ) from error
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}") from error
+    return found
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Return what gzip packed, which may be no more than a file may have."""
+    with gzip.open(io.BytesIO(data)) as file:
+        found = file.read(MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        raise FormError(f"unpacked, it has more than {MOST_BYTES} bytes")
     return found
 
 
