@@ -85,8 +85,9 @@ def _saved_at(snapshot: Path) -> tuple[float, str]:
         with open(path, "rb") as file:
             found = json.loads(file.read(_MOST_BYTES))
         saved = found.get("saved") if isinstance(found, dict) else None
-        is_time = isinstance(saved, float) and math.isfinite(saved)
-        at = saved if is_time else path.stat().st_mtime
+        at = path.stat().st_mtime
+        if isinstance(saved, float) and math.isfinite(saved):
+            at = saved
     except (OSError, ValueError, RecursionError):
         at = 0.0
     return at, snapshot.name
