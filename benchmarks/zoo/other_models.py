@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.zoo.examine import Call
 
@@ -167,14 +167,15 @@ C, W = {"num_classes": 4}, {"num_classes": 4, "weights_backbone": None}
 RGB, FILM = (3, 64, 64), (3, 8, 32, 32)
 TORCHVISION: list[tuple[str, str, tuple[int, ...], Fields]] = [
     *((name, "", RGB, C) for name in (
-        "resnet18", "resnet34", "resnet50", "resnext50_32x4d",
-        "wide_resnet50_2", "densenet121", "densenet169", "squeezenet1_0", "squeezenet1_1", "mobilenet_v2",
-        "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0",
-        "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "efficientnet_b0", "efficientnet_b1", "efficientnet_v2_s",
-        "regnet_x_400mf", "regnet_x_800mf", "regnet_y_400mf", "regnet_y_800mf", "convnext_tiny",
+        "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "densenet121",
+        "densenet169", "squeezenet1_0", "squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small",
+        "mobilenet_v3_large", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "shufflenet_v2_x0_5",
+        "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "efficientnet_b0", "efficientnet_b1",
+        "efficientnet_v2_s", "regnet_x_400mf", "regnet_x_800mf", "regnet_y_400mf",
+        "regnet_y_800mf", "convnext_tiny",
     )),
     ("googlenet", "", RGB, {**C, "init_weights": False}),
-    ("inception_v3", "", (3, 96, 96), {**C, "init_weights": False}),
+    ("inception_v3", "", (3, 160, 160), {**C, "init_weights": False}),
     ("vision_transformer.VisionTransformer", "small", (3, 32, 32),
      {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 32,
       "mlp_dim": 48, **C}),

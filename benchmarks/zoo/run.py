@@ -37,7 +37,12 @@ from benchmarks.zoo import other_models, transformers_models
 from benchmarks.zoo.examine import Case, Outcome, examine, plainly
 
 TIMEOUT_S = 240
-PRELOADED = ["torch", "transformers", "zerofx", "torch._inductor.compile_fx", __package__]
+# What every model imports: its process is forked from one that has it already.
+PRELOADED = """
+    torch torch._inductor.compile_fx zerofx.api zerofx.passes.order zerofx.model.programs
+    zerofx.codegen.emit zerofx.codegen.load zerofx.runtime.regions.load benchmarks.zoo.run
+    transformers.models.llama.modeling_llama transformers.models.swin.modeling_swin
+""".split()
 
 
 @dataclass(frozen=True)
