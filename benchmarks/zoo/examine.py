@@ -132,7 +132,7 @@ def whole(tensor: Tensor) -> Tensor:
 def in_double(model: nn.Module, steps: list[list[Call]], rate: float) -> Run:
     """Train in double precision; what a model does in single precision by itself stays so."""
     wide = pytree.tree_map(_widened, steps)
-    return train(copy.deepcopy(model).double(), wide, rate)
+    return train(model.double(), wide, rate)
 
 
 def _widened(value: Any) -> Any:
@@ -179,14 +179,13 @@ def is_rounding(name: str, wanted: Run, found: Run, exact: Run) -> bool:
 
 
 def moved_a_bit(model: nn.Module) -> nn.Module:
-    """Return a copy whose weights are off by their last bit."""
-    moved = copy.deepcopy(model)
+    """Change all weights by their last bit, up or down at random."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in moved.parameters():
+        for parameter in model.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + LAST_BIT * sign)
-    return moved
+    return model
 
 
 def is_unsteady(name: str, wanted: Run, found: Run, moved: Run) -> bool:
@@ -221,10 +220,8 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
     ]
     rate = torch.zeros(1, dtype=torch.float64)
     try:
-        plain = case.make()
-        start = copy.deepcopy(plain)
         if rank == 0:
-            wanted = train(plain, _own(steps))
+            wanted = train(case.make(), _own(steps))
             rate.fill_(wanted.rate)
     except Exception:
         return {"verdict": "no plain run", "detail": traceback.format_exc()}
@@ -234,7 +231,9 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
     warnings = Warnings()
     logging.getLogger("zerofx").addHandler(warnings)
     try:
-        found, outcome = _compiled(start, _own([[calls[rank]] for calls in steps]), kernels, rate)
+        found, outcome = _compiled(
+            case.make(), _own([[calls[rank]] for calls in steps]), kernels, rate
+        )
     except ZerofxError as error:
         return {"verdict": "refused", "detail": f"{type(error).__name__}: {error}",
                 "first_s": time.perf_counter() - began}  # fmt: skip
@@ -252,12 +251,12 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
         return outcome | {"verdict": "different", "detail": f"only one has {alone[:5]}"}
     wrong = dict(far)
     try:
-        exact = in_double(start, steps, wanted.rate)
+        exact = in_double(case.make(), steps, wanted.rate)
         wrong = {n: v for n, v in far.items() if not is_rounding(n, wanted, found, exact)}
     except Exception as error:  # the model has formats of its own in its code
         outcome["double"] = f"{type(error).__name__}: {error}"
     if wrong:
-        moved = train(moved_a_bit(start), _own(steps), wanted.rate)
+        moved = train(moved_a_bit(case.make()), _own(steps), wanted.rate)
         wrong = {n: v for n, v in wrong.items() if not is_unsteady(n, wanted, found, moved)}
     worst = max(wrong or far, key=far.__getitem__)
     detail = f"{len(wrong or far)} tensors up to {far[worst]:.1e} ({worst})"
@@ -267,13 +266,13 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
 
 
 def _compiled(
-    start: nn.Module, steps: list[list[Call]], kernels: str, rate: Tensor
+    model: nn.Module, steps: list[list[Call]], kernels: str, rate: Tensor
 ) -> tuple[Run, Outcome]:
     import zerofx
     from zerofx.runtime.regions.cache import CompileCount
 
     before = CompileCount.compiled
-    model = zerofx.compile(copy.deepcopy(start), zerofx.Plan(stage=3, kernels=kernels))
+    model = zerofx.compile(model, zerofx.Plan(stage=3, kernels=kernels))
     found = train(model, steps, float(rate))
     islands = model.zerofx.islands
     return found, {
