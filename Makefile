@@ -4,18 +4,21 @@
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
 # make bench     step time against FSDP2 and DDP
+# make zoo       hundreds of models, trained compiled and plainly (hours): docs/measured.md
 #
 # docs/testing.md says which slices there are, and which commit each one last passed at.
 # make slices-table and make slow-times update that table, and what slices are balanced by.
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, VENV=dir its place,
-# PYTEST_FLAGS="-x -k plan" what is passed on to pytest, BENCH_FLAGS=--quick to the benchmark.
+# PYTEST_FLAGS="-x -k plan" what is passed on to pytest, BENCH_FLAGS=--quick to the benchmark,
+# ZOO_FLAGS="--part timm" to the zoo.
 
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+ZOO_FLAGS ?=
 SLICE ?=
 COUNT ?= 50000
 
@@ -28,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench clean
+.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo clean
 
 venv: $(STAMP)
 
@@ -71,6 +74,9 @@ slow-times: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.step_time $(BENCH_FLAGS)
+
+zoo: $(STAMP)
+	$(PY) -m benchmarks.zoo $(ZOO_FLAGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

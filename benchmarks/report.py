@@ -99,16 +99,23 @@ def show(title: str, columns: list[Column], rows: list[dict[str, Any]]) -> None:
 
 
 def finish(
-    name: str, columns: list[Column], rows: list[dict[str, Any]], options: argparse.Namespace
+    name: str,
+    columns: list[Column],
+    rows: list[dict[str, Any]],
+    options: argparse.Namespace,
+    **more: Any,
 ) -> Path:
-    """Show the table and write it, with the machine, to benchmarks/results/; return the file."""
+    """Show the table and write it, with the machine, to benchmarks/results/; return the file.
+
+    more: what the file says besides.
+    """
     now = datetime.now(timezone.utc)
     facts = machine()
     show(f"{name}: torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}", columns, rows)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{now:%Y%m%d-%H%M%S}.json"
     content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "machine": facts, "options": vars(options)}
-    path.write_text(json.dumps(content | {"results": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(content | more | {"results": rows}, indent=1) + "\n")
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path
 

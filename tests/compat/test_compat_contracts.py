@@ -257,6 +257,20 @@ def set_by_fsdp() -> None:
 
 
 # -- tensors --------------------------------------------------------------------------------------
+@contract("._is_view")
+def views() -> None:
+    """A view can be made a tensor of its own, which shares memory but no history."""
+    base = torch.ones(2, 3)
+    assert tensors.as_own_tensor(base) is base
+    view = base.view(3, 2).t()
+    own = tensors.as_own_tensor(view)
+    assert view._is_view() and not own._is_view()
+    assert own.data_ptr() == base.data_ptr() and own.stride() == view.stride()
+    before = tensors.version_of(own)
+    base.add_(1)
+    assert tensors.version_of(own) == before and torch.equal(own, view)
+
+
 @contract("._version", "torch.Tensor._version", "torch.Tensor._version.__get__")
 def versions() -> None:
     """Writes count, through aliases too; reading goes through `__torch_function__`."""

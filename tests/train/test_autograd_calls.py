@@ -108,6 +108,16 @@ def test_a_write_to_what_backward_needs_is_refused(
         change(model).backward()
 
 
+def test_an_output_can_be_written_to() -> None:
+    """Of three dimensions, a linear layer's result is a view of its matrix product."""
+    plain, model = pair(lambda: nn.Linear(4, 6))
+    for module in (plain, model):
+        out = module(torch.ones(2, 3, 4))
+        out[..., :2] += 1
+        out.pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
 @pytest.mark.parametrize("kind", ["grad", "inputs"])
 def test_gradients_of_inputs_alone_leave_the_parameters_alone(kind: str) -> None:
     plain, model = pair(Wide)

@@ -83,8 +83,31 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def flatten_named(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     """Flatten, and name every leaf: `loss`, `[0]`, `hidden_states[2]`."""
-    pairs, spec = pytree.tree_flatten_with_path(pytree.tree_map(_open, tree))
-    return [_path_name(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
+    opened = pytree.tree_map(_open, tree)
+    leaves, spec = pytree.tree_flatten(opened)
+    return [_path_name(path) for path in _paths(opened)], leaves, spec
+
+
+def _paths(node: Any) -> list[tuple[Any, ...]]:
+    """Return the path of every leaf, also where a library registered a class without names."""
+    try:
+        return [path for path, _ in pytree.tree_flatten_with_path(node)[0]]
+    except ValueError:  # of some class within: step by step from here on
+        pass
+
+    def is_part(other: Any) -> bool:
+        return other is not node
+
+    try:
+        parts, _ = pytree.tree_flatten_with_path(node, is_part)
+    except ValueError:  # of this class
+        values, _ = pytree.tree_flatten(node, is_part)
+        if isinstance(node, Mapping) and len(node) == len(values):
+            keys: list[Any] = [pytree.MappingKey(key) for key in node]
+        else:
+            keys = [pytree.SequenceKey(number) for number in range(len(values))]
+        parts = [((key,), value) for key, value in zip(keys, values, strict=True)]
+    return [(*path, *rest) for path, value in parts for rest in _paths(value)]
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:

@@ -84,6 +84,16 @@ raw_version: Any = torch.Tensor._version
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def as_own_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view as a tensor of its own on the same memory, with a version counter of its own.
+
+    Autograd refuses writes to views that a custom Function made.
+    """
+    if not tensor._is_view():
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)
+
+
 def require_grad(params: Sequence[torch.Tensor]) -> list[bool]:
     """Say which parameters require a gradient; subclasses are not asked one by one."""
     read = _raw_requires_grad.__get__

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from zerofx.comm.board import NO_GRAPH
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
-from zerofx.compat.tensors import memory_range, version_of
+from zerofx.compat.tensors import as_own_tensor, memory_range, version_of
 from zerofx.errors import CaptureError, GradientError
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
@@ -173,6 +173,8 @@ class Executable:
             )
             engine.away.settle_all()
             engine.away.tell(f"{kind} of {self.contract.label}")
+        if self.contract.is_training:  # a view that is made in here could not be written to
+            outs = [as_own_tensor(out) for out in outs]
         self._apply_updates(call, updates)
         call.writes = engine.store.writes
         for position in self.contract.shared:  # the output itself will refer to this call

@@ -11,6 +11,7 @@ import pytest
 import torch
 from capture_check import check
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import zerofx
 from zerofx.capture import call as trees
@@ -51,6 +52,21 @@ class Fields(dict):
     """A dict subclass that no library registers."""
 
 
+class Output(collections.OrderedDict):
+    """What diffusers returns: a mapping whose library registered it without names of its parts."""
+
+
+class Both:
+    """Registered without names too, and no mapping."""
+
+    def __init__(self, one: Tensor, two: Tensor) -> None:
+        self.one, self.two = one, two
+
+
+pytree.register_pytree_node(
+    Output, lambda o: (list(o.values()), list(o)), lambda v, c: Output(zip(c, v, strict=True))
+)
+pytree.register_pytree_node(Both, lambda b: ([b.one, b.two], None), lambda v, c: Both(*v))
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -132,6 +148,16 @@ def test_result_is_rebuilt(body: Callable[..., Any], names: tuple[str, ...]) -> 
     assert type(result) is (str if isinstance(expected, Tensor) else type(expected))
     for leaf, name in zip(trees.flatten(result)[0], names, strict=True):
         assert leaf == name or leaf in (3, None, "text")
+
+
+def test_classes_registered_without_names_come_back() -> None:
+    make = lambda model, y, x: {"a": [Output(sample=y.sum(), shape=Both(y, x))]}  # noqa: E731
+    model = zerofx.compile(Returning(make), zerofx.Plan(kernels="aten"))
+    found = model(x())["a"][0]
+    assert type(found) is Output and type(found["shape"]) is Both
+    names = ("a[0].sample", "a[0].shape[0]", "a[0].shape[1]")
+    assert model.programs[0].calling.output_names == names
+    assert not model.zerofx.islands
 
 
 def test_record_as_argument() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo.examine import Call
+
 BATCH, LENGTH, VOCAB, SIDE = 2, 16, 64, 32
 FIRST_WORD = 3  # tokens below it mean padding, beginning and end
 
@@ -69,6 +71,7 @@ class Fixed:
 
 Inputs = Mapping[str, Words | Reals | Fixed]
 TEXT: Inputs = {"input_ids": Words(), "labels": Words()}
+WORDS: Inputs = {"input_ids": Words()}
 CHOICE: Inputs = {"input_ids": Words(), "labels": Words((BATCH,), 2)}
 ONES = [[1] * LENGTH] * BATCH
 PIXELS: Inputs = {"pixel_values": Reals((BATCH, 3, SIDE, SIDE))}
@@ -105,13 +108,13 @@ class Case:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
         if self.is_called_first:
-            model(**self.batch(0))
+            model(**self.batch(0)[1])
         return model.train()
 
-    def batch(self, seed: int) -> dict[str, Any]:
-        """Return the keyword arguments of one call."""
+    def batch(self, seed: int) -> Call:
+        """Return the arguments of one call."""
         generator = torch.Generator().manual_seed(seed)
-        return {name: spec.draw(generator) for name, spec in self.inputs.items()}
+        return (), {name: spec.draw(generator) for name, spec in self.inputs.items()}
 
 
 def tiny(kind: Any, fields: Fields) -> Any:
@@ -180,6 +183,10 @@ def seeing(more: Fields | None = None) -> Inputs:
 # -- the architectures, those most unlike the others first ----------------------------------------
 def _cases(group: str, *cases: tuple[Any, ...]) -> list[Case]:
     return [Case(group, *case) for case in cases]
+
+
+def _plain(group: str, inputs: Inputs, models: str) -> list[Case]:
+    return [Case(group, model, inputs) for model in models.split()]
 
 
 TWO = {"encoder_layers": 2, "decoder_layers": 2}
@@ -534,4 +541,60 @@ CASES = [
           "timesteps": Words((BATCH, 4), 8), "attention_mask": Fixed([[1] * 4] * BATCH)},
          {"max_ep_len": 16}),
     ),
+    # -- what the configuration above makes small enough by itself
+    *_plain("decoder", TEXT, """
+        AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
+        BailingHybridForCausalLM BeamForCausalLM BertGenerationDecoder BioGptForCausalLM
+        BitNetForCausalLM BlenderbotSmallForCausalLM CamembertForCausalLM CohereForCausalLM
+        Cohere2ForCausalLM Cohere2MoeForCausalLM CpmAntForCausalLM CwmForCausalLM
+        Data2VecTextForCausalLM DeepseekV4ForCausalLM DiffLlamaForCausalLM DogeForCausalLM
+        ElectraForCausalLM Emu3ForCausalLM ErnieForCausalLM Ernie4_5ForCausalLM
+        Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconMambaForCausalLM
+        FlexOlmoForCausalLM FlintForCausalLM GemmaForCausalLM Gemma4UnifiedForCausalLM
+        GlmForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GPTBigCodeForCausalLM
+        GPTNeoXJapaneseForCausalLM GraniteForCausalLM GraniteSWAForCausalLM
+        GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+        HeliumForCausalLM HrmTextForCausalLM HYV3ForCausalLM HYV4ForCausalLM
+        HyperCLOVAXForCausalLM Inkling2ForCausalLM InklingForCausalLM Jais2ForCausalLM
+        Kolibri1ForCausalLM LagunaForCausalLM Lfm3ForCausalLM MegatronBertForCausalLM
+        MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM
+        Ministral3ForCausalLM MistralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM
+        MoshiForCausalLM MvpForCausalLM NanoChatForCausalLM OlmoForCausalLM Olmo2ForCausalLM
+        Olmo3ForCausalLM OpenAIGPTLMHeadModel PersimmonForCausalLM PhiForCausalLM
+        PLBartForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3_5ForCausalLM
+        Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RemBertForCausalLM RobertaForCausalLM
+        RobertaPreLayerNormForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+        SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM TrOCRForCausalLM
+        VaultGemmaForCausalLM XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+    """),
+    *_plain("encoder", TEXT, """
+        AlbertForMaskedLM EsmcForMaskedLM EuroBertForMaskedLM FlaubertWithLMHeadModel
+        GteForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM MraForMaskedLM
+        NeoMMEForMaskedLM NomicBertForMaskedLM TapasForMaskedLM UltrabertForMaskedLM
+        YosoForMaskedLM
+    """),
+    *_plain("encoder-decoder", TEXT, """
+        MT5ForConditionalGeneration SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
+    """),
+    *_plain("vision", IMAGE, """
+        Data2VecVisionForImageClassification DeiTForImageClassification
+        Dinov2WithRegistersForImageClassification IJepaForImageClassification
+        PPLCNetForImageClassification ViTMSNForImageClassification
+    """),
+    *_plain("time series", SERIES, """
+        TimesFm2_5ModelForPrediction
+    """),
+    *_plain("text tower", WORDS, """
+        CLIPTextModel DPRQuestionEncoder EmbeddingGemma2TextModel GraniteDoclingTextModel
+        HiggsAudioV2ForConditionalGeneration ImageGPTModel Molmo2TextModel MuseGlimmerTextModel
+        MuseSparkTextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel Qwen3VLTextModel
+        Sam3LiteTextTextModel SplinterModel Tipsv2TextModel VisualBertModel
+    """),
+    *_plain("vision tower", PIXELS, """
+        Aimv2VisionModel ChineseCLIPVisionModel CLIPVisionModel DINOv3ViTModel
+        Idefics3VisionTransformer InternVLVisionModel MLCDVisionModel PixioModel
+        PixtralVisionModel QianfanOCRVisionModel Sam3ViTModel SamHQVisionModel SamVisionModel
+        Sapiens2Model SiglipVisionModel SmolVLMVisionTransformer Tipsv2VisionModel ViTMAEModel
+        VitDetModel
+    """),
 ]  # fmt: skip

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.zoo`."""
+
+from benchmarks.zoo.run import main
+
+main()
