@@ -91,7 +91,8 @@ def as_own_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor._is_view():
         return tensor
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(tensor)  # type: ignore[call-overload,no-any-return]
 
 
 def require_grad(params: Sequence[torch.Tensor]) -> list[bool]:
