@@ -146,7 +146,7 @@ def sequence(inner: Form, least: int = 0, most: int = MOST) -> Form:
     """Take lists whose items have a form."""
 
     def form(value: Any, where: str) -> None:
-        if not isinstance(value, list) or not least <= len(value) <= most:
+        if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
             limits = f" of {least} to {most} items" if most < MOST else ""
             raise refuse(where, value, f"a list{limits}")
         for number, each in enumerate(value):
@@ -159,7 +159,7 @@ def row(*forms: Form) -> Form:
     """Take lists of as many items as there are forms, one each."""
 
     def form(value: Any, where: str) -> None:
-        if not isinstance(value, list) or len(value) != len(forms):
+        if not isinstance(value, (list, tuple)) or len(value) != len(forms):
             raise refuse(where, value, f"a list of {len(forms)} items")
         for number, (each, inner) in enumerate(zip(value, forms, strict=True)):
             inner(each, f"{where}[{number}]")
