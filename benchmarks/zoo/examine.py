@@ -220,8 +220,10 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
     ]
     rate = torch.zeros(1, dtype=torch.float64)
     try:
+        plain = case.make()
+        start = [p.detach().clone() for p in plain.parameters()]
         if rank == 0:
-            wanted = train(case.make(), _own(steps))
+            wanted = train(plain, _own(steps))
             rate.fill_(wanted.rate)
     except Exception:
         return {"verdict": "no plain run", "detail": traceback.format_exc()}
@@ -232,7 +234,7 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
     logging.getLogger("zerofx").addHandler(warnings)
     try:
         found, outcome = _compiled(
-            case.make(), _own([[calls[rank]] for calls in steps]), kernels, rate
+            _made(case, start), _own([[calls[rank]] for calls in steps]), kernels, rate
         )
     except ZerofxError as error:
         return {"verdict": "refused", "detail": f"{type(error).__name__}: {error}",
@@ -251,18 +253,27 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
         return outcome | {"verdict": "different", "detail": f"only one has {alone[:5]}"}
     wrong = dict(far)
     try:
-        exact = in_double(case.make(), steps, wanted.rate)
+        exact = in_double(_made(case, start), steps, wanted.rate)
         wrong = {n: v for n, v in far.items() if not is_rounding(n, wanted, found, exact)}
     except Exception as error:  # the model has formats of its own in its code
         outcome["double"] = f"{type(error).__name__}: {error}"
     if wrong:
-        moved = train(moved_a_bit(case.make()), _own(steps), wanted.rate)
+        moved = train(moved_a_bit(_made(case, start)), _own(steps), wanted.rate)
         wrong = {n: v for n, v in wrong.items() if not is_unsteady(n, wanted, found, moved)}
     worst = max(wrong or far, key=far.__getitem__)
     detail = f"{len(wrong or far)} tensors up to {far[worst]:.1e} ({worst})"
     largest = sorted(wrong or far, key=far.__getitem__)[-8:]
     outcome["far"] = {name: far[name] for name in largest}
     return outcome | {"verdict": "different" if wrong else "rounding", "detail": detail}
+
+
+def _made(case: Case, start: list[Tensor]) -> nn.Module:
+    """Make the model again with these parameters: some are uninitialised memory."""
+    model = case.make()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), start, strict=True):
+            parameter.copy_(value)
+    return model
 
 
 def _compiled(

@@ -87,8 +87,8 @@ def _transformers() -> Sequence[Case]:
 HUGGING = (("transformers", "'zerofx[test]'"),)
 PARTS = [
     Part("transformers", _transformers, HUGGING),
-    Part("transformers, 2 ranks", _transformers, HUGGING, ranks=2, sample=40),
-    Part("transformers, default kernels", _transformers, HUGGING, "inductor", sample=40),
+    Part("transformers on 2 ranks", _transformers, HUGGING, ranks=2, sample=40),
+    Part("transformers with default kernels", _transformers, HUGGING, "inductor", sample=40),
     Part("timm", other_models.timm_cases, (VISION, ("timm", ZOO))),
     Part("torchvision", other_models.torchvision_cases, (VISION,)),
     Part("diffusers", other_models.diffusers_cases, (("diffusers", ZOO),)),

@@ -75,8 +75,8 @@ def test_a_sample_is_spread_and_a_missing_package_named() -> None:
     [
         ("transformers", "GPT2LMHeadModel"),
         ("transformers", "ConditionalDetrForObjectDetection"),
-        ("transformers, 2 ranks", "T5ForConditionalGeneration"),
-        ("transformers, default kernels", "T5ForConditionalGeneration"),
+        ("transformers on 2 ranks", "T5ForConditionalGeneration"),
+        ("transformers with default kernels", "T5ForConditionalGeneration"),
     ],
 )
 def test_models_of_the_zoo_are_equal(part: str, model: str) -> None:
