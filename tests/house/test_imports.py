@@ -49,6 +49,7 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"model", "runtime"},
     "optim": {"runtime", "plan"},
     "api": {"model", "snapshot", "capture", "passes", "codegen", "plan", "hardware", "optim"},
+    "integrations": {"zerofx"},
     "zerofx": {"api", "optim", "nvme", "tools.record", "tools.predict", "tools.search"},
     "tools.targets": {"errors"},
     "tools.views": {"analysis.time"},
@@ -89,7 +90,7 @@ WHEN_CALLED: dict[str, tuple[set[str], str]] = {
 # emitted module needs, which import nothing else (`BARE`).
 ANYWHERE = {"torch", "numpy"}
 DEPENDENCIES = {"networkx", "jinja2", "typer", "rich", "tqdm", "yaml", "safetensors"}
-OPTIONAL = {"scipy", "transformers", "triton"}  # imported inside functions only
+OPTIONAL = {"scipy", "transformers", "triton", "wandb"}  # imported inside functions only
 ONLY_IN = {
     "networkx": {"analysis.memory", "analysis.recompute", "analysis.time", "passes", "ir"},
     "jinja2": {"codegen", "tools.views"},
