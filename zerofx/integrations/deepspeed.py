@@ -481,7 +481,8 @@ class DeepSpeedEngine(nn.Module):
     save_fp16_model = save_16bit_model
 
 
-_COUNTS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+# Not micro_steps: gradients of a part of an update are not saved, so that it begins again.
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
 # -- initialize ------------------------------------------------------------------------------------

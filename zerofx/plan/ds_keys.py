@@ -367,7 +367,7 @@ KEYS: dict[str, KeyRule] = {
     "graph_harvesting": KeyRule("ignored", "see Plan(cuda_graph=True)"),
     "autotuning": KeyRule("ignored", "zerofx search finds plans"),
     "dump_state": KeyRule("ignored", "print(engine.module) and program.dump() show the state"),
-    "log_level": KeyRule("ignored", "zerofx logs to the logger of that name"),
+    "log_level": KeyRule("ignored", 'see logging.getLogger("zerofx")'),
     "vocabulary_size": KeyRule("ignored", "DeepSpeed only warns about it"),
     "nebula": KeyRule("ignored", "zerofx.save(background=True) saves while training goes on"),
     "datastates": KeyRule("ignored", "zerofx.save(background=True) saves while training goes on"),

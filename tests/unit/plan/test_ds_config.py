@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -623,6 +624,40 @@ def test_files_that_are_no_config(text: str | None, said: str, tmp_path: Path) -
         path.write_text(text, encoding="utf-8")
     with pytest.raises(PlanError, match=said):
         read_ds_config(path)
+
+
+# -- docs/from-deepspeed.md ------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[3] / "docs" / "from-deepspeed.md"
+
+
+def documented() -> str:
+    """Return the table of all keys: one row for keys of a section that share a rule."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for key, rule in KEYS.items():
+        section, _, name = key.rpartition(".")
+        rows.setdefault((section, rule.verdict, rule.why), []).append(name)
+    lines = ["| keys | verdict | what becomes of it |", "|---|---|---|"]
+    for (section, verdict, why), names in rows.items():
+        listed = ", ".join(f"`{name}`" for name in names)
+        start = f"`{section}`: " if section else ""
+        lines.append(f"| {start}{listed} | {verdict} | {why or 'see below'} |")
+    lines += ["", "| type | parameters |", "|---|---|"]
+    for kinds in (OPTIMIZERS, SCHEDULERS):
+        for kind, known in kinds.items():
+            lines.append(f"| `{kind}` | {', '.join(f'`{name}`' for name in known)} |")
+    others = ", ".join(f"`{name}`" for name in (*TORCH_OPTIMIZERS, *TORCH_SCHEDULERS))
+    lines.append(f"| {others} | those of torch |")
+    return "\n".join(lines) + "\n"
+
+
+def test_every_key_is_documented() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index("<!-- keys:")
+    start = text.index("\n", start) + 1
+    if os.environ.get("ZEROFX_UPDATE_GOLDENS"):
+        PAGE.write_text(f"{text[:start]}\n{documented()}", encoding="utf-8")
+    assert documented() in PAGE.read_text(encoding="utf-8"), "see the comment above the table"
 
 
 def test_types_are_those_of_torch() -> None:
