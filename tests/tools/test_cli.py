@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_plan_files_and_fields(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     path.write_text("stage: 1\nbucket_bytes: 0\nkernels: aten\n")
     assert "stage=1 world=3" in run(capsys, "memory", STACK, "--plan", str(path), "--world", "3")
     assert "stage=2" in run(capsys, "memory", STACK, "--plan", str(path), "--stage", "2")
+
+
+def test_the_plan_of_a_ds_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config, out = tmp_path / "ds_config.json", tmp_path / "plan.yaml"
+    config.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "x": 1}')
+    ran = ("plan-for", "--from", str(config), "--auto", "bf16=true", "--set", "kernels=aten")
+    said = run(capsys, *ran)
+    wanted = zerofx.Plan(stage=2, precision="bf16", kernels="aten")
+    assert zerofx.Plan.from_yaml(said) == wanted
+    assert re.search(r"# x +1 +unknown", said)
+    assert "zero_optimization.stage" in run(capsys, *ran, "--out", str(out))
+    assert zerofx.Plan.load(out) == wanted
+    for wrong, message in (
+        (("--from", str(config)), "bf16.enabled = 'auto'"),
+        ((*ran[1:], "--target", "x:y"), "leave out"),
+        ((), "--from ds_config.json"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["plan-for", *wrong])
+        assert message in capsys.readouterr().err
 
 
 def test_an_emitted_directory_is_a_model(

@@ -215,6 +215,35 @@ class Plan:
         return cls.from_dict(read_mapping(source, "plan", is_json=True))
 
     @classmethod
+    def from_ds_config(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        auto: Any = None,
+        hidden_size: int | None = None,
+        num_training_steps: int | None = None,
+    ) -> Plan:
+        """Build the plan that a DeepSpeed configuration means: a path, or what is in the file.
+
+        Warns of unknown keys, and of ignored ones that matter. What became of every key:
+        `print(zerofx.plan.ds_config.read_ds_config(source))`, or `zerofx plan-for --from`.
+
+        auto: what "auto" stands for: transformers' TrainingArguments, or a mapping of its names.
+        hidden_size: the model's, for bucket sizes that are "auto"; else they are the hardware's.
+        num_training_steps: for schedulers that are "auto"; `max_steps` by default.
+
+        Raises:
+            PlanError: names every key that is refused, its value, and what to do.
+        """
+        from zerofx.plan.ds_config import read_ds_config
+
+        found = read_ds_config(
+            source, auto=auto, hidden_size=hidden_size, num_training_steps=num_training_steps
+        )
+        found.warn()
+        return found.plan
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a `.yaml`, `.yml` or `.json` file."""
         return cls.from_dict(load_mapping(Path(path), "plan"))

@@ -24,7 +24,7 @@ from zerofx.tools.cli.app import (
     done,
     say,
 )
-from zerofx.tools.cli.programs import hardware_of, plan_of, show
+from zerofx.tools.cli.programs import hardware_of, plan_of, show, with_fields
 
 if TYPE_CHECKING:
     from zerofx.hardware import Hardware
@@ -57,18 +57,40 @@ def search(
 
 @app.command(rich_help_panel="Know before you run")
 def plan_for(
-    devices: Annotated[str, typer.Argument(help='how many of what: "8x H100", "512x V100"')],
-    model: Annotated[str, typer.Option("--target", help="a model, as for the other commands")],
+    devices: Annotated[
+        str | None, typer.Argument(help='how many of what: "8x H100", "512x V100"')
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--target", help="a model, as for the other commands")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="file to write [default: print it]")] = None,
     batch_tokens: Tokens = None, global_batch: Samples = None, plan: PlanFile = None,
     stage: Stage = None, set_: Set = None, batch: Batch = 1, seq: Seq = 128, nvme: Nvme = "/nvme",
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", help="a ds_config.json: its plan, and what became of each key"),
+    ] = None,
+    auto: Annotated[
+        list[str] | None,
+        typer.Option("--auto", help="with --from: what auto means: learning_rate=3e-5; repeatable"),
+    ] = None,
 ) -> None:  # fmt: skip
-    """Write the fastest plan that fits as YAML, ready for zerofx.compile."""
+    """Write the fastest plan that fits, or that of a ds_config, as YAML for zerofx.compile."""
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise PlanError(f"plan-for: --out {out} must end in .yaml or .yml")
+    if from_ is not None:
+        if (devices, model, plan) != (None, None, None):
+            raise PlanError(
+                "plan-for: --from says the plan; leave out devices, --target and --plan"
+            )
+        fields = [*(set_ or []), *([] if stage is None else [f"stage={stage}"])]
+        _write_translated(from_, auto, out, fields)
+        return
+    if devices is None or model is None:
+        raise PlanError('plan-for: give devices ("8x H100") and --target, or --from ds_config.json')
     from zerofx.tools.search import search as searched
 
     world, hardware = read_devices(devices)
-    if out is not None and out.suffix not in (".yaml", ".yml"):
-        raise PlanError(f"plan-for: --out {out} must end in .yaml or .yml")
     view = searched(
         model, hardware=hardware, world_size=world, global_samples=global_batch,
         batch_tokens=batch_tokens, plan=_settled(plan, stage, set_), batch=batch, seq=seq,
@@ -80,11 +102,34 @@ def plan_for(
     if out is None:
         typer.echo(view.to_yaml(), nl=False)
         return
+    _write(out, view.to_yaml())
+    typer.echo(f"{out}: {view.best.choice.words()}")
+
+
+def _write_translated(
+    source: Path, auto: list[str] | None, out: Path | None, fields: list[str]
+) -> None:
+    """Write the plan of a ds_config as YAML, after what became of every key."""
+    from zerofx.plan.ds_config import read_ds_config
+    from zerofx.plan.fields import read_value
+
+    values = dict(text.partition("=")[::2] for text in auto or [])
+    given = {k.strip(): read_value(v, f"--auto {k}={v}") for k, v in values.items()}
+    found = read_ds_config(source, auto=given or None)
+    plan = with_fields(found.plan, "--set", fields)
+    if out is None:
+        typer.echo("".join(f"# {line}\n" for line in str(found).splitlines()), nl=False)
+        typer.echo(plan.to_yaml(), nl=False)
+        return
+    _write(out, plan.to_yaml())
+    typer.echo(f"{found}\n{out}: {plan}")
+
+
+def _write(out: Path, text: str) -> None:
     try:
-        out.write_text(view.to_yaml(), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"plan-for: {out} cannot be written: {error.strerror}") from error
-    typer.echo(f"{out}: {view.best.choice.words()}")
 
 
 def _settled(file: Path | None, stage: int | None, fields: list[str] | None) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Other libraries' interfaces over zerofx, each imported by its users only."""
