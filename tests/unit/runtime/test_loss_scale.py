@@ -256,7 +256,7 @@ def test_gradients_of_inputs_are_unscaled() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"compute": "fp16"}, "loss_scale = None contradicts compute = 'fp16'.*'external'"),
+        ({"compute": "fp16"}, "loss_scale = None contradicts compute in 'fp16'.*'external'"),
         ({"compute": "bf16", "loss_scale": "dynamic"}, "only fp16 underflows"),
         ({"compute": "fp16", "loss_scale": 0}, "loss_scale = 0"),
         ({"compute": "fp16", "loss_scale": "dynamik"}, "are 'dynamic', a factor, 'external'"),
