@@ -65,11 +65,6 @@ class FlightRecorder:
         except OSError as error:
             self._stop(error)
 
-    @property
-    def has_reason(self) -> bool:
-        """Whether it says why the rank has ended."""
-        return bool(self._reason)
-
     def note(self, call: int, launch: int, what: str) -> None:
         """Record a call, or the `launch`-th collective, that begins now."""
         if self._file < 0:

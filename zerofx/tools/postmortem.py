@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofx import schema
 from zerofx.comm.board import process_started
 from zerofx.comm.differences import name_ranks
 from zerofx.comm.flight_recorder import (
@@ -128,31 +129,32 @@ def read_record(path: Path) -> FlightRecord:
     return FlightRecord(path=path, **head, **reason, events=tuple(events))
 
 
-_HEAD = {
-    "format": int, "job": str, "world": str, "rank": int, "ranks": [int], "size": int, "host": str,
-    "process": int, "process_started": int, "started": float, "command": [str], "torch": str,
-}  # fmt: skip
-_REASON = {"at": float, "reason": str, "is_own": bool, "stacks": {str: [str]}}
-_EVENT = {"event": int, "at": float, "call": int, "launch": int, "what": str}
+_TEXT, _COUNT = schema.text(), schema.integer()
+_HEAD: dict[str, schema.Form] = {
+    "format": _COUNT,
+    **dict.fromkeys(("job", "world", "host", "torch"), _TEXT),
+    **dict.fromkeys(("rank", "size", "process", "process_started"), _COUNT),
+    "started": schema.number(),
+    "ranks": schema.sequence(_COUNT),
+    "command": schema.sequence(_TEXT),
+}
+_REASON: dict[str, schema.Form] = {
+    "at": schema.number(),
+    "reason": _TEXT,
+    "is_own": schema.boolean,
+    "stacks": schema.mapping(_TEXT, schema.sequence(_TEXT)),
+}
+_EVENT: dict[str, schema.Form] = {
+    **dict.fromkeys(("event", "call", "launch"), _COUNT),
+    "at": schema.number(),
+    "what": _TEXT,
+}
 
 
-def _checked(found: Any, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return what was read if it has exactly these fields, of these kinds."""
-    if not isinstance(found, dict) or found.keys() != kinds.keys():
-        raise ValueError(f"its fields are not {', '.join(kinds)}")
-    for key, kind in kinds.items():
-        if not _is(found[key], kind):
-            raise ValueError(f"its field {key} is {str(found[key])[:80]!r}")
-    return found
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_is(v, kind[0]) for v in value)
-    if isinstance(kind, dict):
-        ((_, inner),) = kind.items()
-        return isinstance(value, dict) and all(_is(v, inner) for v in value.values())
-    return type(value) is kind or (kind is float and type(value) is int)
+def _checked(found: Any, fields: dict[str, schema.Form]) -> dict[str, Any]:
+    """Return these fields of what was read; a newer zerofx may write more."""
+    schema.check(found, schema.record(fields))
+    return {name: found[name] for name in fields}
 
 
 # -- What happened ---------------------------------------------------------------------------------
