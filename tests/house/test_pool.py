@@ -73,7 +73,12 @@ def warns() -> None:
     warnings.warn("a new deprecation", DeprecationWarning, stacklevel=1)
 
 
+def ignores() -> None:
+    warnings.simplefilter("ignore")
+
+
 def test_warnings_are_errors_in_workers_too(pool: Pool, pytestconfig: pytest.Config) -> None:
     assert "error" in pytestconfig.getini("filterwarnings")
+    pool.run(1, ignores)  # as libraries do where they are imported
     with pytest.raises(DeprecationWarning, match="a new deprecation"):
         pool.run(1, warns)

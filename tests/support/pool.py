@@ -8,13 +8,15 @@
     def test_x(pool):
         left, right = pool.run(2, body, 0.5)
 
-Each job gets a fresh process group (10 ms), the environment and the seed it would have in a new
-process. A rank that raises, dies or hangs costs its team: the next job forks new processes.
+Each job gets a fresh process group (10 ms), and the environment, the seed and the warning filters
+it would have in a new process. A rank that raises, dies or hangs costs its team: the next job forks
+new processes. Where a rank hangs, its stacks are told.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -54,6 +56,15 @@ class RemoteTraceback(Exception):
 class _Rank:
     process: Any
     pipe: multiprocessing.connection.Connection
+    stacks: str  # the file it writes its stacks to at SIGUSR1
+
+    def tell_stacks(self) -> str:
+        """Return where each of its threads is now; "" of a process that has ended or is stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        with open(self.stacks) as file:
+            return file.read()
 
 
 class Pool:
@@ -89,10 +100,11 @@ class Pool:
             for rank in team:
                 rank.pipe.send_bytes(pickle.dumps((function, args, store)))
             answers = self._collect(team, timeout_s, may_die)
+        stacks = {i: r.tell_stacks() for i, r in enumerate(team) if i not in answers}
         done = [a for kind, a in answers.values() if kind == "ok" and not isinstance(a, Died)]
         if len(done) < world_size:
             self._stop(world_size)
-        _raise_failures(function, answers, world_size, timeout_s)
+        _raise_failures(function, answers, stacks, world_size, timeout_s)
         return [answers[rank][1] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -104,12 +116,14 @@ class Pool:
         team = []
         for rank in range(world_size):
             ours, theirs = self._context.Pipe()
+            handle, stacks = tempfile.mkstemp(prefix="zerofx-pool-stacks-")
+            os.close(handle)
             process = self._context.Process(
-                target=_serve, args=(theirs, rank, world_size, self._filters), daemon=True
+                target=_serve, args=(theirs, rank, world_size, self._filters, stacks), daemon=True
             )
             process.start()
             theirs.close()
-            team.append(_Rank(process, ours))
+            team.append(_Rank(process, ours, stacks))
         self._teams[world_size] = team
         return team
 
@@ -118,6 +132,7 @@ class Pool:
             rank.process.kill()  # also ends one that a test has stopped
             rank.process.join()
             rank.pipe.close()
+            os.unlink(rank.stacks)
 
     def _collect(
         self, team: list[_Rank], timeout_s: float, may_die: bool
@@ -144,7 +159,11 @@ class Pool:
 
 
 def _raise_failures(
-    function: str, answers: dict[int, tuple[str, Any]], world_size: int, timeout_s: float
+    function: str,
+    answers: dict[int, tuple[str, Any]],
+    stacks: dict[int, str],
+    world_size: int,
+    timeout_s: float,
 ) -> None:
     """Raise the first failure that is not merely another rank's complaint about it."""
     errors = {r: a[1] for r, a in answers.items() if a[0] == "error"}
@@ -157,7 +176,10 @@ def _raise_failures(
         raise RuntimeError(f"{function}: ranks died with exit codes {dead}")
     absent = sorted(set(range(world_size)) - set(answers))
     if absent:
-        raise TimeoutError(f"{function}: ranks {absent} of {world_size} ran over {timeout_s} s")
+        where = "\n".join(f"rank {r} was at\n{stacks[r]}" for r in absent)
+        raise TimeoutError(
+            f"{function}: ranks {absent} of {world_size} ran over {timeout_s} s"
+        ) from RemoteTraceback(where)
 
 
 def _is_echo(error: BaseException) -> bool:
@@ -166,21 +188,26 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _serve(
-    pipe: multiprocessing.connection.Connection, rank: int, size: int, filters: tuple[str, ...]
+    pipe: multiprocessing.connection.Connection,
+    rank: int,
+    size: int,
+    filters: tuple[str, ...],
+    stacks: str,
 ) -> None:
     """Run jobs until the pipe closes."""
     import torch
 
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 (open while it runs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _apply_filters(filters)
     while True:
         try:
             function, args, store = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = pickle.dumps(("ok", _job(function, args, store, rank, size)))
+            with _as_errors(filters):
+                answer = pickle.dumps(("ok", _job(function, args, store, rank, size)))
         except BaseException as error:
             answer = pickle.dumps(("error", (_portable(error), traceback.format_exc())))
         pipe.send_bytes(answer)
@@ -218,11 +245,15 @@ def _portable(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _apply_filters(filters: tuple[str, ...]) -> None:
+@contextlib.contextmanager
+def _as_errors(filters: tuple[str, ...]) -> Iterator[None]:
+    """Warn by the session's filters, whatever libraries that earlier jobs imported have set."""
     from _pytest.config import parse_warning_filter
 
-    for text in filters:
-        warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+    with warnings.catch_warnings():
+        for text in filters:
+            warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -135,16 +135,16 @@ class Harness(nn.Module):
     def _hand_out(self, out: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         names, leaves, spec = trees.flatten_named(out)
         names = [name or "output" for name in names]  # a bare result has no path
-        loss = None if self._differentiate == "all" else find_loss(names, leaves)
+        only_loss = self._outputs == "loss"
+        loss = None if self._differentiate == "all" else find_loss(names, leaves, only_loss)
         results = Results(spec=spec, names=tuple(names), loss=loss)
         results.differentiable = find_differentiable(leaves, loss)
-        only_loss = self._outputs == "loss" and loss is not None
         aliases = _Aliases(self.model, inputs)
         handed: list[Tensor] = []
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if not isinstance(leaf, Tensor):
                 results.keep_constant(i, leaf)
-            elif only_loss and i != loss:
+            elif only_loss and loss not in (None, i):
                 results.constants[i] = None
             else:
                 check_output(name, leaf)
@@ -182,8 +182,13 @@ class _Aliases:
         return leaf.clone() if is_shared else leaf
 
 
-def find_loss(names: list[str], leaves: list[Any]) -> int | None:
-    """Return the leaf to differentiate: the `loss` field, or the only 0-d float output."""
+def find_loss(names: list[str], leaves: list[Any], must_be: bool) -> int | None:
+    """Return the leaf to differentiate: the `loss` field, or the only 0-d float output.
+
+    A scalar in a field of another name, with other outputs to differentiate, may be a part of a loss
+    that the caller computes (the commitment loss of a quantizer): it counts only where the plan
+    says that there is one (`must_be`).
+    """
     floats = [
         i
         for i, v in enumerate(leaves)
@@ -192,7 +197,11 @@ def find_loss(names: list[str], leaves: list[Any]) -> int | None:
     named = [i for i in floats if names[i] == "loss" and leaves[i].numel() == 1]
     scalars = [i for i in floats if leaves[i].dim() == 0]
     found = named or scalars
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    is_field = names[found[0]] != "output" and not names[found[0]].endswith("]")
+    is_clear = named or not is_field or len(floats) == 1 or must_be
+    return found[0] if is_clear else None
 
 
 def find_differentiable(leaves: list[Any], loss: int | None) -> tuple[int, ...]:

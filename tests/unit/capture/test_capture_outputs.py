@@ -89,6 +89,8 @@ def outputs(program: Program, role: Role = Role.OUTPUT) -> list[OutputInfo]:
         (lambda m, h, x: {"loss": h.mean(-1), "h": h}, None, (0, 1)),
         (lambda m, h, x: (h.mean(), (h > 0).float().mean()), 0, (0,)),  # a metric has no gradient
         (lambda m, h, x: (h.mean(), h.sum()), None, (0, 1)),
+        (lambda m, h, x: {"sample": h, "commit_loss": h.mean()}, None, (0, 1)),  # part of a loss
+        (lambda m, h, x: {"total": h.mean(), "sample": h.detach()}, 0, (0,)),
         (lambda m, h, x: h, None, (0,)),
         (lambda m, h, x: [h.argmax(-1), h, h.detach()], None, (1,)),
     ],
@@ -115,6 +117,12 @@ def test_only_the_loss_is_returned_on_demand() -> None:
     assert [i.name for i in outputs(program)] == ["loss"]
     result = trees.unflatten(["the loss", None, None], program.calling.out_spec)
     assert result == Result("the loss", None, None)
+
+
+def test_with_only_the_loss_asked_for_it_may_have_any_name() -> None:
+    model = Returning(lambda m, h, x: {"total": h.mean(), "h": h})
+    program = zerofx.capture(model, (x(),), outputs="loss")
+    assert program.calling.loss == 0 and [i.name for i in outputs(program)] == ["total"]
 
 
 def test_inputs_that_require_grad_get_gradients() -> None:
