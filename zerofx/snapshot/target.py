@@ -81,6 +81,24 @@ def check_place(folder: Path) -> None:
     Raises:
         SnapshotError: says what is in the way, and what to give instead.
     """
+    while True:
+        before = _number(folder)
+        try:
+            return _check_what_is_there(folder)
+        except (SnapshotError, FileNotFoundError):
+            if _number(folder) == before:  # else another save has just published here: look again
+                raise
+
+
+def _number(path: Path) -> int | None:
+    """Return the number by which the file system knows what has this name; None for nothing."""
+    try:
+        return os.lstat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _check_what_is_there(folder: Path) -> None:
     if folder.is_dir():
         if is_mount(folder):
             raise SnapshotError(
