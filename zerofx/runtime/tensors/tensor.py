@@ -303,8 +303,12 @@ def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
             f"has global shape {list(piece.shape)}; give one of the same shape"
         )
     piece.ledger.world.agree(f"{doing} of a DTensor", piece.name)
-    there = cast(DTensor, value.detach().to(value.device_mesh.device_type))
-    return there.full_tensor()
+    # Not by an operator of the DTensor: torch remembers its result with the mesh of an equal call,
+    # whose groups may be those of a process group that is gone.
+    mesh = value.device_mesh
+    local = value.to_local().to(mesh.device_type)
+    form = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(local, mesh, value.placements, run_check=False, **form).full_tensor()
 
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:
