@@ -46,11 +46,11 @@ def check(found: Tally, refused_at_most: float, strays_by: float = 0.0) -> None:
 
 
 def test_verify_tells_harm_from_harmless() -> None:
-    found = tally(2 * len(KINDS), 1, FEW)
+    found = tally(len(KINDS), 1, FEW)
     harmful, harmless = (found.total(f"{h} {r}") for h, r in
                          [("harmful", "refused"), ("harmless", "accepted")])  # fmt: skip
-    assert min(harmful, harmless) >= 15, "the draw is one-sided"
-    check(found, 0.1)  # of some 30 harmless ones
+    assert min(harmful, harmless) >= 8, "the draw is one-sided"
+    check(found, 0.1)  # of some 15 harmless ones
 
 
 def test_of_what_goes_on_to_nvme() -> None:
