@@ -39,6 +39,23 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
+class Placed:
+    """How a value lies over the ranks of an axis, and which call on whole values makes it.
+
+    gives: one placement, or one for each tensor of a tuple. shape: of the whole value, or of each
+        tensor of a tuple.
+    target, args, kwargs: the whole call, a `placing.Hole` for each tensor; None for a placeholder,
+        and for a conversion.
+    """
+
+    gives: Any
+    shape: Any
+    target: Any = None
+    args: Any = None
+    kwargs: Any = None
+
+
+@dataclass(frozen=True)
 class Info:
     """Metadata of one node.
 
@@ -52,6 +69,7 @@ class Info:
     recomputed: the node is a backward copy of a forward node.
     is_random: the node draws from a generator (directly), so it must never be recomputed.
     place: "schedule.py:41", the line of an emitted directory that the node was loaded from.
+    placed: of a program whose values are cut over an axis, how this one lies.
     """
 
     phase: Phase = Phase.FORWARD
@@ -66,6 +84,7 @@ class Info:
     recomputed: bool = False
     is_random: bool = False
     place: str = ""
+    placed: Placed | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
+from zerofx.layout.placements import Part
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
 
@@ -42,7 +43,9 @@ class ParamInfo:
 
     dtype: in which its value is kept. compute_dtype: in which the graphs read it.
     layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
-    parameter it is.
+    parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and `outputs`
+    which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut; then `shape`
+    is that of a rank's part.
     """
 
     name: str
@@ -54,6 +57,9 @@ class ParamInfo:
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
     layer: str = field(default="", compare=False)
     tile: Tile | None = None
+    style: str = field(default="", compare=False)
+    outputs: int = field(default=-1, compare=False)
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
