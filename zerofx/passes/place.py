@@ -121,7 +121,7 @@ class Place(Pass):
         if ranks == 1:
             return Report(False, "one rank")
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
-        program.params.update(cut)
+        program.params = cut  # the given program has the other one
         sent: Counter[str] = Counter()
         whole: Counter[str] = Counter()
         for name in list(program.graphs):
@@ -252,7 +252,7 @@ class Walk:
         source, index = node.args
         lies = item(self.lies[source], index)  # type: ignore[index,arg-type]
         new = self.graph.call_function(node.target, (self.new[source], index))  # type: ignore[index,arg-type]
-        new.meta = dict(node.meta)
+        new.name, new.meta = node.name, dict(node.meta)
         new.meta["val"] = value(self.new[source])[index]  # type: ignore[index]
         shape = tuple(value(node).shape) if isinstance(value(node), torch.Tensor) else None
         set_info(new, placed=Placed(lies, shape))
@@ -269,7 +269,7 @@ class Walk:
         if not whole.operands:  # it makes a value of nothing, the same on every rank
             self.lies[node] = gives = whole_way(whole).gives
             self.new[node] = new = self.graph.node_copy(node, lambda n: self.new[n])
-            new.meta = dict(node.meta)
+            new.name, new.meta = node.name, dict(node.meta)
             set_info(new, placed=self._placed(node, gives, whole))
             return
         way = self._choose(node, whole)
@@ -426,6 +426,9 @@ class Walk:
         whole: Call,
     ) -> fx.Node:  # fmt: skip
         made = self._called(target, args, named)
+        if "zfx" in made.meta:  # an equal view, made before
+            return made
+        made.name = node.name
         made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
         set_info(made, placed=self._placed(node, gives, whole))
         return made
@@ -443,7 +446,8 @@ class Walk:
 
         Equal views of one value are one node, so that what they look into is converted once.
         """
-        key = (target, repr(args), info(self.at).phase)
+        told = tuple(id(a) if isinstance(a, fx.Node) else repr(a) for a in args)
+        key = (target, told, info(self.at).phase)
         if target in _SHARED and key in self.views:
             return self.views[key]
         try:
