@@ -10,6 +10,7 @@ class Fact(Enum):
 
     CAPTURED = auto()
     TIED_MERGED = auto()
+    PLACED = auto()
     SPLIT = auto()
     REGIONS_CUT = auto()
     BUCKETS_ASSIGNED = auto()

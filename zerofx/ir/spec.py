@@ -188,6 +188,9 @@ class OpSpec:
         which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
         op that the engine has no method for. write: its statement, `read`: the reverse (see
         `codegen.schedule.Function`, `codegen.load_calls.Calls`). place: before its unit in dumps.
+    Over the ranks of an axis
+        lies: of a conversion, how its result lies: `lies(now, shape, args, ranks)`, with how its
+        argument lies and the whole shape, or a text that says what it needs.
     In the proof
         order: checks it and notes what it does to memory (see `ir.order.Order`); end: what its
         wait checks. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
@@ -234,6 +237,7 @@ class OpSpec:
     place: str = ""
     is_quiet: bool = False  # shown by dumps at level "nodes" only
 
+    lies: Callable[..., Any] | None = None
     end: Callable[[Any, fx.Node, fx.Node], None] | None = None
     precision: Exact | Bounded = Exact()
     oracle: Callable[..., Any] | None = None

@@ -20,6 +20,7 @@ from zerofx.ir.order import Crossing, Order
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
+from zerofx.ir.verify_placed import check_placed
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest
 
 # -- The outer shape of a program: regions in one piece, what crosses to backward, buffers synced
@@ -119,7 +120,8 @@ def verify(program: Planned) -> None:
     for; each gradient is packed at its own offset and its bucket reduced once, complete, at scale
     1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
     that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
-    gradients and buffer updates are the expressions that were captured. An op that declares an
+    gradients and buffer updates are the expressions that were captured. Where values are cut over
+    the tensor axis, each lies as its readers need it, and the expressions are of whole values. An op that declares an
     error bound is erased like an exact one; `bounds` says which there are, and a plan that asks for
     the captured bits allows none.
 
@@ -136,6 +138,7 @@ def verify(program: Planned) -> None:
         check_saved(program)
     check_synced(program)
     check_precision(program)
+    check_placed(program)
     check_dataflow(program)
 
 

@@ -21,7 +21,7 @@ from zerofx.ir.meta import nbytes, value
 from zerofx.ir.order import Order
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Carries, Kind, Lane, OpSpec, Payload, define
-from zerofx.layout.placements import Cut, local_shape, strides_like
+from zerofx.layout.placements import Cut, P, R, fits, local_shape, strides_like
 from zerofx.ops.waits import same
 from zerofx.policy import exchange
 from zerofx.runtime import placed
@@ -87,7 +87,44 @@ def _order(o: Order, node: fx.Node) -> None:
     """All that is to be checked is how values lie: see `ir.verify_placed`."""
 
 
-def _define(schema: str, fake: Any, runtime: Any, kind: str, verb: str, means: str) -> Any:
+def _needs_summands(now: Any) -> str:
+    return "" if now == P else "it takes summands"
+
+
+def _lies_reduced(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return _needs_summands(now) or R
+
+
+def _lies_scattered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return _needs_summands(now) or _lies_cut(shape, more, ranks)
+
+
+def _lies_gathered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    dim, groups, over = more
+    cut = Cut(dim, groups)
+    return R if now == cut and over == ranks else f"it gathers what lies as {cut} over {over} ranks"
+
+
+def _lies_swapped(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    dim, groups, *to = more
+    cut = Cut(dim, groups)
+    return _lies_cut(shape, to, ranks) if now == cut else f"it swaps what lies as {cut}"
+
+
+def _lies_part(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return _lies_cut(shape, more, ranks) if now == R else "it takes a part of what is whole"
+
+
+def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
+    dim, groups, over = more
+    cut = Cut(dim, groups)
+    is_right = over == ranks and fits(shape, cut, ranks)
+    return cut if is_right else f"{list(shape)} cannot be cut as {cut} over {over} ranks"
+
+
+def _define(
+    schema: str, fake: Any, runtime: Any, lies: Any, kind: str, verb: str, means: str
+) -> Any:
     name = schema.split("(")[0]
     return define(
         OpSpec(
@@ -105,6 +142,7 @@ def _define(schema: str, fake: Any, runtime: Any, kind: str, verb: str, means: s
             sends=_sends(kind),
             adds=lambda node: nbytes(value(node)),
             stem=name.split("_")[0],
+            lies=lies,
             order=_order,
             erase=same,
         )
@@ -115,17 +153,17 @@ def _define(schema: str, fake: Any, runtime: Any, kind: str, verb: str, means: s
 reduce_values = _define(
     "reduce_values(Tensor x, str axis) -> Tensor",
     lambda x, axis: _like(x, list(x.shape)),
-    placed.reduce_values, "all_reduce", "AR values", "all-reduce of a value",
+    placed.reduce_values, _lies_reduced, "all_reduce", "AR values", "all-reduce of a value",
 )  # fmt: skip
 scatter_values = _define(
     "scatter_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
-    placed.scatter_values, "reduce_scatter", "RS values", "reduce-scatter of a value",
+    placed.scatter_values, _lies_scattered, "reduce_scatter", "RS values", "reduce-scatter of a value",
 )  # fmt: skip
 gather_values = _define(
     "gather_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _joined(x, dim, ranks),
-    placed.gather_values, "all_gather", "AG values", "all-gather of a value",
+    placed.gather_values, _lies_gathered, "all_gather", "AG values", "all-gather of a value",
 )  # fmt: skip
 swap_values = _define(
     "swap_values(Tensor x, str axis, int dim, int groups, int to_dim, int to_groups, int ranks) "
@@ -133,7 +171,7 @@ swap_values = _define(
     lambda x, axis, dim, groups, to_dim, to_groups, ranks: _cut(
         _joined(x, dim, ranks), to_dim, to_groups, ranks
     ),
-    placed.swap_values, "all_to_all", "A2A values", "all-to-all of a value",
+    placed.swap_values, _lies_swapped, "all_to_all", "A2A values", "all-to-all of a value",
 )  # fmt: skip
 part = define(
     OpSpec(
@@ -147,6 +185,7 @@ part = define(
         task=_task_part,
         adds=lambda node: nbytes(value(node)),
         stem="part",
+        lies=_lies_part,
         order=_order,
         erase=same,
     )

@@ -27,6 +27,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.graphs import call, is_alias
 from zerofx.ir.meta import Info, OutputInfo, Placed, Role, info, nbytes, set_info, value
 from zerofx.ir.placing import AXIS, Call, Hole, Operand, Way, filled, is_item, item, whole_way, ways
+from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
 from zerofx.layout.styles import cut_of, part_of
@@ -112,6 +113,7 @@ class Place(Pass):
     name: ClassVar[str] = "place"
     keeps_bits: ClassVar[bool] = False
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLACED})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT})
 
     parallel: Parallel
@@ -439,7 +441,9 @@ class Walk:
             shape: Any = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
         else:
             shape = tuple(val.shape)
-        return Placed(gives, shape, node.target, whole.args, whole.kwargs)
+        first = next(iter(node.all_input_nodes), None)
+        is_same = node.target in SAME_VALUES and _form(node) == _form(first)
+        return Placed(gives, shape, node.target, whole.args, whole.kwargs, is_same)
 
     def _called(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
         """Append a call; a view that the strides of a part do not allow looks into a dense copy.
@@ -464,11 +468,16 @@ class Walk:
             return call(self.graph, target, (dense, *args[1:]), named=named)
 
 
+def _form(node: fx.Node | None) -> Any:
+    val = value(node) if node is not None else None
+    return (tuple(val.shape), tuple(val.stride())) if isinstance(val, torch.Tensor) else node
+
+
 def _dense(where: Info) -> Placed:
     assert where.placed is not None
     named = {"memory_format": torch.contiguous_format}
     target = _aten.clone.default
-    return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named)
+    return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named, True)
 
 
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default}

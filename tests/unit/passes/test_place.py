@@ -191,3 +191,20 @@ def test_fewer_heads_of_keys_than_ranks() -> None:
 
 
 _ = value
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_it_is_proved(name: str, sequence: bool) -> None:
+    from zerofx.ir.verify import verify
+
+    _, program = captured(name)
+    from zerofx.hardware import hardware_for
+    from zerofx.passes.order import Setting
+    from zerofx.passes.pipeline import run
+    from zerofx.plan.plan import Plan
+
+    plan = Plan(parallel=Parallel(tensor=2, sequence=sequence), numerics="fast", kernels="aten")
+    setting = Setting(plan, 2, hardware_for("cpu", None))
+    made = run(program, setting, until="place")
+    verify(made)
