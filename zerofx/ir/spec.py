@@ -258,6 +258,11 @@ class OpSpec:
         return bool(self.axis)
 
     @property
+    def is_sync(self) -> bool:
+        """Whether it is a collective that is launched and waited for in one."""
+        return self.kind is Kind.SYNC
+
+    @property
     def is_value(self) -> bool:
         """Whether what it moves is numbered as a value, not as a bucket."""
         return self.carries is Carries.VALUE

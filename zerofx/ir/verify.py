@@ -216,17 +216,17 @@ def _first_difference(
 def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]:
     """Return the program's collectives in order: graph, op, and its constant arguments."""
     return [
-        (name, node.target.name(), _constants(node))
+        (name, node.target.name(), constants(node))
         for name, gm in program.graphs.items()
         for node in gm.graph.nodes
         if (spec := spec_of(node)) is not None and spec.is_agreed
     ]
 
 
-def _constants(node: fx.Node) -> tuple[object, ...]:
-    if kind_of(node) is Kind.SYNC:
-        return (len(args(node)[0]),)
-    return tuple(a for a in args(node) if not isinstance(a, fx.Node))
+def constants(node: fx.Node) -> tuple[object, ...]:
+    """Return what a collective is called with beside tensors; of a list of these, how many."""
+    given = [len(a) if isinstance(a, (list, tuple)) else a for a in args(node)]
+    return tuple(a for a in given if not isinstance(a, fx.Node))
 
 
 def verify_ranks(programs: Sequence[Planned]) -> None:

@@ -181,6 +181,16 @@ class Layout:
         return self.mesh.along("shard")
 
     @cached_property
+    def tensor_size(self) -> int:
+        """Over how many ranks the layers themselves are cut."""
+        return self.mesh.along("tensor")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has less than all of some parameter."""
+        return self.shard_size > 1 or self.tensor_size > 1
+
+    @cached_property
     def replicate_size(self) -> int:
         """How many copies of each shard there are."""
         return self.mesh.along("replicate")

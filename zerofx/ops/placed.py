@@ -125,7 +125,7 @@ def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
 def _define(
     schema: str, fake: Any, runtime: Any, lies: Any, kind: str, verb: str, means: str
 ) -> Any:
-    name = schema.split("(")[0]
+
     return define(
         OpSpec(
             schema=schema,
@@ -141,7 +141,6 @@ def _define(
             task=_takes(kind, verb),
             sends=_sends(kind),
             adds=lambda node: nbytes(value(node)),
-            stem=name.split("_")[0],
             lies=lies,
             order=_order,
             erase=same,
@@ -184,7 +183,6 @@ part = define(
         runtime=placed.part_of,
         task=_task_part,
         adds=lambda node: nbytes(value(node)),
-        stem="part",
         lies=_lies_part,
         order=_order,
         erase=same,
@@ -202,7 +200,6 @@ def _local(schema: str, fake: Any, runtime: Any) -> Any:
             runtime=runtime,
             task=_task_part,
             adds=lambda node: nbytes(value(node)),
-            stem=schema.split("(")[0],
             order=_order,
             erase=lambda numbering, node: numbering.whole_call(node),
         )

@@ -107,7 +107,7 @@ PLACE: list[Make] = [
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
     # after shard-parameters: it reads the shard placeholders
-    lambda s: ShardGradients(world_size=s.world_size),
+    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.tensor),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

@@ -180,8 +180,16 @@ class Plan:
         """Return (ranks a bucket is sharded over, copies of each shard) in a world.
 
         Raises:
-            PlanError: shard_axis_size does not divide world_size; the message names both.
+            PlanError: parallel.tensor, or shard_axis_size, does not divide world_size; the message
+                names both.
         """
+        tensor = self.parallel.tensor
+        if world_size % tensor:
+            raise PlanError(
+                f"Plan.parallel.tensor = {tensor} does not divide the world of {world_size} ranks; "
+                "use a divisor, or start another number of ranks"
+            )
+        world_size //= tensor
         shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
         if world_size % shard_size:
             raise PlanError(
