@@ -1,8 +1,8 @@
 """Who this rank is, and its collectives: one World per compiled model.
 
 Ranks form a grid of (replicate, shard, tensor), numbered as `layout.Mesh` says. Values are sharded
-over the shard axis; the replicate axis holds copies of the same shards; the ranks of the tensor axis
-share each layer, and have the same samples.
+over the shard axis; the replicate axis holds copies of the same shards; the ranks of the tensor
+axis share each layer, and have the same samples.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class World:
         """
         if start is None:
             with groups.StartUp(mesh) as start:
-                return cls.connect(
-                    device, mesh, shard_size, algorithm, start, replicates, tensor
-                )
+                return cls.connect(device, mesh, shard_size, algorithm, start, replicates, tensor)
         timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
         if not dist.is_initialized():

@@ -43,7 +43,7 @@ class Placed:
     """How a value lies over the ranks of an axis, and which call on whole values makes it.
 
     gives: one placement, or one for each tensor of a tuple. shape: of the whole value, or of each
-        tensor of a tuple. is_same: the whole call changes neither shape nor strides of its argument.
+        tensor of a tuple. is_same: the whole call keeps its argument's shape and strides.
     target, args, kwargs: the whole call, a `placing.Hole` for each tensor; None for a placeholder,
         and for a conversion.
     """

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.meta import value
 from zerofx.layout.placements import Cut, P, Partial, Placement, R, fits, local_shape
 
 _aten = torch.ops.aten
@@ -52,8 +51,8 @@ class Hole:
 class Call:
     """A call on whole values. args, kwargs: as the operator takes them, a `Hole` for each tensor.
 
-    result: the whole result, a fake tensor or a sequence of such. hints: cuts of the result that are
-        worth a look though nothing that is read is cut so.
+    result: the whole result, a fake tensor or a sequence of such. hints: cuts of the result that
+        are worth a look though nothing that is read is cut so.
     """
 
     target: Any
@@ -137,7 +136,7 @@ def _dim(dim: int, count: int) -> int:
     return dim % count if count else dim
 
 
-# -- element by element -----------------------------------------------------------------------------
+# -- element by element ---------------------------------------------------------------------------
 _LINEAR = {
     _aten.neg.default, _aten.detach.default, _aten.alias.default, _aten.clone.default,
     _aten._to_copy.default, _aten.mul.Scalar, _aten.div.Scalar,
@@ -195,7 +194,7 @@ def _seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
     return R if is_broadcast else Cut(dim, cut.groups)
 
 
-# -- views ------------------------------------------------------------------------------------------
+# -- views ----------------------------------------------------------------------------------------
 @rule_for(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def _view(call: Call) -> Iterator[Way]:
     x, shape = call.operand(0), call.shape
@@ -404,7 +403,7 @@ def _stack(call: Call) -> Iterator[Way]:
         yield Way((cut,) * count, Cut(cut.dim + (dim <= cut.dim), cut.groups))
 
 
-# -- products -----------------------------------------------------------------------------------------
+# -- products -------------------------------------------------------------------------------------
 @rule_for(_aten.mm.default, _aten.bmm.default)
 def _product(call: Call) -> Iterator[Way]:
     a, b = call.operands
@@ -438,7 +437,7 @@ def _addmm(call: Call) -> Iterator[Way]:
         yield Way((Cut(bias.dim - 1, groups), R, Cut(1, groups)), Cut(1, groups))
 
 
-# -- reductions ---------------------------------------------------------------------------------------
+# -- reductions -----------------------------------------------------------------------------------
 @rule_for(_aten.sum.dim_IntList)
 def _sum(call: Call) -> Iterator[Way]:
     x, dims = call.operand(0), _dims(call)
@@ -494,7 +493,7 @@ def _softmax_backward(call: Call) -> Iterator[Way]:
             yield Way((cut, cut), cut)
 
 
-# -- tables -------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 @rule_for(_aten.embedding.default)
 def _embedding(call: Call) -> Iterator[Way]:
     table, ids = call.operands
@@ -546,7 +545,7 @@ def _gather(call: Call) -> Iterator[Way]:
             yield Way((cut, cut), cut)
 
 
-# -- layers -------------------------------------------------------------------------------------------
+# -- layers ---------------------------------------------------------------------------------------
 @rule_for(_aten.native_layer_norm.default)
 def _layer_norm(call: Call) -> Iterator[Way]:
     x, normed = call.operand(0), len(call.args[1])
@@ -595,7 +594,7 @@ def _by_heads(call: Call, query: Operand, given: int) -> Iterator[Way]:
         yield Way((cut,) * given + masks, (cut,) * len(call.result))
 
 
-# -- checking -----------------------------------------------------------------------------------------
+# -- checking -------------------------------------------------------------------------------------
 def item(gives: Results, index: int) -> Placement:
     """Return how one result of several lies."""
     return gives[index] if isinstance(gives, tuple) else gives

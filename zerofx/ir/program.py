@@ -43,9 +43,9 @@ class ParamInfo:
 
     dtype: in which its value is kept. compute_dtype: in which the graphs read it.
     layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
-    parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and `outputs`
-    which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut; then `shape`
-    is that of a rank's part.
+    parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and
+    `outputs` which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut;
+    then `shape` is that of a rank's part.
     """
 
     name: str

@@ -121,9 +121,9 @@ def verify(program: Planned) -> None:
     1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
     that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
     gradients and buffer updates are the expressions that were captured. Where values are cut over
-    the tensor axis, each lies as its readers need it, and the expressions are of whole values. An op that declares an
-    error bound is erased like an exact one; `bounds` says which there are, and a plan that asks for
-    the captured bits allows none.
+    the tensor axis, each lies as its readers need it, and the expressions are of whole values. An
+    op that declares an error bound is erased like an exact one; `bounds` says which there are, and
+    a plan that asks for the captured bits allows none.
 
     Raises:
         ProgramError: naming the invariant, the parameter, the user's line, with the ten lines of

@@ -1,10 +1,10 @@
 """Placement typing: every value of a placed program lies as what reads it needs.
 
-The walk follows how each value lies from parameters, inputs and conversions, and accepts a call only
-as one of the ways that the rule table has (`ir.placing`). What a node notes of the whole call it
-stands for is checked against what the rule makes of that; the digests of the proof are of whole
-calls. So a program that passes computes on all ranks together what was captured: a sum that was left
-out, doubled or made over other dimensions leaves a value lying as no reader may take it.
+The walk follows how each value lies from parameters, inputs and conversions, and accepts a call
+only as one of the ways that the rule table has (`ir.placing`). What a node notes of the whole call
+that it stands for is checked against what the rule makes of that; the digests of the proof are of
+whole calls. So a program that passes computes on all ranks together what was captured: a sum that
+was left out, doubled or made over other dimensions leaves a value lying as no reader may take it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ class _Typing:
     def _conversion(self, node: fx.Node, spec: Any) -> None:
         source = node.all_input_nodes[0]
         if node.args[1] != AXIS:
-            self._fail(node, f"{node.name} is over the axis {node.args[1]!r}; values are over {AXIS}")
+            self._fail(
+                node, f"{node.name} is over the axis {node.args[1]!r}; values are over {AXIS}"
+            )
         found = spec.lies(self.lies[source], self.shapes[source], node.args[2:], self.ranks)
         if not isinstance(found, Placement):
             self._fail(
@@ -139,11 +141,16 @@ class _Typing:
         if placed is None or placed.target is None:
             self._plain(node, tensors)
             return
+        if info(node).is_random and any(self.lies[t] != R for t in tensors):
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
         call = self._whole(node, placed, tensors)
         now = tuple(o.now for o in call.operands)
-        given = (node.args, node.kwargs)
         for way in ways(call):
-            if way.needs == now and way.gives == placed.gives and _is_local(way, call, node, tensors):
+            if (
+                way.needs == now
+                and way.gives == placed.gives
+                and _is_local(way, call, node, tensors)
+            ):
                 break
         else:
             told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
@@ -152,7 +159,6 @@ class _Typing:
                 f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
                 "no rule has this way",
             )
-        _ = given
         self._note(node, placed.gives, placed.shape)
         self._check_shape(node, placed)
 
@@ -175,22 +181,25 @@ class _Typing:
         else:
             result = SimpleNamespace(shape=placed.shape)
         hints = (placed.gives,) if _is_cut(placed.gives) else ()
-        return Call(
-            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints
-        )
+        return Call(placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints)
 
     def _check_shape(self, node: fx.Node, placed: Placed) -> None:
         val = value(node)
         if isinstance(val, torch.Tensor):
             whole = [(val, placed.shape, placed.gives)]
         else:
-            whole = [(v, s, item(placed.gives, i)) for i, (v, s) in enumerate(zip(val, placed.shape, strict=True))]  # noqa: E501
+            whole = [
+                (v, s, item(placed.gives, i))
+                for i, (v, s) in enumerate(zip(val, placed.shape, strict=True))
+            ]
         for made, shape, gives in whole:
-            if isinstance(made, torch.Tensor) and list(made.shape) != local_shape(shape, gives, self.ranks):  # noqa: E501
+            if isinstance(made, torch.Tensor) and list(made.shape) != local_shape(
+                shape, gives, self.ranks
+            ):
                 self._fail(
                     node,
-                    f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that lies "
-                    f"as {gives} has {local_shape(shape, gives, self.ranks)}",
+                    f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that "
+                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}",
                 )
 
     def _results(self, node: fx.Node) -> list[Any]:
@@ -209,7 +218,8 @@ class _Typing:
             if self.lies[result] != due:
                 self._fail(
                     node,
-                    f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as {due}",
+                    f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as "
+                    f"{due}",
                 )
         return kept
 

@@ -1,9 +1,9 @@
 """Styles: which layers of a model are cut over the tensor axis, and along which dimension.
 
-A layer is "colwise" if each rank makes some of its outputs, "rowwise" if each rank reads some of its
-inputs and makes a summand of all outputs, "whole" if it is not cut. Two layers of which the first
-is colwise and the second rowwise need one sum between them. Styles change no result: what is cut in
-an odd way is put together where it is read, which costs time.
+A layer is "colwise" if each rank makes some of its outputs, "rowwise" if each rank reads some of
+its inputs and makes a summand of all outputs, "whole" if it is not cut. Two layers of which the
+first is colwise and the second rowwise need one sum between them. Styles change no result: what is
+cut in an odd way is put together where it is read, which costs time.
 
 Source of the two styles: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -55,7 +55,9 @@ def styles_of(model: nn.Module) -> dict[str, str]:
     found = {name: style for name, module in model.named_modules() if (style := _named(name))}
     lists = [n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = {
-        f"{each}.{child}" for each in lists for child, _ in model.get_submodule(each).named_children()
+        f"{each}.{child}"
+        for each in lists
+        for child, _ in model.get_submodule(each).named_children()
     }
     kept: dict[str, str] = {}
     for block in blocks:

@@ -14,8 +14,8 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.sizes import describe_node
 from zerofx.ir.spec import spec_of
-from zerofx.ir.verify import constants
 from zerofx.ir.text import escaped, short_dtype
+from zerofx.ir.verify import constants
 from zerofx.layout.buckets import Layout
 from zerofx.plan.plan import Plan
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zerofx.analysis.time.tasks import Price, Walk
+from zerofx.analysis.time.tasks import Walk
 from zerofx.ir.meta import nbytes, value
 from zerofx.ir.order import Order
 from zerofx.ir.program import Planned
@@ -157,7 +157,8 @@ reduce_values = _define(
 scatter_values = _define(
     "scatter_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
-    placed.scatter_values, _lies_scattered, "reduce_scatter", "RS values", "reduce-scatter of a value",
+    placed.scatter_values, _lies_scattered, "reduce_scatter", "RS values",
+    "reduce-scatter of a value",
 )  # fmt: skip
 gather_values = _define(
     "gather_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
@@ -188,6 +189,8 @@ part = define(
         erase=same,
     )
 )
+
+
 def _local(schema: str, fake: Any, runtime: Any) -> Any:
     """Define an op that computes a rank's part by itself: its proof is that of the whole call."""
     return define(
@@ -217,4 +220,3 @@ embedding_rows_backward = _local(
     placed.embedding_rows_backward,
 )
 CONVERSIONS = frozenset({reduce_values, scatter_values, gather_values, swap_values, part})
-

@@ -1,8 +1,8 @@
-"""place: cut the values of a graph over the tensor axis, and put conversions where they must change.
+"""place: cut the values of a graph over the tensor axis, and convert them where they must change.
 
-The cuts of parameters are the seeds. The walk goes through the joint graph once and picks, for every
-call, the way (`ir.placing`) that costs least: what conversions of its arguments send, and what it
-computes on every rank alike. With the seeds of Megatron-LM the collectives are Megatron-LM's.
+The cuts of parameters are the seeds. The walk goes through the joint graph once and picks, for
+every call, the way (`ir.placing`) that costs least: what conversions of its arguments send, and
+what it computes on every rank alike. With the seeds of Megatron-LM the collectives are its own.
 
 Rules that the counts rest on: a sum of summands is made once, for all who read it; parameters stay
 where they are; a product that makes a parameter's gradient gives it as the parameter lies; what is
@@ -23,12 +23,11 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.compat.graphs import LazyGraphModule
-from zerofx.errors import CaptureError
 from zerofx.ir.graphs import call, is_alias
 from zerofx.ir.meta import Info, OutputInfo, Placed, Role, info, nbytes, set_info, value
-from zerofx.ir.placing import AXIS, Call, Hole, Operand, Way, filled, is_item, item, whole_way, ways
-from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.ir.placing import AXIS, Call, Hole, Operand, Way, filled, is_item, item, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
+from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
 from zerofx.layout.styles import cut_of, part_of
 from zerofx.passes.base import Fact, Pass, Report
@@ -41,7 +40,7 @@ _NEVER = 1e15  # the price of what must not happen: a parameter that moves
 
 
 def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return parameters as each rank of the tensor axis has them: cut, where their style says so."""
+    """Return parameters as a rank of the tensor axis has them: cut, where their style says so."""
     return [_with_part(p, parallel) for p in params]
 
 
@@ -56,7 +55,7 @@ def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
 
 @dataclass(frozen=True)
 class OpenProducts(Pass):
-    """Take products with a bias apart whose weight is cut by rows: the bias is no summand of each."""
+    """Take products with a bias apart whose weight is cut by rows: each would add the bias."""
 
     name: ClassVar[str] = "open-products"
     keeps_bits: ClassVar[bool] = False
@@ -91,9 +90,9 @@ class OpenProducts(Pass):
         node.replace_all_uses_with(product)
         last = product
         readers = list(product.users)
-        if len(readers) == 1 and readers[0].target in _VIEWS:
-            if value(readers[0]).shape[-1] == value(product).shape[-1]:
-                last = readers[0]  # to where the sum is, which has the form of what reads it
+        is_viewed = len(readers) == 1 and readers[0].target in _VIEWS
+        if is_viewed and value(readers[0]).shape[-1] == value(product).shape[-1]:
+            last = readers[0]  # to where the sum is, which has the form of what reads it
         with graph.inserting_after(last):
             total = call(graph, _aten.add.Tensor, (last, bias))
         last.replace_all_uses_with(total, lambda user: user is not total)
@@ -180,9 +179,9 @@ class Walk:
             else:
                 self._call(node)
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_function", "get_attr") and not node.users:
-                if not node.is_impure():
-                    self.graph.erase_node(node)
+            is_call = node.op in ("call_function", "get_attr")
+            if is_call and not node.users and not node.is_impure():
+                self.graph.erase_node(node)
         return self.graph
 
     # -- what is given ----------------------------------------------------------------------
@@ -242,9 +241,9 @@ class Walk:
                 found[node] = want
                 if node.target is _aten.t.default and isinstance(want, Cut):
                     want = Cut(1 - want.dim, want.groups)
-                elif node.target not in (_aten.t.default, _aten.view.default):
-                    break
-                elif node.target is _aten.view.default and isinstance(want, Cut):
+                elif node.target not in (_aten.t.default, _aten.view.default) or (
+                    node.target is _aten.view.default and isinstance(want, Cut)
+                ):
                     break
                 node = node.args[0]  # type: ignore[assignment]
         return found
@@ -261,12 +260,6 @@ class Walk:
         self.new[node], self.lies[node] = new, lies
 
     def _call(self, node: fx.Node) -> None:
-        if info(node).is_random and self.ranks > 1:
-            raise CaptureError(
-                f"{self.program.model_name} draws random numbers ({node.name}, {info(node).line}), "
-                "and ranks of the tensor axis would draw other ones. Set dropout to 0, or use "
-                "Plan.parallel.tensor = 1"
-            )
         whole = self._whole(node)
         if not whole.operands:  # it makes a value of nothing, the same on every rank
             self.lies[node] = gives = whole_way(whole).gives
@@ -275,9 +268,7 @@ class Walk:
             set_info(new, placed=self._placed(node, gives, whole))
             return
         way = self._choose(node, whole)
-        given = [
-            self.to(a, need) for a, need in zip(self._tensors(node), way.needs, strict=True)
-        ]
+        given = [self.to(a, need) for a, need in zip(self._tensors(node), way.needs, strict=True)]
         local = filled(way.args if way.args is not None else whole.args, given)
         named = filled(whole.kwargs, given)
         target = getattr(ops, way.op) if way.op else node.target
@@ -305,6 +296,8 @@ class Walk:
         return whole if settled is None else replace(whole, hints=(settled,))
 
     def _choose(self, node: fx.Node, whole: Call) -> Way:
+        if info(node).is_random:  # all ranks draw the same, and so for the same
+            return whole_way(whole)
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
             return whole_way(whole)
         found = list(ways(whole))
@@ -326,9 +319,9 @@ class Walk:
         if P in gives and P not in way.needs:
             share = (self.ranks - 1) / self.ranks
             cost += -0.5 * made if want == P else made * share
-        if want is not None and gives[0] == want and way.needs and R not in way.needs[:1]:
-            cost = 1e-3 * cost - 1e6
-        elif isinstance(want, Cut) and gives[0] == want:
+        if (want is not None and gives[0] == want and way.needs and R not in way.needs[:1]) or (
+            isinstance(want, Cut) and gives[0] == want
+        ):
             cost = 1e-3 * cost - 1e6
         settled = whole.hints[:1]
         if settled and P in [o.now for o in whole.operands]:

@@ -22,7 +22,6 @@ from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
 from zerofx.runtime.tensors.tensor import local_of
-from zerofx.runtime.tensors.tensor import local_of
 from zerofx.runtime.views import BucketViews
 
 if TYPE_CHECKING:

@@ -76,7 +76,14 @@ def gather_values(engine: Any, x: Tensor, axis: str, dim: int, groups: int, rank
 
 @torch.no_grad()
 def swap_values(
-    engine: Any, x: Tensor, axis: str, dim: int, groups: int, to_dim: int, to_groups: int, ranks: int
+    engine: Any,
+    x: Tensor,
+    axis: str,
+    dim: int,
+    groups: int,
+    to_dim: int,
+    to_groups: int,
+    ranks: int,
 ) -> Tensor:
     """Return this rank's part along `to_dim` of what is cut along `dim`."""
     line = _axis(engine, axis)
@@ -95,7 +102,7 @@ def part_of(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
 
 
 def _own_ids(engine: Any, ids: Tensor, axis: str, rows: int) -> tuple[Tensor, Tensor]:
-    """Return which ids are of this rank's rows, and their numbers among these (0 for the others)."""
+    """Return which ids are of this rank's rows, and their numbers there (0 for the others)."""
     own = ids - _axis(engine, axis).rank * rows
     inside = (own >= 0) & (own < rows)
     return inside, torch.where(inside, own, 0)

@@ -110,7 +110,7 @@ def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
 
 
 def check(name: str, parallel: Parallel) -> Planned:
-    """Run a placed graph on all ranks: compare every value, put together, with the whole graph's."""
+    """Run a placed graph on all ranks, and compare each value, joined, with the whole graph's."""
     model, _ = captured(name)
     whole, cut = placed(name, parallel)
     given = values_of(whole, model, batch(name))
@@ -132,7 +132,9 @@ def check(name: str, parallel: Parallel) -> Planned:
         got, expected = ([v] if isinstance(v, Tensor) else v for v in (got, expected))
         for mine, theirs in zip(got, expected, strict=True):
             if isinstance(theirs, Tensor) and mine.shape == theirs.shape:
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=node: f"{n}: {m}")  # noqa: E501
+                torch.testing.assert_close(
+                    mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=node: f"{n}: {m}"
+                )
                 compared += 1
     assert compared > 100
     for spec, *mine, expected in zip(whole.outputs[JOINT], *found, results, strict=True):
@@ -141,7 +143,9 @@ def check(name: str, parallel: Parallel) -> Planned:
         part = cut.params[spec.name].part if spec.role is Role.GRAD else None
         got = together(mine, part.cut) if part else mine[0]
         assert part or all(torch.equal(m, mine[0]) for m in mine), spec
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}")  # noqa: E501
+        torch.testing.assert_close(
+            got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}"
+        )
     return cut
 
 
@@ -167,7 +171,9 @@ def test_on_four_ranks(name: str) -> None:
     check(name, Parallel(tensor=4, sequence=True))
 
 
-@pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.1"), ("gpt2", "transformer.h.1")])
+@pytest.mark.parametrize(
+    ("name", "layer"), [("llama", "model.layers.1"), ("gpt2", "transformer.h.1")]
+)
 def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
     """Two all-reduces each way; with sequence parallelism a gather and a scatter for each of them,
     and two gathers more in backward, of what forward had gathered (Korthikanti et al. 2022)."""

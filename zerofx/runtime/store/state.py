@@ -11,8 +11,8 @@ from torch import Tensor
 from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import Bucket
-from zerofx.runtime.tensors.piece import join_parts
 from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
+from zerofx.runtime.tensors.piece import join_parts
 
 if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore

@@ -8,8 +8,8 @@ summation only.
 from __future__ import annotations
 
 import math
-from functools import partial
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +187,13 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
     func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")
-    found_inf.copy_(found.amax())
+    axis = piece.ledger.world.axis("tensor")
+    anywhere = found.amax().reshape(1)
+    if axis.size > 1:
+        flags = anywhere.new_empty(axis.size)
+        axis.all_gather(flags, anywhere, "GradScaler.unscale_").wait()
+        anywhere = flags.amax()
+    found_inf.copy_(anywhere.reshape(()))
 
 
 @handles(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)

@@ -32,6 +32,7 @@ from zerofx.layout.placements import Part, join
 from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.store.updates import Updates
 from zerofx.runtime.tensors.checkpoint import Box, boxes_of
+from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.runtime.tiers.homes import Homes
 from zerofx.runtime.tiers.host_updates import HostUpdates
 
@@ -290,6 +291,10 @@ class ParameterPiece(ABC):
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The same elements as boxes of the parameter's own shape, in memory order."""
+        refuse_parts(
+            self.ledger.layout, f"torch.distributed.checkpoint of {self.name}",
+            "save zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict",
+        )  # fmt: skip
         return boxes_of(self.shape, self.ranges)
 
     def says(self) -> str:
@@ -371,6 +376,9 @@ class ParameterPiece(ABC):
                 alike.
         """
         ledger = self.ledger
+        refuse_parts(
+            ledger.layout, f"taking in rows of {self.name}", "load the full state dict on all ranks"
+        )
         world, size = ledger.world, ledger.layout.shard_size
         count, *inner = self.shape
         longest = -(-count // size)
