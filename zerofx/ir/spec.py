@@ -97,6 +97,7 @@ class Lane(str, metaclass=_InOrder):
     NVME: ClassVar[Lane]
     TO_NVME: ClassVar[Lane]
     UPDATE: ClassVar[Lane]
+    VALUES: ClassVar[Lane]
 
     def __new__(cls, name: str) -> Lane:
         if name not in cls._made:
@@ -119,6 +120,7 @@ Lane.D2H = Lane("to host")
 Lane.H2D = Lane("from host")
 Lane.NVME = Lane("from nvme")
 Lane.TO_NVME = Lane("to nvme")
+Lane.VALUES = Lane("values")  # collectives of the model's own values, over a tensor axis
 Lane.UPDATE = Lane("host update")  # the optimizer over what lives off the device
 
 

@@ -26,8 +26,6 @@ from zerofx.ops.waits import same
 from zerofx.policy import exchange
 from zerofx.runtime import placed
 
-Lane.VALUES = Lane("values")
-
 
 def _like(x: Tensor, shape: list[int]) -> Tensor:
     return x.new_empty_strided(shape, strides_like(x, shape))

@@ -3,89 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from placed_ranks import cut_for, run_ranks, run_whole, together, values_of
+from tensor_models import MODELS, batch, llama
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.analysis.time.traffic import traffic
+from zerofx.errors import PlanError, ProgramError
+from zerofx.hardware import hardware_for
 from zerofx.ir.meta import Role, info, value
+from zerofx.ir.placing import AXIS
 from zerofx.ir.program import JOINT, Planned
+from zerofx.ir.verify import verify
+from zerofx.layout.placements import R
+from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.plan.parts import Parallel
+from zerofx.plan.plan import Plan
 
-
-def llama(**more: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = {"num_key_value_heads": 4} | more
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            vocab_size=64, use_cache=False, **fields,
-        )
-    )  # fmt: skip
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=64, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64,
-            dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            image_size=16, patch_size=8, num_labels=4, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
-
-
-MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "vit": vit}
-
-
-def batch(name: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    if name == "vit":
-        pictures = torch.randn(2, 3, 16, 16, generator=generator)
-        return {"pixel_values": pictures, "labels": torch.tensor([1, 3])}
-    ids = torch.randint(0, 64, (2, 8), generator=generator)
-    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+NAMES = ["llama", "gpt2", "bert", "t5", "vit"]
 
 
 @cache
@@ -159,7 +104,7 @@ def sent(program: Planned) -> Counter[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_every_value_is_that_of_the_whole_graph(name: str, sequence: bool) -> None:
     check(name, Parallel(tensor=2, sequence=sequence))
@@ -189,28 +134,119 @@ def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
 
 
 def test_fewer_heads_of_keys_than_ranks() -> None:
-    MODELS["grouped"] = lambda: llama(num_key_value_heads=2)
-    try:
-        check("grouped", Parallel(tensor=4))
-    finally:
-        del MODELS["grouped"]
+    check("grouped", Parallel(tensor=4))
 
 
-_ = value
+def proved(name: str, plan: dict[str, Any], world: int, until: str | None = None) -> Planned:
+    setting = Setting(Plan(**plan), world, hardware_for("cpu", None))
+    return run(captured(name)[1], setting, until=until)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_it_is_proved(name: str, sequence: bool) -> None:
-    from zerofx.ir.verify import verify
+    """The whole pipeline, each pass proved, over tensor 2 x data 2."""
+    parallel = {"tensor": 2, "sequence": sequence}
+    program = proved(name, {"parallel": parallel, "kernels": "aten", "stage": 3}, 4)
+    verify(program)
+    cut = [p for p in program.params.values() if p.part is not None]
+    assert len(cut) >= 8 and program.layout.mesh.sizes == (1, 2, 2)
 
-    _, program = captured(name)
-    from zerofx.hardware import hardware_for
-    from zerofx.passes.order import Setting
-    from zerofx.passes.pipeline import run
-    from zerofx.plan.plan import Plan
 
-    plan = Plan(parallel=Parallel(tensor=2, sequence=sequence), numerics="fast", kernels="aten")
-    setting = Setting(plan, 2, hardware_for("cpu", None))
+def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yield programs in each of which one conversion is another one, or gone."""
+    names = [n.name for n in program.graph(JOINT).nodes if n.target in CONVERSIONS]
+    for name in names[::3]:
+        for kind in ("gone", "twice", "axis", "dim", "groups", "other"):
+            changed = program.clone()
+            graph = changed.graph(JOINT)
+            node = next(n for n in graph.nodes if n.name == name)
+            source, _, *more = node.args
+            if kind == "gone":
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+            elif kind == "twice":
+                with graph.inserting_after(node):
+                    again = graph.node_copy(node, lambda n: n)
+                again.meta = dict(node.meta)
+                node.replace_all_uses_with(again)
+                again.args = (node, *node.args[1:])
+            elif kind == "axis":
+                node.args = (source, "shard", *more)
+            elif kind == "other" and node.target is not reduce_values:
+                node.target = {part: gather_values, gather_values: part}.get(
+                    node.target, node.target
+                )
+            elif more and kind == "dim":
+                node.args = (source, AXIS, (more[0] + 1) % value(node).dim(), *more[1:])
+            elif more and kind == "groups":
+                node.args = (source, AXIS, more[0], more[1] + 1, *more[2:])
+            else:
+                continue
+            if [n.args for n in graph.nodes] != [n.args for n in program.graph(JOINT).nodes] or (
+                kind == "other"
+            ):
+                yield f"{kind} {name}", changed
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_wrong_conversions_are_refused(sequence: bool) -> None:
+    plan = {"parallel": {"tensor": 2, "sequence": sequence}, "kernels": "aten"}
+    program = proved("llama", plan, 2, until="place")
+    verify(program)
+    tried = 0
+    for what, mutant in mutants(program):
+        same = str(mutant.graph(JOINT)) == str(program.graph(JOINT))
+        if same:
+            continue
+        tried += 1
+        with pytest.raises(ProgramError):
+            verify(mutant)
+            pytest.fail(f"{what} is accepted")
+    assert tried > 10
+
+
+def test_memory_and_time_are_told() -> None:
+    plan = {"kernels": "aten", "stage": 3}
+    whole = proved("llama", plan, 2)
+    cut = proved("llama", plan | {"parallel": {"tensor": 2}}, 4)
+    assert cut.memory().peak_bytes < whole.memory().peak_bytes
+    sent = traffic(cut).kinds
+    assert sent["all_reduce"].calls >= 9 and sent["all_gather"].calls > 0
+    assert zerofx.predict(cut, hardware="dgx-h100").step_us > 0
+    assert "AR values" in str(cut.schedule())
+
+
+def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
+    program = captured("dropout")[1]
+    setting = Setting(Plan(parallel={"tensor": 2}), 2, hardware_for("cpu", None))
     made = run(program, setting, until="place")
-    verify(made)
+    drawn = [n for n in made.graph(JOINT).nodes if info(n).is_random]
+    assert drawn and all(info(a).placed.gives == R for n in drawn for a in n.all_input_nodes)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parallel": {"tensor": 0}}, "Plan.parallel.tensor"),
+        ({"parallel": {"tensors": 2}}, "tensor"),
+        ({"parallel": {"sequence": True}}, "set tensor, or drop sequence"),
+        ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' in groups"),
+        ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not go with tiling yet"),
+        ({"parallel": {"tensor": 2}, "offload": {"optimizer": "cpu"}}, "does not go with offload"),
+    ],
+)
+def test_plans_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan(**fields)
+
+
+def test_a_world_that_does_not_divide() -> None:
+    with pytest.raises(PlanError, match="tensor = 4 does not divide the world of 6 ranks"):
+        proved("llama", {"parallel": {"tensor": 4}}, 6)
+
+
+def test_one_process_is_told() -> None:
+    with pytest.raises(PlanError, match="this is a single process; launch"):
+        zerofx.compile(llama(), {"parallel": {"tensor": 2}})
