@@ -308,7 +308,8 @@ def _slice(call: Call) -> Iterator[Way]:
 
 
 def _slice_of(given: Sequence[Any], x: Operand) -> tuple[int, int, int, int]:
-    dim, start, stop, step = [*given, *(0, None, None, 1)[len(given) :]]
+    completed: list[Any] = [*given, *(0, None, None, 1)[len(given) :]]
+    dim, start, stop, step = completed
     dim = _dim(dim, x.dim)
     size = x.shape[dim]
     start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)

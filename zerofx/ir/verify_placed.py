@@ -92,8 +92,10 @@ class _Typing:
     def _op(self, node: fx.Node, spec: Any) -> None:
         """Note what an op of zerofx gives that changes no value."""
         if spec.kind is Kind.VIEW:
-            full: Any = node.args[0]
-            piece = self.at.get((info_bucket(full), node.args[1]))
+            full: Any
+            offset: Any
+            full, offset, _ = node.args
+            piece = self.at.get((info(full).index, offset))
             part = piece.part if piece is not None else None
             self._note(node, part.cut if part else R, part.shape if part else _shape(node))
             return
@@ -222,11 +224,6 @@ class _Typing:
                     f"{due}",
                 )
         return kept
-
-
-def info_bucket(full: fx.Node) -> int:
-    """Return the bucket that a gathered buffer or a shard is of."""
-    return info(full).index
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

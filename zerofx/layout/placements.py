@@ -87,14 +87,14 @@ def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
 
 def in_order_of(like: Tensor, x: Tensor) -> Tensor:
     """Return `x` dense, with its dimensions in memory in the order of those of `like`."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
     inverse = [order.index(d) for d in range(like.dim())]
     return x.permute(order).contiguous().permute(inverse)
 
 
 def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
     """Return the strides of a dense value of `shape` that is laid out as `like` is."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
     strides = [0] * len(shape)
     step = 1
     for dim in reversed(order):

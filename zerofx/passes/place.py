@@ -283,7 +283,7 @@ class Walk:
     def _whole(self, node: fx.Node) -> Call:
         operands: list[Operand] = []
 
-        def hole(argument: fx.Node) -> Hole:
+        def hole(argument: fx.Node) -> Any:
             operands.append(Operand(tuple(value(argument).shape), self.lies[argument]))
             return Hole(len(operands) - 1)
 
@@ -387,6 +387,7 @@ class Walk:
         return made
 
     def _convert(self, node: fx.Node, new: fx.Node, now: Placement, to: Placement) -> fx.Node:
+        more: tuple[int, ...]
         assert to != P, f"{node.name} lies as {now} and cannot become a sum of summands"
         if now == R:
             assert isinstance(to, Cut)

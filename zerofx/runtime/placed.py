@@ -37,7 +37,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _order(x: Tensor) -> list[int]:
-    return sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
 
 
 def _flat(dense: Tensor) -> Tensor:

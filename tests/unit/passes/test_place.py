@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.placing import AXIS
 from zerofx.ir.program import JOINT, Planned
 from zerofx.ir.verify import verify
-from zerofx.layout.placements import R
+from zerofx.layout.placements import Cut, R
+from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.order import Setting
@@ -250,3 +252,32 @@ def test_a_world_that_does_not_divide() -> None:
 def test_one_process_is_told() -> None:
     with pytest.raises(PlanError, match="this is a single process; launch"):
         zerofx.compile(llama(), {"parallel": {"tensor": 2}})
+
+
+def test_an_emitted_one_is_not_loaded_back(tmp_path: Path) -> None:
+    program = proved("llama", {"parallel": {"tensor": 2}, "kernels": "aten"}, 2)
+    program.emit(tmp_path)
+    assert "rt.reduce_values(" in (tmp_path / "schedule.py").read_text()
+    with pytest.raises(ProgramError, match="cuts layers over 2 ranks"):
+        zerofx.load_program(tmp_path)
+
+
+def test_layers_are_known_by_the_names_that_implementations_use() -> None:
+    for name in ("gpt2", "bert", "t5", "vit"):
+        styles = styles_of(MODELS[name]())
+        assert {s.partition("/")[0] for s in styles.values()} == {"colwise", "rowwise"}, name
+    assert styles_of(MODELS["llama"]())["model.layers.0.self_attn.o_proj"] == "rowwise"
+    assert not styles_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_the_plan_says_what_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    placements = {"0": "colwise", "2": "rowwise"}
+    plan = Plan(parallel={"tensor": 2, "placements": placements}, differentiate="all")
+    program = zerofx.capture(model, (torch.randn(4, 8),), differentiate="all")
+    made = run(program, Setting(plan, 2, hardware_for("cpu", None)))
+    cuts = {n: p.part.cut if p.part else None for n, p in made.params.items()}
+    assert cuts == {
+        "0.weight": Cut(0), "0.bias": Cut(0), "2.weight": Cut(1), "2.bias": None,
+    }  # fmt: skip
+    assert plan == Plan.from_dict(plan.to_dict()) and "placements" in plan.to_yaml()
