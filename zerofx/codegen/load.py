@@ -29,9 +29,8 @@ from zerofx.codegen.load_record import Recorder
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError, ZerofxError
-from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
+from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, Fact, ParamInfo, Planned, Unproved
 from zerofx.ir.settle import Written, settle
 from zerofx.ir.sizes import NUMBER, Sizes, evaluate
 from zerofx.ir.verify import verify

@@ -6,6 +6,7 @@ through `info(node)` and never parse a node's name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -39,12 +40,19 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
+class Hole:
+    """Stands for the tensor of this number in the arguments of a call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Placed:
     """How a value lies over the ranks of an axis, and which call on whole values makes it.
 
     gives: one placement, or one for each tensor of a tuple. shape: of the whole value, or of each
         tensor of a tuple. is_same: the whole call keeps its argument's shape and strides.
-    target, args, kwargs: the whole call, a `placing.Hole` for each tensor; None for a placeholder,
+    target, args, kwargs: the whole call, a `Hole` for each tensor; None for a placeholder,
         and for a conversion.
     """
 
@@ -129,3 +137,14 @@ def place_of(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
     """Identify a buffer by its name or an input by its leaf, from its placeholder or its update."""
     role = UPDATES.get(what.role, what.role) if what.role else None
     return role, what.name if role is Role.BUFFER else what.index
+
+
+def filled(argument: Any, tensors: Sequence[Any]) -> Any:
+    """Return arguments with their holes filled."""
+    if isinstance(argument, Hole):
+        return tensors[argument.number]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(filled(a, tensors) for a in argument)
+    if isinstance(argument, dict):
+        return {k: filled(v, tensors) for k, v in argument.items()}
+    return argument

@@ -6,7 +6,12 @@ and puts the results together has what the whole call gives: so each rule is tes
 ways, and the proof of a placed program rests on that. An operator without a rule has one way: all
 that it reads is whole on every rank.
 
-The pass `place` picks a way for every call; `check_placed` sees that each call of a program is one.
+The pass `place` picks a way for every call. `check_placed` is placement typing: it follows how
+each value lies from parameters, inputs and conversions, and accepts a call only as one of the ways.
+What a node notes of the whole call that it is a part of is checked against what the rule makes of
+that; the digests of the proof are of whole calls. So a program that passes computes on all ranks
+together what was captured: a sum that was left out, doubled or made over other dimensions leaves a
+value lying as no reader may take it.
 """
 
 from __future__ import annotations
@@ -15,11 +20,17 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
 
+from zerofx.ir.meta import Hole, Placed, Role, filled, info, value
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
+from zerofx.ir.spec import Kind, spec_of
+from zerofx.ir.verify_fault import fault, name_of
+from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.placements import Cut, P, Partial, Placement, R, fits, local_shape
 
 _aten = torch.ops.aten
@@ -41,14 +52,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Hole:
-    """Stands for the tensor of this number in the arguments of a call."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Call:
+class WholeCall:
     """A call on whole values. args, kwargs: as the operator takes them, a `Hole` for each tensor.
 
     result: the whole result, a fake tensor or a sequence of such. hints: cuts of the result that
@@ -90,7 +94,7 @@ class Way:
     op: str = ""
 
 
-Rule = Callable[[Call], Iterator[Way]]
+Rule = Callable[[WholeCall], Iterator[Way]]
 RULES: dict[Any, Rule] = {}
 
 
@@ -103,7 +107,7 @@ def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
     return note
 
 
-def ways(call: Call) -> Iterator[Way]:
+def ways(call: WholeCall) -> Iterator[Way]:
     """Yield the ways in which a call can run: that of its rule, and whole on every rank."""
     rule = RULES.get(call.target)
     if rule is not None:
@@ -114,22 +118,11 @@ def ways(call: Call) -> Iterator[Way]:
     yield whole_way(call)
 
 
-def whole_way(call: Call) -> Way:
+def whole_way(call: WholeCall) -> Way:
     """Return the way in which every rank does all of a call."""
     result = call.result
     is_one = not isinstance(result, (list, tuple))
     return Way((R,) * len(call.operands), R if is_one else (R,) * len(result))
-
-
-def filled(argument: Any, tensors: Sequence[Any]) -> Any:
-    """Return arguments with their holes filled."""
-    if isinstance(argument, Hole):
-        return tensors[argument.number]
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(filled(a, tensors) for a in argument)
-    if isinstance(argument, dict):
-        return {k: filled(v, tensors) for k, v in argument.items()}
-    return argument
 
 
 def _dim(dim: int, count: int) -> int:
@@ -165,7 +158,7 @@ _POINT = {
 
 
 @rule_for(*_POINT)
-def _point(call: Call) -> Iterator[Way]:
+def _point(call: WholeCall) -> Iterator[Way]:
     """A result's part comes from the parts of all that it reads; sums of summands are summands."""
     shape, count = call.shape, len(call.operands)
     is_linear = call.target in _LINEAR or (call.target in _SUMS and count == 2)
@@ -175,7 +168,7 @@ def _point(call: Call) -> Iterator[Way]:
         yield Way(tuple(_seen(o, cut, shape) for o in call.operands), cut)
 
 
-def _candidates(call: Call, shape: Sequence[int]) -> dict[Cut, None]:
+def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
     """Return the cuts of a result that an operand's own cut suggests, by dimension from the end."""
     found: dict[Cut, None] = dict.fromkeys(call.hints)
     for operand in call.operands:
@@ -196,7 +189,7 @@ def _seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
 
 # -- views ----------------------------------------------------------------------------------------
 @rule_for(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
-def _view(call: Call) -> Iterator[Way]:
+def _view(call: WholeCall) -> Iterator[Way]:
     x, shape = call.operand(0), call.shape
     yield Way((P,), P)
     if isinstance(x.now, Cut):
@@ -232,10 +225,10 @@ def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cu
             return
 
 
-def _moved(to: Callable[[Call, Cut], int | None]) -> Rule:
+def _moved(to: Callable[[WholeCall, Cut], int | None]) -> Rule:
     """Return the rule of a view that moves dimensions: `to` says where that of a cut goes."""
 
-    def rule(call: Call) -> Iterator[Way]:
+    def rule(call: WholeCall) -> Iterator[Way]:
         yield Way((P,), P)
         now = call.operand(0).now
         if isinstance(now, Cut) and (dim := to(call, now)) is not None:
@@ -244,26 +237,26 @@ def _moved(to: Callable[[Call, Cut], int | None]) -> Rule:
     return rule
 
 
-def _t(call: Call, cut: Cut) -> int:
+def _t(call: WholeCall, cut: Cut) -> int:
     return 1 - cut.dim if call.operand(0).dim == 2 else cut.dim
 
 
-def _transpose(call: Call, cut: Cut) -> int:
+def _transpose(call: WholeCall, cut: Cut) -> int:
     count = call.operand(0).dim
     a, b = (_dim(d, count) for d in call.args[1:3])
     return {a: b, b: a}.get(cut.dim, cut.dim)
 
 
-def _permute(call: Call, cut: Cut) -> int:
+def _permute(call: WholeCall, cut: Cut) -> int:
     count = call.operand(0).dim
     return [_dim(d, count) for d in call.args[1]].index(cut.dim)
 
 
-def _unsqueeze(call: Call, cut: Cut) -> int:
+def _unsqueeze(call: WholeCall, cut: Cut) -> int:
     return cut.dim + (_dim(call.args[1], len(call.shape)) <= cut.dim)
 
 
-def _squeeze(call: Call, cut: Cut) -> int | None:
+def _squeeze(call: WholeCall, cut: Cut) -> int | None:
     x = call.operand(0)
     given = call.args[1]
     dims = {_dim(d, x.dim) for d in (given if isinstance(given, (list, tuple)) else [given])}
@@ -279,7 +272,7 @@ for _target, _to in {
 
 
 @rule_for(_aten.expand.default)
-def _expand(call: Call) -> Iterator[Way]:
+def _expand(call: WholeCall) -> Iterator[Way]:
     x, shape = call.operand(0), call.shape
     yield Way((P,), P)
     if isinstance(x.now, Cut):
@@ -290,7 +283,7 @@ def _expand(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.slice.Tensor)
-def _slice(call: Call) -> Iterator[Way]:
+def _slice(call: WholeCall) -> Iterator[Way]:
     x = call.operand(0)
     dim, start, stop, step = _slice_of(call.args[1:], x)
     yield Way((P,), P)
@@ -318,7 +311,7 @@ def _slice_of(given: Sequence[Any], x: Operand) -> tuple[int, int, int, int]:
 
 
 @rule_for(_aten.slice_backward.default)
-def _slice_backward(call: Call) -> Iterator[Way]:
+def _slice_backward(call: WholeCall) -> Iterator[Way]:
     grad, (_, sizes, dim, start, stop, step) = call.operand(0), call.args
     yield Way((P,), P)
     now = grad.now
@@ -337,7 +330,7 @@ def _slice_backward(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.select.int)
-def _select(call: Call) -> Iterator[Way]:
+def _select(call: WholeCall) -> Iterator[Way]:
     x = call.operand(0)
     dim = _dim(call.args[1], x.dim)
     yield Way((P,), P)
@@ -346,7 +339,7 @@ def _select(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.select_backward.default)
-def _select_backward(call: Call) -> Iterator[Way]:
+def _select_backward(call: WholeCall) -> Iterator[Way]:
     grad, (_, sizes, dim, index) = call.operand(0), call.args
     dim = _dim(dim, len(sizes))
     yield Way((P,), P)
@@ -356,7 +349,7 @@ def _select_backward(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.split.Tensor, _aten.split_with_sizes.default)
-def _split(call: Call) -> Iterator[Way]:
+def _split(call: WholeCall) -> Iterator[Way]:
     x, size = call.operand(0), call.args[1]
     dim, count = _dim(call.argument(2, 0), x.dim), len(call.result)
     yield Way((P,), (P,) * count)
@@ -373,7 +366,7 @@ def _split(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.unbind.int)
-def _unbind(call: Call) -> Iterator[Way]:
+def _unbind(call: WholeCall) -> Iterator[Way]:
     x, dim = call.operand(0), _dim(call.argument(1, 0), call.operand(0).dim)
     count = len(call.result)
     yield Way((P,), (P,) * count)
@@ -383,10 +376,10 @@ def _unbind(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.cat.default)
-def _cat(call: Call) -> Iterator[Way]:
+def _cat(call: WholeCall) -> Iterator[Way]:
     count, dim = len(call.operands), _dim(call.argument(1, 0), len(call.shape))
     yield Way((P,) * count, P)
-    empty = [o.shape == (0,) for o in call.operands]  # torch takes such a one beside any others
+    empty = [o.shape == (0,) for o in call.operands]  # torch takes such a one with any others
     for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
         if cut.dim != dim:
             yield Way(tuple(R if is_empty else cut for is_empty in empty), cut)
@@ -397,7 +390,7 @@ def _cat(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.stack.default)
-def _stack(call: Call) -> Iterator[Way]:
+def _stack(call: WholeCall) -> Iterator[Way]:
     count, dim = len(call.operands), _dim(call.argument(1, 0), len(call.shape))
     yield Way((P,) * count, P)
     for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
@@ -406,7 +399,7 @@ def _stack(call: Call) -> Iterator[Way]:
 
 # -- products -------------------------------------------------------------------------------------
 @rule_for(_aten.mm.default, _aten.bmm.default)
-def _product(call: Call) -> Iterator[Way]:
+def _product(call: WholeCall) -> Iterator[Way]:
     a, b = call.operands
     rows, inner = a.dim - 2, a.dim - 1
     yield Way((P, R), P)
@@ -428,7 +421,7 @@ def _groups(operand: Operand, dim: int) -> int:
 
 
 @rule_for(_aten.addmm.default)
-def _addmm(call: Call) -> Iterator[Way]:
+def _addmm(call: WholeCall) -> Iterator[Way]:
     """Its bias is whole or cut with the columns; summands have theirs opened first (see place)."""
     bias, a, b = call.operands
     for groups in {_groups(a, 0), 1}:
@@ -440,7 +433,7 @@ def _addmm(call: Call) -> Iterator[Way]:
 
 # -- reductions -----------------------------------------------------------------------------------
 @rule_for(_aten.sum.dim_IntList)
-def _sum(call: Call) -> Iterator[Way]:
+def _sum(call: WholeCall) -> Iterator[Way]:
     x, dims = call.operand(0), _dims(call)
     yield Way((P,), P)
     if isinstance(x.now, Cut):
@@ -451,7 +444,7 @@ def _sum(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.sum.default)
-def _sum_all(call: Call) -> Iterator[Way]:
+def _sum_all(call: WholeCall) -> Iterator[Way]:
     yield Way((P,), P)
     now = call.operand(0).now
     if isinstance(now, Cut):
@@ -459,7 +452,7 @@ def _sum_all(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.mean.dim, _aten.amax.default, _aten.amin.default)
-def _along(call: Call) -> Iterator[Way]:
+def _along(call: WholeCall) -> Iterator[Way]:
     x, dims = call.operand(0), _dims(call)
     if call.target is _aten.mean.dim:
         yield Way((P,), P)
@@ -467,26 +460,26 @@ def _along(call: Call) -> Iterator[Way]:
         yield Way((x.now,), _left(x.now, dims, call))
 
 
-def _dims(call: Call) -> set[int]:
+def _dims(call: WholeCall) -> set[int]:
     count, given = call.operand(0).dim, call.argument(1)
     return {_dim(d, count) for d in given} if given else {*range(count)}
 
 
-def _left(cut: Cut, dims: set[int], call: Call) -> Cut:
+def _left(cut: Cut, dims: set[int], call: WholeCall) -> Cut:
     """Return a cut behind a reduction over other dimensions."""
     keeps = len(call.shape) == call.operand(0).dim
     return cut if keeps else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.groups)
 
 
 @rule_for(_aten._softmax.default, _aten._log_softmax.default, _aten.cumsum.default)
-def _softmax(call: Call) -> Iterator[Way]:
+def _softmax(call: WholeCall) -> Iterator[Way]:
     x = call.operand(0)
     if isinstance(x.now, Cut) and x.now.dim != _dim(call.args[1], x.dim):
         yield Way((x.now,), x.now)
 
 
 @rule_for(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
-def _softmax_backward(call: Call) -> Iterator[Way]:
+def _softmax_backward(call: WholeCall) -> Iterator[Way]:
     grad, out = call.operands
     yield Way((P, R), P)
     for cut in {o.now: None for o in (grad, out) if isinstance(o.now, Cut)}:
@@ -496,7 +489,7 @@ def _softmax_backward(call: Call) -> Iterator[Way]:
 
 # -- tables ---------------------------------------------------------------------------------------
 @rule_for(_aten.embedding.default)
-def _embedding(call: Call) -> Iterator[Way]:
+def _embedding(call: WholeCall) -> Iterator[Way]:
     table, ids = call.operands
     if table.now == Cut(0):
         rows = table.shape[0] // call.ranks
@@ -508,7 +501,7 @@ def _embedding(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Iterator[Way]:
+def _embedding_backward(call: WholeCall) -> Iterator[Way]:
     grad, ids = call.operands
     yield Way((P, R), P)
     if call.args[4]:  # by the frequency of each row, which all ids make
@@ -525,7 +518,7 @@ def _embedding_backward(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.index.Tensor)
-def _index(call: Call) -> Iterator[Way]:
+def _index(call: WholeCall) -> Iterator[Way]:
     """Rows picked by one whole index along the first dimension."""
     x, indices = call.operand(0), call.args[1]
     if len(call.operands) != 2 or not isinstance(indices[0], Hole):
@@ -537,7 +530,7 @@ def _index(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.gather.default)
-def _gather(call: Call) -> Iterator[Way]:
+def _gather(call: WholeCall) -> Iterator[Way]:
     x, ids = call.operands
     dim = _dim(call.args[1], x.dim)
     yield Way((P, R), P)
@@ -548,7 +541,7 @@ def _gather(call: Call) -> Iterator[Way]:
 
 # -- layers ---------------------------------------------------------------------------------------
 @rule_for(_aten.native_layer_norm.default)
-def _layer_norm(call: Call) -> Iterator[Way]:
+def _layer_norm(call: WholeCall) -> Iterator[Way]:
     x, normed = call.operand(0), len(call.args[1])
     if isinstance(x.now, Cut) and x.now.dim < x.dim - normed:
         rest = (R,) * (len(call.operands) - 1)
@@ -556,7 +549,7 @@ def _layer_norm(call: Call) -> Iterator[Way]:
 
 
 @rule_for(_aten.native_layer_norm_backward.default)
-def _layer_norm_backward(call: Call) -> Iterator[Way]:
+def _layer_norm_backward(call: WholeCall) -> Iterator[Way]:
     grad, x, normed = call.operand(0), call.operand(1), len(call.args[2])
     for cut in {o.now: None for o in (x, grad) if isinstance(o.now, Cut)}:
         if cut.dim < x.dim - normed:
@@ -568,16 +561,16 @@ _HEADS = (0, 1)  # of [batch, heads, length, width]: attention is one for each
 
 
 @rule_for(_aten._scaled_dot_product_flash_attention_for_cpu.default)
-def _attention(call: Call) -> Iterator[Way]:
+def _attention(call: WholeCall) -> Iterator[Way]:
     yield from _by_heads(call, call.operand(0), given=3)
 
 
 @rule_for(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def _attention_backward(call: Call) -> Iterator[Way]:
+def _attention_backward(call: WholeCall) -> Iterator[Way]:
     yield from _by_heads(call, call.operand(1), given=6)
 
 
-def _by_heads(call: Call, query: Operand, given: int) -> Iterator[Way]:
+def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
     """Cut queries, keys, values and all that goes with them by batch or head, a mask if it can be.
 
     Keys have as many heads as queries, else a rank's queries would need another's keys.
@@ -607,3 +600,248 @@ def is_item(node: fx.Node) -> bool:
 
 def is_partial(placement: Placement) -> bool:
     return isinstance(placement, Partial)
+
+
+def check_placed(program: Planned) -> None:
+    """Check how the values of a program lie, where the pass `place` has cut any.
+
+    Raises:
+        ProgramError: names the value, how it lies, and what was needed.
+    """
+    if Fact.PLACED not in program.facts or program.plan.parallel.tensor == 1:
+        return
+    saved: list[Any] = []
+    for name in (JOINT, FORWARD, BACKWARD):
+        if name in program.graphs:
+            saved = _Typing(program, name, saved).run()
+
+
+class _Typing:
+    """Walks one graph. lies: node -> placement, or one for each tensor of a tuple; None: no value.
+
+    shapes: node -> whole shape, or one for each. saved: how what forward saved lies, with shapes.
+    """
+
+    def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
+        self.program, self.name, self.saved = program, name, saved
+        self.ranks = program.plan.parallel.tensor
+        self.lies: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, Any] = {}
+        self.at = {(b.index, p.offset): p for b in program.layout.buckets for p in b.params}
+
+    def run(self) -> list[Any]:
+        kept: list[Any] = []
+        for node in self.program.graph(self.name).nodes:
+            if node.op == "output":
+                kept = self._results(node)
+            elif node.op == "placeholder":
+                self._note(node, *self._given(node))
+            elif node.op == "get_attr":
+                self._note(node, R, _shape(node))
+            elif is_item(node):
+                source, index = node.args
+                shape = self.shapes[source]  # type: ignore[index]
+                lies = self.lies[source]  # type: ignore[index]
+                self._note(node, item(lies, index), shape[index] if shape else _shape(node))  # type: ignore[arg-type,index]
+            elif (spec := spec_of(node)) is not None and info(node).placed is None:
+                self._op(node, spec)
+            elif spec is not None and spec.lies is not None:
+                self._conversion(node, spec)
+            else:
+                self._call(node)
+        return kept
+
+    def _note(self, node: fx.Node, lies: Any, shape: Any) -> None:
+        self.lies[node], self.shapes[node] = lies, shape
+
+    def _fail(self, node: fx.Node, message: str) -> None:
+        raise fault(self.program, self.name, node, message)
+
+    def _given(self, node: fx.Node) -> tuple[Any, Any]:
+        where = info(node)
+        if where.role is Role.PARAM:
+            part = self.program.params[where.name].part
+            return (part.cut, part.shape) if part else (R, _shape(node))
+        if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
+            return self.saved[where.index]
+        return R, _shape(node)
+
+    def _op(self, node: fx.Node, spec: Any) -> None:
+        """Note what an op of zerofx gives that changes no value."""
+        if spec.kind is Kind.VIEW:
+            full: Any
+            offset: Any
+            full, offset, _ = node.args
+            piece = self.at.get((info(full).index, offset))
+            part = piece.part if piece is not None else None
+            self._note(node, part.cut if part else R, part.shape if part else _shape(node))
+            return
+        if spec.kind is Kind.PACK:
+            self._packed(node)
+        tensors = node.all_input_nodes
+        follows = spec.is_value or spec.kind is Kind.WAIT
+        source = tensors[0] if tensors and follows else None
+        if source is not None:
+            self._note(node, self.lies[source], self.shapes[source])
+        else:
+            self._note(node, R, _shape(node))
+
+    def _packed(self, node: fx.Node) -> None:
+        grads: Any
+        offsets: Any
+        _, grads, offsets = node.args
+        for grad, offset in zip(grads, offsets, strict=True):
+            piece = self.at[info(node).index, offset]
+            due = piece.part.cut if piece.part else R
+            if self.lies[grad] != due:
+                self._fail(
+                    node,
+                    f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}), "
+                    f"its parameter as {due}",
+                )
+
+    def _conversion(self, node: fx.Node, spec: Any) -> None:
+        source = node.all_input_nodes[0]
+        if node.args[1] != AXIS:
+            self._fail(
+                node, f"{node.name} is over the axis {node.args[1]!r}; values are over {AXIS}"
+            )
+        found = spec.lies(self.lies[source], self.shapes[source], node.args[2:], self.ranks)
+        if not isinstance(found, Placement):
+            self._fail(
+                node,
+                f"{node.name} is given {name_of(source)}, which lies as {self.lies[source]} over "
+                f"{self.ranks} ranks; {found}",
+            )
+        self._note(node, found, self.shapes[source])
+
+    def _call(self, node: fx.Node) -> None:
+        placed, tensors = info(node).placed, _tensors(node)
+        if placed is None or placed.target is None:
+            self._plain(node, tensors)
+            return
+        if info(node).is_random and any(self.lies[t] != R for t in tensors):
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
+        call = self._whole(node, placed, tensors)
+        now = tuple(o.now for o in call.operands)
+        for way in ways(call):
+            if (
+                way.needs == now
+                and way.gives == placed.gives
+                and _is_local(way, call, node, tensors)
+            ):
+                break
+        else:
+            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
+            self._fail(
+                node,
+                f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
+                "no rule has this way",
+            )
+        self._note(node, placed.gives, placed.shape)
+        self._check_shape(node, placed)
+
+    def _plain(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """Take a call that a later pass made: of whole values, or a copy of one as it lies."""
+        if all(self.lies[t] == R for t in tensors):
+            val = value(node)
+            is_one = isinstance(val, torch.Tensor)
+            self._note(node, R if is_one else (R,) * len(val), _shape(node))
+        elif node.target in SAME_VALUES and len(tensors) == 1 and _is_copy(node, tensors[0]):
+            self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
+        else:
+            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
+            self._fail(node, f"{node.name} reads {told}, and no pass says how")
+
+    def _whole(self, node: fx.Node, placed: Placed, tensors: list[fx.Node]) -> WholeCall:
+        operands = tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors)
+        if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
+            result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
+        else:
+            result = SimpleNamespace(shape=placed.shape)
+        hints = (placed.gives,) if _is_cut(placed.gives) else ()
+        return WholeCall(
+            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints
+        )
+
+    def _check_shape(self, node: fx.Node, placed: Placed) -> None:
+        val = value(node)
+        if isinstance(val, torch.Tensor):
+            whole = [(val, placed.shape, placed.gives)]
+        else:
+            whole = [
+                (v, s, item(placed.gives, i))
+                for i, (v, s) in enumerate(zip(val, placed.shape, strict=True))
+            ]
+        for made, shape, gives in whole:
+            if isinstance(made, torch.Tensor) and list(made.shape) != local_shape(
+                shape, gives, self.ranks
+            ):
+                self._fail(
+                    node,
+                    f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that "
+                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}",
+                )
+
+    def _results(self, node: fx.Node) -> list[Any]:
+        kept: list[Any] = []
+        specs = self.program.outputs[self.name]
+        for spec, result in zip(specs, self.program.results(self.name), strict=True):
+            if spec.role is Role.SAVED:
+                known = isinstance(result, fx.Node)
+                kept.append((self.lies[result], self.shapes[result]) if known else (R, ()))
+                continue
+            if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
+                continue
+            due: Any = R
+            if spec.role is Role.GRAD and (part := self.program.params[spec.name].part):
+                due = part.cut
+            if self.lies[result] != due:
+                self._fail(
+                    node,
+                    f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as "
+                    f"{due}",
+                )
+        return kept
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def _is_cut(gives: Any) -> bool:
+    return isinstance(gives, Placement) and hasattr(gives, "dim")
+
+
+def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) -> bool:
+    """Say whether a node is the call that a way has one rank make."""
+    spec = spec_of(node)
+    name = spec.name if spec is not None else ""
+    if name != way.op or (not name and node.target is not call.target):
+        return False
+    args = way.args if way.args is not None else call.args
+    local = _plain_list(filled(args, tensors)), _plain_list(filled(call.kwargs, tensors))
+    return local == (_plain_list(node.args), _plain_list(node.kwargs))
+
+
+def _plain_list(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_plain_list(a) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _plain_list(v) for k, v in argument.items()}
+    return argument
+
+
+def _is_copy(node: fx.Node, source: fx.Node) -> bool:
+    return list(value(node).shape) == list(value(source).shape)
+
+
+def _shape(node: fx.Node) -> Any:
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape)
+    if isinstance(val, (list, tuple)):
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
+    return ()

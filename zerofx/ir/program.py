@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from enum import Enum, auto
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,6 @@ from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
-from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
@@ -32,6 +31,27 @@ if TYPE_CHECKING:  # only the reports' types: see the methods that import them
     from zerofx.tools.views.schedule import ScheduleView
 
 _P = TypeVar("_P", bound="Program")
+
+
+class Fact(Enum):
+    """What a pass may require of a program, establish, or destroy."""
+
+    CAPTURED = auto()
+    TIED_MERGED = auto()
+    PLACED = auto()
+    SPLIT = auto()
+    REGIONS_CUT = auto()
+    BUCKETS_ASSIGNED = auto()
+    PARAMS_SHARDED = auto()
+    GRADS_REDUCED = auto()
+    KEPT_GATHERED = auto()
+    RELEASED = auto()
+    PREFETCHED = auto()
+    WAITS_SUNK = auto()
+    SHARDS_OFFLOADED = auto()
+    UPDATES_PLACED = auto()
+    SLOTS_ASSIGNED = auto()
+
 
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
 NO_BUCKETS = Layout(buckets=(), mesh=Mesh.of())  # before they are assigned

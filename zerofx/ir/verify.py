@@ -13,14 +13,13 @@ import torch
 from torch import fx
 
 from zerofx.errors import ProgramError
-from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.order import Crossing, Order
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned, Program, Reference
+from zerofx.ir.placing import check_placed
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
-from zerofx.ir.verify_placed import check_placed
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest
 
 # -- The outer shape of a program: regions in one piece, what crosses to backward, buffers synced

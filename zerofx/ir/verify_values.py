@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
-from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
-from zerofx.ir.placing import filled
+from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, filled, info, place_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import spec_of
 
@@ -37,7 +36,7 @@ SHORT = 6  # characters of a digest kept to tell values apart within one program
 
 
 @dataclass(frozen=True)
-class _WholeCall:
+class _Erased:
     """A call on whole values, in the place of a node that computes a rank's part of it."""
 
     target: Any
@@ -130,14 +129,12 @@ class Numbering:
         return self._called(node, node)
 
     def whole_call(self, node: fx.Node) -> Any:
-        """Return the digest of the call on whole values that a node stands for."""
+        """Return the digest of the call on whole values that a node is a part of."""
         placed = info(node).placed
         assert placed is not None
         tensors: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), lambda n: tensors.append(n))
-        whole = _WholeCall(
-            placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors)
-        )
+        whole = _Erased(placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors))
         return self._called(node, whole)
 
     def _called(self, node: fx.Node, whole: Any) -> Any:

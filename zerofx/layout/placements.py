@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicated:
     """Every rank has the same whole value."""
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class Cut:
     __repr__ = __str__
 
 
-Placement = Whole | Partial | Cut
-R, P = Whole(), Partial()
+Placement = Replicated | Partial | Cut
+R, P = Replicated(), Partial()
 
 
 def fits(shape: Sequence[int], cut: Cut, ranks: int) -> bool:

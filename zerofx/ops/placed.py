@@ -51,9 +51,9 @@ def _takes(kind: str, verb: str) -> Any:
         axis: Any = node.args[1]
         mesh, size = w.layout.mesh, _whole_bytes(node)
         price = w.found.prices.collective(kind, size, mesh.along(axis), mesh.stride(axis))
-        beside = w.found.prices.beside(kind, size, mesh.along(axis))
+        taken = w.found.prices.beside(kind, size, mesh.along(axis))
         name = f"{verb} {node.name}"
-        done = w.found.sends(Lane.VALUES, name, price, beside, axis=axis)
+        done = w.found.sends(Lane.VALUES, name, price, taken, axis=axis)
         w.found.ended.add(done)
 
     return task
@@ -82,7 +82,7 @@ def _task_part(w: Walk, node: fx.Node) -> None:
 
 
 def _order(o: Order, node: fx.Node) -> None:
-    """All that is to be checked is how values lie: see `ir.verify_placed`."""
+    """All that is to be checked is how values lie: see `ir.placing`."""
 
 
 def _needs_summands(now: Any) -> str:

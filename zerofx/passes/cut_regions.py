@@ -59,9 +59,7 @@ def _number(graph: fx.Graph) -> int:
     region, place, is_kernel, is_cut = -1, None, False, False
     for node in graph.nodes:
         if not is_compute(node):
-            is_cut |= (
-                node.op == "call_function"
-            )  # communication of values: it stands between regions
+            is_cut |= node.op == "call_function"  # communication of values, between regions
             continue
         here = info(node).unit, info(node).tile
         if is_kernel or is_fused(node):

@@ -24,8 +24,19 @@ from torch import fx
 from zerofx import ops
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.ir.graphs import call, is_alias
-from zerofx.ir.meta import Info, OutputInfo, Placed, Role, info, nbytes, set_info, value
-from zerofx.ir.placing import AXIS, Call, Hole, Operand, Way, filled, is_item, item, ways, whole_way
+from zerofx.ir.meta import (
+    Hole,
+    Info,
+    OutputInfo,
+    Placed,
+    Role,
+    filled,
+    info,
+    nbytes,
+    set_info,
+    value,
+)
+from zerofx.ir.placing import AXIS, Operand, Way, WholeCall, is_item, item, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
@@ -126,7 +137,7 @@ class Place(Pass):
         sent: Counter[str] = Counter()
         whole: Counter[str] = Counter()
         for name in list(program.graphs):
-            walk = Walk(program, name, self.parallel)
+            walk = Placing(program, name, self.parallel)
             program.graphs[name] = LazyGraphModule(program.graphs[name], walk.run())
             sent += walk.sent
             whole += walk.whole
@@ -141,7 +152,7 @@ class Place(Pass):
 
 
 @dataclass
-class Walk:
+class Placing:
     """Builds one rank's graph from the whole one, node by node.
 
     new: whole node -> one rank's; lies: how it lies. made: conversions that exist.
@@ -280,7 +291,7 @@ class Walk:
         fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
         return found
 
-    def _whole(self, node: fx.Node) -> Call:
+    def _whole(self, node: fx.Node) -> WholeCall:
         operands: list[Operand] = []
 
         def hole(argument: fx.Node) -> Any:
@@ -289,13 +300,13 @@ class Walk:
 
         args = fx.node.map_arg(node.args, hole)
         named = fx.node.map_arg(node.kwargs, hole)
-        whole = Call(
+        whole = WholeCall(
             node.target, tuple(args), dict(named), tuple(operands), value(node), self.ranks
         )
         settled = self._settled(whole)
         return whole if settled is None else replace(whole, hints=(settled,))
 
-    def _choose(self, node: fx.Node, whole: Call) -> Way:
+    def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
         if info(node).is_random:  # all ranks draw the same, and so for the same
             return whole_way(whole)
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
@@ -306,7 +317,7 @@ class Walk:
         costs = [self._cost(node, whole, way) for way in found]
         return found[costs.index(min(costs))]
 
-    def _cost(self, node: fx.Node, whole: Call, way: Way) -> float:
+    def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:
         """Return what a way sends, in bytes, with what it computes more than once as bytes too."""
         tensors = self._tensors(node)
         cost = sum(self._move(a, need) for a, need in zip(tensors, way.needs, strict=True))
@@ -328,7 +339,7 @@ class Walk:
             cost += 0.0 if gives[0] in (*settled, P) else _NEVER / 1e6
         return cost
 
-    def _settled(self, whole: Call) -> Cut | None:
+    def _settled(self, whole: WholeCall) -> Cut | None:
         """Return how the stream between layers lies where the sequence is cut.
 
         It is [batch, length, width], and sums of summands are made as it is.
@@ -419,7 +430,7 @@ class Walk:
 
     def _emit(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], named: dict[str, Any], gives: Any,
-        whole: Call,
+        whole: WholeCall,
     ) -> fx.Node:  # fmt: skip
         made = self._called(target, args, named)
         if "zfx" in made.meta:  # an equal view, made before
@@ -429,7 +440,7 @@ class Walk:
         set_info(made, placed=self._placed(node, gives, whole))
         return made
 
-    def _placed(self, node: fx.Node, gives: Any, whole: Call) -> Placed:
+    def _placed(self, node: fx.Node, gives: Any, whole: WholeCall) -> Placed:
         val = value(node)
         if isinstance(val, (list, tuple)):
             shape: Any = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)

@@ -242,7 +242,7 @@ def _placements(where: str, value: Any) -> str | Patterns:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model's own layers are cut, beside the ranks that share its samples.
+    """Over how many ranks a model's own layers are cut.
 
     tensor: ranks that share each layer (tensor parallelism); they need the same samples.
     sequence: between layers, each of them has a part of the sequence (sequence parallelism).

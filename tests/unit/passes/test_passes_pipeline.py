@@ -6,8 +6,7 @@ import pytest
 from oracle_cases import Choice, captured, stages
 
 from zerofx.errors import PlanError
-from zerofx.ir.facts import Fact
-from zerofx.ir.program import Planned
+from zerofx.ir.program import Fact, Planned
 from zerofx.passes.base import Pass, Report
 from zerofx.passes.order import build, check_order
 from zerofx.passes.pipeline import run, run_pass

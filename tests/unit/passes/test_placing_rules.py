@@ -11,7 +11,8 @@ import torch
 from placed_ranks import together
 from torch import Tensor
 
-from zerofx.ir.placing import RULES, Call, Hole, Operand, Way, filled, ways
+from zerofx.ir.meta import Hole, filled
+from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
 from zerofx.layout.placements import Cut, P, Placement, R, fits, part
 
 aten = torch.ops.aten
@@ -136,7 +137,7 @@ def holed(args: Any) -> tuple[Any, list[Tensor]]:
     return hole(args), tensors
 
 
-def run(way: Way, call: Call, tensors: list[Tensor]) -> Any:
+def run(way: Way, call: WholeCall, tensors: list[Tensor]) -> Any:
     """Run a way on all ranks; return the whole of what they give."""
     found = []
     for rank in range(RANKS):
@@ -160,7 +161,7 @@ def test_every_way_gives_the_whole_result(number: int) -> None:
         if len(tensors) > 3:  # of many, those that are as large as the first lie as it does
             now = tuple(now[0] if t.dim() == tensors[0].dim() else R for t in tensors)
         operands = [Operand(tuple(t.shape), n) for t, n in zip(tensors, now, strict=True)]
-        call = Call(target, tuple(args), {}, tuple(operands), whole, RANKS)
+        call = WholeCall(target, tuple(args), {}, tuple(operands), whole, RANKS)
         for way in ways(call):
             if way in seen or way.op:
                 continue
