@@ -72,7 +72,7 @@ class World:
     ) -> None:
         self.device = device
         self.backend = backend
-        axes = {name: axes.get(name) or Axis() for name in AXES}
+        axes = {name: Axis() for name in AXES} | dict(axes)
         self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
         self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
         self.size = self.mesh.num_ranks

@@ -223,7 +223,7 @@ def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]
 
 
 def constants(node: fx.Node) -> tuple[object, ...]:
-    """Return what a collective is called with beside tensors; of a list of these, how many."""
+    """Return what a collective is called with but tensors; of a list of these, how many."""
     given = [len(a) if isinstance(a, (list, tuple)) else a for a in args(node)]
     return tuple(a for a in given if not isinstance(a, fx.Node))
 
