@@ -22,7 +22,7 @@ from zerofx.comm.grid import check_mesh
 from zerofx.comm.groups import StartUp, place
 from zerofx.comm.steps import describe
 from zerofx.comm.world import World
-from zerofx.errors import ArgumentError, OptimizerError
+from zerofx.errors import ArgumentError, OptimizerError, PlanError
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
@@ -32,6 +32,7 @@ from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
+from zerofx.passes.place import with_parts
 from zerofx.passes.placement import (
     compute_dtype,
     module_dtypes,
@@ -207,7 +208,13 @@ def _connect(
         return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
 
     is_stage_0 = plan.stage == 0
-    world = World.connect(here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0)
+    if mesh is not None and plan.parallel.tensor > 1:
+        raise PlanError(
+            f"mesh was given, and Plan.parallel.tensor is {plan.parallel.tensor}: zerofx makes the "
+            "mesh of all ranks itself where it cuts layers. Leave mesh out"
+        )
+    tensor = plan.parallel.tensor
+    world = World.connect(here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, tensor)
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so
         plan = replace(plan, shard_axis_size=world.shard_size)
@@ -237,6 +244,7 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardwar
     held = [param for name, param in params.items() if name not in ignored]
     described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))
+    described = with_parts(described, plan.parallel)
     persist = plan.persist_below
     bucket = plan.bucket_bytes
     return plan_layout(

@@ -39,6 +39,7 @@ from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
+from zerofx.layout.styles import styles_of
 from zerofx.plan.fields import Patterns
 
 MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
@@ -367,6 +368,7 @@ def describe_params(
     """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
+    styles = styles_of(model)
     for name, param in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(param), []).append(name)
         tensors[id(param)] = param
@@ -380,6 +382,8 @@ def describe_params(
             aliases=tuple(names[1:]),
             compute_dtype=computes[names[0]],
             layer=_layer_of(model, names[0]),
+            style=next((s for n in names if (s := styles.get(n.rpartition(".")[0]))), ""),
+            outputs=_outputs_of(model, names[0]),
         )
         for key, names in groups.items()
     }
@@ -395,6 +399,20 @@ def _layer_of(model: nn.Module, name: str) -> str:
         return "embedding"
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
     return "linear" if isinstance(module, nn.Linear) or kinds & _LINEAR else ""
+
+
+def _outputs_of(model: nn.Module, name: str) -> int:
+    """Return which dimension of a parameter counts its layer's outputs, -1 for none or another."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    if key == "bias":
+        return 0 if _layer_of(model, f"{path}.weight") == "linear" else -1
+    layer = _layer_of(model, name)
+    if layer == "embedding":
+        return 1
+    if layer != "linear":
+        return -1
+    return 0 if isinstance(module, nn.Linear) else 1
 
 
 _LINEAR = frozenset({"transformers.pytorch_utils.Conv1D"})  # linear, its weight transposed

@@ -185,9 +185,9 @@ class _Aliases:
 def find_loss(names: list[str], leaves: list[Any], must_be: bool) -> int | None:
     """Return the leaf to differentiate: the `loss` field, or the only 0-d float output.
 
-    A scalar in a field of another name, with other outputs to differentiate, may be a part of a loss
-    that the caller computes (the commitment loss of a quantizer): it counts only where the plan
-    says that there is one (`must_be`).
+    A scalar in a field of another name, with other outputs to differentiate, may be a part of a
+    loss that the caller computes (the commitment loss of a quantizer): it counts only where the
+    plan says that there is one (`must_be`).
     """
     floats = [
         i

@@ -29,9 +29,8 @@ from zerofx.codegen.load_record import Recorder
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError, ZerofxError
-from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
-from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, ParamInfo, Planned, Unproved
+from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, Fact, ParamInfo, Planned, Unproved
 from zerofx.ir.settle import Written, settle
 from zerofx.ir.sizes import NUMBER, Sizes, evaluate
 from zerofx.ir.verify import verify
@@ -494,6 +493,13 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
 
 
 def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
+    plan = Plan.load(emitted.directory / "plan.yaml")
+    if plan.parallel.tensor > 1:
+        raise ProgramError(
+            f"{emitted.directory}: its plan cuts layers over {plan.parallel.tensor} ranks, and how "
+            "values lie over these is not in the files, so that it cannot be proved. Compile the "
+            "model under the plan instead"
+        )
     reading = Reading(emitted)
     module = reading.import_schedule()
     facts = emitted.facts
@@ -513,7 +519,7 @@ def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
         is_training=facts["training"],
         world_size=facts["world_size"],
         hardware=read_hardware(facts.get("hardware")),
-        plan=Plan.load(emitted.directory / "plan.yaml"),
+        plan=plan,
         layout=reading.layout,
         facts=frozenset(Fact),
         history=[Entry("load", edited, num_nodes)],

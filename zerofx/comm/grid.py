@@ -70,27 +70,36 @@ def _roles(mesh: DeviceMesh) -> tuple[int, int] | None:
     return None
 
 
-def rank_grid(mesh: DeviceMesh | None, shard_size: int | None, replicates: bool = False) -> Tensor:
-    """Return the global ranks as a [replicate, shard] grid.
+def rank_grid(
+    mesh: DeviceMesh | None, shard_size: int | None, replicates: bool = False, tensor: int = 1
+) -> Tensor:
+    """Return the global ranks as a [replicate, shard, tensor] grid.
 
     A mesh without names is 1-D (shard) or 2-D (replicate, shard); names may give the axes in
     either order. Without a mesh, all ranks are used in contiguous groups of `shard_size`.
 
     replicates: nothing is sharded (stage 0): the shard axis has one rank, whatever the mesh.
+    tensor: neighbouring ranks that share each layer, without a mesh.
 
     Raises:
         PlanError: the mesh cannot be the grid, does not have this rank, or `shard_size` does not
             fit it or the ranks.
     """
     if mesh is None:
-        size = dist.get_world_size()
+        world = dist.get_world_size()
+        if world % tensor:
+            raise PlanError(
+                f"Plan.parallel.tensor is {tensor}, which does not divide the {world} ranks; start "
+                "a multiple of it"
+            )
+        size = world // tensor
         per_group = 1 if replicates else shard_size or size
         if size % per_group:
             raise PlanError(
                 f"shard_axis_size is {per_group}, which does not divide the {size} ranks; "
                 f"choose one of {[n for n in range(1, size + 1) if size % n == 0]}"
             )
-        return torch.arange(size).reshape(-1, per_group)
+        return torch.arange(world).reshape(-1, per_group, tensor)
     check_mesh(mesh)
     ranks = mesh.mesh
     if dist.get_rank() not in ranks:
@@ -99,7 +108,7 @@ def rank_grid(mesh: DeviceMesh | None, shard_size: int | None, replicates: bool 
             "Call zerofx.compile on the ranks of the mesh only, or pass a mesh that has this one"
         )
     if replicates:
-        return ranks.reshape(-1, 1)
+        return ranks.reshape(-1, 1, 1)
     if mesh.ndim == 2:
         roles = _roles(mesh)
         assert roles is not None, "check_mesh let it through"
@@ -117,4 +126,4 @@ def rank_grid(mesh: DeviceMesh | None, shard_size: int | None, replicates: bool 
             f"shard_axis_size is {shard_size} but the mesh's shard axis has {grid.shape[1]} "
             "ranks; leave one of the two out"
         )
-    return grid
+    return grid.unsqueeze(-1)

@@ -1,7 +1,8 @@
 """Who this rank is, and its collectives: one World per compiled model.
 
-Ranks form a grid of (replicate, shard), numbered as `layout.Mesh` says. Values are sharded over the
-shard axis; the replicate axis holds copies of the same shards.
+Ranks form a grid of (replicate, shard, tensor), numbered as `layout.Mesh` says. Values are sharded
+over the shard axis; the replicate axis holds copies of the same shards; the ranks of the tensor
+axis share each layer, and have the same samples.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class World:
     ) -> None:
         self.device = device
         self.backend = backend
+        axes = {name: Axis() for name in AXES} | dict(axes)
         self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
         self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
         self.size = self.mesh.num_ranks
@@ -109,13 +111,15 @@ class World:
         algorithm: Algorithm = always_direct,
         start: groups.StartUp | None = None,
         replicates: bool = False,
+        tensor: int = 1,
     ) -> World:
         """Return the world this process is in; a collective call where there are several ranks.
 
         Uses the process group that exists; else, under torchrun, initialises one; else this is one
         process. `mesh` is 1-D (shard) or 2-D (replicate, shard); without one all ranks are used, in
         contiguous groups of `shard_size` that hold the shards, replicated across the groups. If
-        `replicates`, nothing is sharded, and all ranks of the mesh are replicas.
+        `replicates`, nothing is sharded, and all ranks of the mesh are replicas. `tensor`
+        neighbouring ranks share each layer.
         `algorithm` chooses how gloo moves the bytes of each collective. `start`: the start-up that
         this is a part of, if the other ranks are to be told of what raises after this too.
 
@@ -126,7 +130,7 @@ class World:
         """
         if start is None:
             with groups.StartUp(mesh) as start:
-                return cls.connect(device, mesh, shard_size, algorithm, start, replicates)
+                return cls.connect(device, mesh, shard_size, algorithm, start, replicates, tensor)
         timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
         if not dist.is_initialized():
@@ -135,13 +139,19 @@ class World:
                     "mesh was given, but this process has no process group. Launch it with "
                     "torchrun, or leave mesh out"
                 )
+            if tensor > 1:
+                raise PlanError(
+                    f"Plan.parallel.tensor is {tensor} but this is a single process; launch "
+                    "it with torchrun, or leave parallel out"
+                )
             if shard_size not in (None, 1):
                 raise PlanError(
                     f"shard_axis_size is {shard_size} but this is a single process; launch it with "
                     "torchrun, or leave shard_axis_size out"
                 )
             return cls.single(device)
-        grid, others = rank_grid(mesh, shard_size, replicates), groups.other_axes(mesh)
+        grid = rank_grid(mesh, shard_size, replicates, tensor)
+        others = groups.other_axes(mesh)
         if grid.numel() == 1:
             return cls.single(device, others)
         here = groups.place(device)
@@ -157,6 +167,20 @@ class World:
             give_back=axes.give_back,
             other_axes=others,
         )
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ranks that have samples of their own this one is, or shares them with."""
+        return self.replicate_rank * self.shard_size + self.shard_rank
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have samples of their own."""
+        return self.mesh.num_data_ranks
+
+    def axis(self, name: str) -> Axis:
+        """Return one axis of the mesh, with its collectives."""
+        return self._axes[name]
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         """Fill `out` [shard_size * k] with the `shard` [k] of every rank of the shard axis."""

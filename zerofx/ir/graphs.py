@@ -209,7 +209,7 @@ def call(
     spec = spec_of(node)
     # a view's rule makes nothing, so that it needs no fake mode around it
     rule: Any = spec.fake if spec is not None and spec.kind is Kind.VIEW else target
-    values = value_of(args)
+    values, named = value_of(args), {k: value_of(v) for k, v in named.items()}
     if shares_value:
         node.meta["val"] = fake_value(target, values, named, rule)
     else:

@@ -6,6 +6,7 @@ through `info(node)` and never parse a node's name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -39,6 +40,31 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
+class Hole:
+    """Stands for the tensor of this number in the arguments of a call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a value lies over the ranks of an axis, and which call on whole values makes it.
+
+    gives: one placement, or one for each tensor of a tuple. shape: of the whole value, or of each
+        tensor of a tuple. is_same: the whole call keeps its argument's shape and strides.
+    target, args, kwargs: the whole call, a `Hole` for each tensor; None for a placeholder,
+        and for a conversion.
+    """
+
+    gives: Any
+    shape: Any
+    target: Any = None
+    args: Any = None
+    kwargs: Any = None
+    is_same: bool = False
+
+
+@dataclass(frozen=True)
 class Info:
     """Metadata of one node.
 
@@ -52,6 +78,7 @@ class Info:
     recomputed: the node is a backward copy of a forward node.
     is_random: the node draws from a generator (directly), so it must never be recomputed.
     place: "schedule.py:41", the line of an emitted directory that the node was loaded from.
+    placed: of a program whose values are cut over an axis, how this one lies.
     """
 
     phase: Phase = Phase.FORWARD
@@ -66,6 +93,7 @@ class Info:
     recomputed: bool = False
     is_random: bool = False
     place: str = ""
+    placed: Placed | None = None
 
 
 @dataclass(frozen=True)
@@ -109,3 +137,14 @@ def place_of(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
     """Identify a buffer by its name or an input by its leaf, from its placeholder or its update."""
     role = UPDATES.get(what.role, what.role) if what.role else None
     return role, what.name if role is Role.BUFFER else what.index
+
+
+def filled(argument: Any, tensors: Sequence[Any]) -> Any:
+    """Return arguments with their holes filled."""
+    if isinstance(argument, Hole):
+        return tensors[argument.number]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(filled(a, tensors) for a in argument)
+    if isinstance(argument, dict):
+        return {k: filled(v, tensors) for k, v in argument.items()}
+    return argument

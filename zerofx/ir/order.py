@@ -21,10 +21,9 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import schema_of
-from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_alias
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Planned, Reference
+from zerofx.ir.program import BACKWARD, FORWARD, Fact, Planned, Reference
 from zerofx.ir.spec import Holds, Kind, OpSpec, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import args, label_of, unread

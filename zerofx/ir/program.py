@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from enum import Enum, auto
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,10 +17,10 @@ from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
-from zerofx.ir.facts import Fact
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
+from zerofx.layout.placements import Part
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
 
@@ -32,6 +32,27 @@ if TYPE_CHECKING:  # only the reports' types: see the methods that import them
 
 _P = TypeVar("_P", bound="Program")
 
+
+class Fact(Enum):
+    """What a pass may require of a program, establish, or destroy."""
+
+    CAPTURED = auto()
+    TIED_MERGED = auto()
+    PLACED = auto()
+    SPLIT = auto()
+    REGIONS_CUT = auto()
+    BUCKETS_ASSIGNED = auto()
+    PARAMS_SHARDED = auto()
+    GRADS_REDUCED = auto()
+    KEPT_GATHERED = auto()
+    RELEASED = auto()
+    PREFETCHED = auto()
+    WAITS_SUNK = auto()
+    SHARDS_OFFLOADED = auto()
+    UPDATES_PLACED = auto()
+    SLOTS_ASSIGNED = auto()
+
+
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
 NO_BUCKETS = Layout(buckets=(), mesh=Mesh.of())  # before they are assigned
 
@@ -42,7 +63,9 @@ class ParamInfo:
 
     dtype: in which its value is kept. compute_dtype: in which the graphs read it.
     layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
-    parameter it is.
+    parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and
+    `outputs` which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut;
+    then `shape` is that of a rank's part.
     """
 
     name: str
@@ -54,6 +77,9 @@ class ParamInfo:
     compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
     layer: str = field(default="", compare=False)
     tile: Tile | None = None
+    style: str = field(default="", compare=False)
+    outputs: int = field(default=-1, compare=False)
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:

@@ -97,6 +97,7 @@ class Lane(str, metaclass=_InOrder):
     NVME: ClassVar[Lane]
     TO_NVME: ClassVar[Lane]
     UPDATE: ClassVar[Lane]
+    VALUES: ClassVar[Lane]
 
     def __new__(cls, name: str) -> Lane:
         if name not in cls._made:
@@ -119,6 +120,7 @@ Lane.D2H = Lane("to host")
 Lane.H2D = Lane("from host")
 Lane.NVME = Lane("from nvme")
 Lane.TO_NVME = Lane("to nvme")
+Lane.VALUES = Lane("values")  # collectives of the model's own values, over a tensor axis
 Lane.UPDATE = Lane("host update")  # the optimizer over what lives off the device
 
 
@@ -188,6 +190,9 @@ class OpSpec:
         which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
         op that the engine has no method for. write: its statement, `read`: the reverse (see
         `codegen.schedule.Function`, `codegen.load_calls.Calls`). place: before its unit in dumps.
+    Over the ranks of an axis
+        lies: of a conversion, how its result lies: `lies(now, shape, args, ranks)`, with how its
+        argument lies and the whole shape, or a text that says what it needs.
     In the proof
         order: checks it and notes what it does to memory (see `ir.order.Order`); end: what its
         wait checks. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
@@ -234,6 +239,7 @@ class OpSpec:
     place: str = ""
     is_quiet: bool = False  # shown by dumps at level "nodes" only
 
+    lies: Callable[..., Any] | None = None
     end: Callable[[Any, fx.Node, fx.Node], None] | None = None
     precision: Exact | Bounded = Exact()
     oracle: Callable[..., Any] | None = None
@@ -252,6 +258,11 @@ class OpSpec:
     def is_agreed(self) -> bool:
         """Whether ranks must launch it together."""
         return bool(self.axis)
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether it is a collective that is launched and waited for in one."""
+        return self.kind is Kind.SYNC
 
     @property
     def is_value(self) -> bool:

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from zerofx.errors import ProgramError
-from zerofx.ir.facts import Fact
 from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.order import Crossing, Order
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned, Program, Reference
+from zerofx.ir.placing import check_placed
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest
@@ -119,9 +119,10 @@ def verify(program: Planned) -> None:
     for; each gradient is packed at its own offset and its bucket reduced once, complete, at scale
     1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
     that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
-    gradients and buffer updates are the expressions that were captured. An op that declares an
-    error bound is erased like an exact one; `bounds` says which there are, and a plan that asks for
-    the captured bits allows none.
+    gradients and buffer updates are the expressions that were captured. Where values are cut over
+    the tensor axis, each lies as its readers need it, and the expressions are of whole values. An
+    op that declares an error bound is erased like an exact one; `bounds` says which there are, and
+    a plan that asks for the captured bits allows none.
 
     Raises:
         ProgramError: naming the invariant, the parameter, the user's line, with the ten lines of
@@ -136,6 +137,7 @@ def verify(program: Planned) -> None:
         check_saved(program)
     check_synced(program)
     check_precision(program)
+    check_placed(program)
     check_dataflow(program)
 
 
@@ -213,17 +215,17 @@ def _first_difference(
 def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]:
     """Return the program's collectives in order: graph, op, and its constant arguments."""
     return [
-        (name, node.target.name(), _constants(node))
+        (name, node.target.name(), constants(node))
         for name, gm in program.graphs.items()
         for node in gm.graph.nodes
         if (spec := spec_of(node)) is not None and spec.is_agreed
     ]
 
 
-def _constants(node: fx.Node) -> tuple[object, ...]:
-    if kind_of(node) is Kind.SYNC:
-        return (len(args(node)[0]),)
-    return tuple(a for a in args(node) if not isinstance(a, fx.Node))
+def constants(node: fx.Node) -> tuple[object, ...]:
+    """Return what a collective is called with but tensors; of a list of these, how many."""
+    given = [len(a) if isinstance(a, (list, tuple)) else a for a in args(node)]
+    return tuple(a for a in given if not isinstance(a, fx.Node))
 
 
 def verify_ranks(programs: Sequence[Planned]) -> None:

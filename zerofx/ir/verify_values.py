@@ -20,19 +20,28 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
-from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, info, place_of, value
+from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, filled, info, place_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import spec_of
 
 _aten = torch.ops.aten
 # Views and copies: where shape and strides stay as they were, the result is the argument.
-_SAME_VALUES = frozenset({
+SAME_VALUES = frozenset({
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.view.default,
     _aten.expand.default, _aten.slice.Tensor, _aten.permute.default,
 })  # fmt: skip
 _OWN_INVERSE = frozenset({_aten.t.default, _aten.transpose.int})
 
 SHORT = 6  # characters of a digest kept to tell values apart within one program
+
+
+@dataclass(frozen=True)
+class _Erased:
+    """A call on whole values, in the place of a node that computes a rank's part of it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass
@@ -110,12 +119,29 @@ class Numbering:
             if isinstance(source, list):
                 return source[args(node)[1]]
             return digest(f"item {source} {args(node)[1]}")
-        if node.target in _SAME_VALUES and _form(value(node)) == _form(value(args(node)[0])):
+        placed = info(node).placed
+        if placed is not None and placed.target is not None:
+            if placed.is_same:
+                return self.of[args(node)[0]]
+            return self.whole_call(node)
+        if node.target in SAME_VALUES and _form(value(node)) == _form(value(args(node)[0])):
             return self.of[args(node)[0]]
+        return self._called(node, node)
+
+    def whole_call(self, node: fx.Node) -> Any:
+        """Return the digest of the call on whole values that a node is a part of."""
+        placed = info(node).placed
+        assert placed is not None
+        tensors: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda n: tensors.append(n))
+        whole = _Erased(placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors))
+        return self._called(node, whole)
+
+    def _called(self, node: fx.Node, whole: Any) -> Any:
         where = info(node)
-        text = f"{_callee(node.target)}({self._arguments(node)})"
-        if node.target in _OWN_INVERSE:
-            return self._transposed(node, text)
+        text = f"{_callee(whole.target)}({self._arguments(whole)})"
+        if whole.target in _OWN_INVERSE:
+            return self._transposed(whole, text)
         if where.is_random:
             # two draws differ though their expressions are equal: the how-manieth draw tells
             draw = self._draws[where.phase] = self._draws.get(where.phase, 0) + 1

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zerofx.layout.placements import Part
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Range, Tile
 
@@ -31,13 +32,15 @@ LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 class ParamSlice:
     """One parameter, or one tile of a tiled one, inside a bucket.
 
-    Shapes: `shape` is the global (full) shape; `offset` and `numel` count elements of the bucket.
+    Shapes: `shape` is the global (full) shape, of a parameter that is cut over the tensor axis that
+    of this rank's part; `offset` and `numel` count elements of the bucket.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     tile: Tile | None = None
+    part: Part | None = None
 
     @property
     def owner(self) -> str:
@@ -47,6 +50,8 @@ class ParamSlice:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter that the user sees."""
+        if self.part is not None:
+            return self.part.shape
         return self.shape if self.tile is None else self.tile.shape
 
     @property
@@ -120,7 +125,9 @@ class Bucket:
 
 
 # The axes of the grid of ranks, the slowest first: along the last one, ranks are numbered 0, 1, 2.
-AXES = ("replicate", "shard")
+# Along the data axes each rank has samples of its own; along the others all have the same ones.
+AXES = ("replicate", "shard", "tensor")
+DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,11 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks have samples of their own."""
+        return math.prod(map(self.along, DATA_AXES))
 
     def along(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
@@ -167,6 +179,16 @@ class Layout:
     def shard_size(self) -> int:
         """Over how many ranks each bucket is sharded."""
         return self.mesh.along("shard")
+
+    @cached_property
+    def tensor_size(self) -> int:
+        """Over how many ranks the layers themselves are cut."""
+        return self.mesh.along("tensor")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has less than all of some parameter."""
+        return self.shard_size > 1 or self.tensor_size > 1
 
     @cached_property
     def replicate_size(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.layout.buckets import Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.placements import Part
 from zerofx.layout.tiles import Tile
 
 ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_DIRECT multiples
@@ -26,6 +27,7 @@ class UnitParam:
     compute_dtype: torch.dtype | None = None  # None: as dtype
     reduce_dtype: torch.dtype | None = None
     tile: Tile | None = None  # it is that tile of a parameter
+    part: Part | None = None  # `shape` is that of a rank's part
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -58,7 +60,7 @@ def make_bucket(
     itemsize = min(f.itemsize for f in formats)
     for p in members:
         assert p.formats == formats, f"bucket {index} mixes {formats} and {p.formats} ({p.name})"
-        slices.append(ParamSlice(p.name, p.shape, offset, p.tile))
+        slices.append(ParamSlice(p.name, p.shape, offset, p.tile, p.part))
         units.setdefault(p.unit)
         # an empty parameter takes room too: offsets tell the parameters of a bucket apart
         offset += _aligned(max(math.prod(p.shape), 1), itemsize)
@@ -80,8 +82,9 @@ def make_bucket(
 
 
 def unit_layout(
-    params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0
-) -> Layout:
+    params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
+    tensor_size: int = 1,
+) -> Layout:  # fmt: skip
     """Return the unmerged layout: one bucket a unit, format and trainability.
 
     Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
@@ -97,7 +100,8 @@ def unit_layout(
         make_bucket(i, members, shard_size, persistent=key[3])
         for i, (key, members) in enumerate(groups.items())
     ]
-    return Layout(tuple(buckets), Mesh.of(shard=shard_size, replicate=replicate_size))
+    mesh = Mesh.of(shard=shard_size, replicate=replicate_size, tensor=tensor_size)
+    return Layout(tuple(buckets), mesh)
 
 
 def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:

@@ -13,8 +13,9 @@ from zerofx.compat.graphs import OpOverload, argument_names
 from zerofx.ir.meta import info
 from zerofx.ir.program import Planned, Program
 from zerofx.ir.sizes import describe_node
-from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.ir.spec import spec_of
 from zerofx.ir.text import escaped, short_dtype
+from zerofx.ir.verify import constants
 from zerofx.layout.buckets import Layout
 from zerofx.plan.plan import Plan
 
@@ -25,7 +26,7 @@ def collective_digest(program: Planned) -> str:
     Shapes of activations are left out: ranks with other sequence lengths may run together.
     """
     launches = [
-        (name, str(n.target), n.args[1:4] if kind_of(n) is Kind.LAUNCH else len(n.args[0]))
+        (name, str(n.target), n.args[1:4] if not spec.is_sync else constants(n))
         for name, gm in program.graphs.items()
         for n in gm.graph.nodes
         if (spec := spec_of(n)) is not None and spec.is_agreed

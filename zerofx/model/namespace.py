@@ -214,6 +214,19 @@ class Namespace:
         return self.engine.world
 
     @property
+    def data_rank(self) -> int:
+        """Which samples this rank takes: what a DistributedSampler takes as `rank`.
+
+        Ranks that share the layers of a model have the same one, and need the same samples.
+        """
+        return self.engine.world.data_rank
+
+    @property
+    def data_world(self) -> int:
+        """Over how many ranks samples are divided: a DistributedSampler's `num_replicas`."""
+        return self.engine.world.data_size
+
+    @property
     def device(self) -> torch.device:
         """Where the shards are computed with."""
         return self.engine.world.device

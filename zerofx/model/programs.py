@@ -155,7 +155,7 @@ def _shares(program: Planned, graph: str) -> str:
     packed: dict[int, tuple[int, ...]] = {}
     for node in program.graph(graph).nodes:
         spec = spec_of(node)
-        if spec is None:
+        if spec is None or spec.is_value:  # conversions of values: all ranks call alike
             continue
         if spec.kind is Kind.PACK:
             members = program.layout.buckets[info(node).index].params

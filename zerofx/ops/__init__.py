@@ -22,6 +22,13 @@ from zerofx.ops.gradients import pack as pack
 from zerofx.ops.gradients import reduce_scatter as reduce_scatter
 from zerofx.ops.gradients import store_grad as store_grad
 from zerofx.ops.gradients import update as update
+from zerofx.ops.placed import embedding_rows as embedding_rows
+from zerofx.ops.placed import embedding_rows_backward as embedding_rows_backward
+from zerofx.ops.placed import gather_values as gather_values
+from zerofx.ops.placed import part as part
+from zerofx.ops.placed import reduce_values as reduce_values
+from zerofx.ops.placed import scatter_values as scatter_values
+from zerofx.ops.placed import swap_values as swap_values
 from zerofx.ops.shards import offload_grad as offload_grad
 from zerofx.ops.shards import read_shard as read_shard
 from zerofx.ops.shards import refresh_shard as refresh_shard

@@ -376,7 +376,7 @@ def _order_reduce(o: Order, node: fx.Node) -> None:
 
 
 def _order_scale(o: Order, node: fx.Node, label: str) -> None:
-    scale, world = argument(node, 3), o.program.world_size
+    scale, world = argument(node, 3), o.layout.mesh.num_data_ranks
     if scale != 1.0 / world:
         o.fail(
             node,

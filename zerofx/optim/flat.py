@@ -27,7 +27,7 @@ from zerofx.optim.runs import (
     name_of,
 )
 from zerofx.runtime.tensors.piece import CastCopy, Ledger, ParameterPiece, piece_of
-from zerofx.runtime.tensors.refuse import refuse_partial_norm
+from zerofx.runtime.tensors.refuse import refuse_partial_norm, refuse_parts
 
 # -- The global norm of gradients, and the factor that unscales and clips them within the update ---
 
@@ -70,6 +70,10 @@ def global_norm(work: Iterable[tuple[FlatRun, Tensor]]) -> Tensor:
         cut = [p for p in map(piece_of, run.params) if p is not None and p.is_cut]
         if cut:
             piece = min(cut, key=_order)
+            refuse_parts(
+                piece.ledger.layout, "max_grad_norm",
+                "clip with torch.nn.utils.clip_grad_norm_ before step()",
+            )  # fmt: skip
             sharded.setdefault(id(piece.ledger), []).append((piece, part))
         else:
             whole.append(part)

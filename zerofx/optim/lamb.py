@@ -23,6 +23,7 @@ from zerofx.optim.groups import check_adam_options, resolve_groups
 from zerofx.optim.runs import FlatRun, Work, overlaps, parts
 from zerofx.runtime.tensors.norms import LOW_PRECISION
 from zerofx.runtime.tensors.piece import ParameterPiece, piece_of
+from zerofx.runtime.tensors.refuse import refuse_parts
 
 _NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
 Groups = Sequence[tuple[dict[str, Any], Work]]
@@ -128,6 +129,7 @@ def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
     for param, number in rows.items():
         piece = piece_of(param)
         if piece is not None and piece.is_cut:
+            refuse_parts(piece.ledger.layout, "Lamb", "use AdamW")
             sharded.setdefault(id(piece.ledger), []).append(piece)
             numbers.setdefault(id(piece.ledger), []).append(number)
     for model, pieces in sharded.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from zerofx.errors import PlanError
-from zerofx.ir.facts import Fact as Fact
+from zerofx.ir.program import Fact as Fact
 from zerofx.ir.program import Planned
 from zerofx.plan.fields import nearest
 

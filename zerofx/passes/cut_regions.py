@@ -56,15 +56,17 @@ def _getitems_behind_producers(graph: fx.Graph) -> None:
 
 
 def _number(graph: fx.Graph) -> int:
-    region, place, is_kernel = -1, None, False
+    region, place, is_kernel, is_cut = -1, None, False, False
     for node in graph.nodes:
         if not is_compute(node):
+            is_cut |= node.op == "call_function"  # communication of values, between regions
             continue
         here = info(node).unit, info(node).tile
         if is_kernel or is_fused(node):
             begins = not _is_item_of_kernel(node)
         else:
             begins = here != place and not (region >= 0 and _follows(node, region))
+        begins, is_cut = begins or is_cut, False
         if begins:
             region, place, is_kernel = region + 1, here, is_fused(node)
         set_info(node, region=region)

@@ -21,6 +21,7 @@ from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
+from zerofx.passes.place import OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
@@ -71,8 +72,12 @@ PREPARE: list[Make] = [
     lambda s: Fuse(patterns=_patterns(s)),
     # before merge-tied as well: a sum over tiles rounds otherwise
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
+    # the same holds for a bias that is added behind a sum over ranks
+    lambda s: OpenProducts(parallel=s.plan.parallel),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
+    # behind the reference, which is of whole values; before anything counts what a rank holds
+    lambda s: Place(parallel=s.plan.parallel),
 ]
 PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
@@ -102,7 +107,7 @@ PLACE: list[Make] = [
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
     # after shard-parameters: it reads the shard placeholders
-    lambda s: ShardGradients(world_size=s.world_size),
+    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.tensor),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

@@ -32,7 +32,8 @@ def plan_layout(
     params = list(params)
     shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
-    layout = unit_layout(params, shard_size, replicate_size, persist)
+    tensor_size = plan.parallel.tensor
+    layout = unit_layout(params, shard_size, replicate_size, persist, tensor_size)
     if plan.memory_budget is not None and plan.bucket_bytes is None:
         sizes = [b.full_bytes for b in layout.buckets if not b.persistent]
         bucket_bytes = min(bucket_bytes, max(sizes, default=0))
@@ -116,6 +117,7 @@ def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitP
             p.compute_dtype,
             reduce_dtype if p.dtype in LOW_OR_SINGLE else None,
             p.tile,
+            p.part,
         )
         for p in params
     ]

@@ -48,7 +48,12 @@ class ShardGradients(Pass):
         graph = program.graph(BACKWARD)
         where = spans(graph)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
-        order = sorted(by_bucket, key=lambda b: max(_region(n) for _, n in by_bucket[b]))
+        place = {n: i for i, n in enumerate(graph.nodes)}
+
+        def made(node: fx.Node) -> int:
+            return place[_end(node, where)]
+
+        order = sorted(by_bucket, key=lambda b: max(made(n) for _, n in by_bucket[b]))
         stored = []
         for index in order:
             bucket = program.layout.buckets[index]
@@ -70,14 +75,15 @@ class ShardGradients(Pass):
     ) -> fx.Node:
         layout = program.layout
         fields = {"phase": Phase.BACKWARD, "unit": bucket.label(), "index": bucket.index}
-        groups: dict[int, list[tuple[str, fx.Node]]] = {}
+        groups: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
         for name, node in grads:
-            groups.setdefault(_region(node), []).append((name, node))
+            groups.setdefault(_end(node, where), []).append((name, node))
+        place = {n: i for i, n in enumerate(graph.nodes)}
         covered = len(grads) == len(bucket.params)
         packed: fx.Node | None = None
-        for region in sorted(groups):
-            anchor = where[region].last.next if region in where else _body(graph)
-            offsets = [layout.where[n][1].offset for n, _ in groups[region]]
+        for end in sorted(groups, key=place.__getitem__):
+            anchor = _body(graph) if end.op == "placeholder" else end.next
+            offsets = [layout.where[n][1].offset for n, _ in groups[end]]
             with graph.inserting_before(anchor):
                 if packed is None:
                     arguments = (shard, bucket.index, bucket.numel, not covered)
@@ -85,7 +91,7 @@ class ShardGradients(Pass):
                         graph, ops.grad_buffer, arguments, named=_cast(bucket, bucket.reduce_dtype)
                     )
                     set_info(packed, **fields)
-                packed = call(graph, ops.pack, (packed, [n for _, n in groups[region]], offsets))
+                packed = call(graph, ops.pack, (packed, [n for _, n in groups[end]], offsets))
                 set_info(packed, **fields)
         assert packed is not None
         reduce = _REDUCE[reduction.kind_over(reduction.first_axis(layout.mesh))]
@@ -108,9 +114,11 @@ def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {} if bucket.reduce_dtype is bucket.dtype else {"dtype": dtype}
 
 
-def _region(node: fx.Node) -> int:
-    region = info(root_producer(node)).region
-    return -1 if region is None else region
+def _end(node: fx.Node, where: dict[int, Span]) -> fx.Node:
+    """Return the node behind which a gradient is there: its region's last one, or its own."""
+    source = root_producer(node)
+    region = info(source).region
+    return source if region is None else where[region].last
 
 
 def _body(graph: fx.Graph) -> fx.Node:

@@ -12,6 +12,7 @@ from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, erase_unused
 from zerofx.ir.meta import Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
+from zerofx.ir.spec import spec_of
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
 from zerofx.passes.base import Fact, Pass, Report
@@ -44,13 +45,17 @@ class ShardParameters(Pass):
         gathers = 0
         for graph in (g for g in (FORWARD, BACKWARD) if g in program.graphs):
             where = spans(program.graph(graph))
+            place = {n: i for i, n in enumerate(program.graph(graph).nodes)}
             given = program.placeholders(graph)
             for index, params in sorted(bucket_uses(program, graph).items()):
                 bucket = layout.buckets[index]
                 shard = _shard_placeholder(program, graph, bucket, given)
                 given.append(shard)
+                alone = [u for p in params for u in p.users if spec_of(u) is not None]
                 for stretch in self._stretches(params, bucket):
                     first = where[min(stretch)].first if stretch else None
+                    if alone and (first is None or place[alone[0]] < place[first]):
+                        first = min(alone, key=place.__getitem__)
                     self._insert(program, graph, bucket, shard, params, stretch, first)
                     gathers += 1
             for node in program.placeholders(graph, Role.PARAM):

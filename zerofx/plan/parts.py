@@ -25,6 +25,7 @@ from zerofx.plan.fields import (
 )
 
 _dtype = one_of("fp32", "bf16", "fp16")
+_STYLE = re.compile(r"whole|(colwise|rowwise)(/[1-9]\d*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +225,68 @@ class Offload:
         chosen = {
             f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
         }
+        return chosen or "none"
+
+
+def _style(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not _STYLE.fullmatch(value):
+        raise refuse(where, value, "are 'colwise', 'rowwise' and 'whole', or 'colwise/3' in groups")
+    return value
+
+
+def _placements(where: str, value: Any) -> str | Patterns:
+    if isinstance(value, Mapping):
+        return patterns(_style)(where, value)
+    return one_of("auto")(where, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Over how many ranks a model's own layers are cut.
+
+    tensor: ranks that share each layer (tensor parallelism); they need the same samples.
+    sequence: between layers, each of them has a part of the sequence (sequence parallelism).
+    placements: "auto" takes the plan of a transformers model, or knows layers by their names; or
+        {name pattern of modules: "colwise", "rowwise", "whole"}, for all others as "auto".
+        "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence.
+    """
+
+    tensor: int = spec_field(1, whole(1))
+    sequence: bool = spec_field(False, flag)
+    placements: str | Patterns = spec_field("auto", _placements)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "Plan.parallel")
+        if self.sequence and self.tensor == 1:
+            raise PlanError(
+                "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
+                "the ranks of the tensor axis; set tensor, or drop sequence"
+            )
+
+    @classmethod
+    def read(cls, where: str, value: Any) -> Parallel:
+        """Read None or "none", a mapping of fields, or a Parallel."""
+        if isinstance(value, cls):
+            return value
+        if value is None or value == "none":
+            return cls()
+        if isinstance(value, Mapping):
+            check_names("parallel", value, [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        raise refuse(
+            where, value, "are 'none', a mapping or a Parallel", 'for example {"tensor": 2}'
+        )
+
+    def to_plain(self) -> Any:
+        """Return "none", or the fields that were set."""
+        fields = dataclasses.fields(self)
+        chosen = {
+            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
+        }
+        if isinstance(self.placements, Patterns):
+            chosen["placements"] = dict(self.placements)
         return chosen or "none"
 
 

@@ -33,6 +33,7 @@ from zerofx.plan.fields import (
 )
 from zerofx.plan.parts import (
     Offload,
+    Parallel,
     Precision,
     read_activations,
     read_dynamic,
@@ -74,6 +75,7 @@ class Plan:
     ignored_params: name patterns of parameters that are left to the user, as fully_shard's
         ignored_params are: not sharded and not moved, and their gradients are each rank's own.
     shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
+    parallel: over how many ranks the layers themselves are cut; see `Parallel`.
     differentiate: "loss", or "all" float outputs. With "all", an output that is left out of the
         loss gives its parameters zero gradients, where eager leaves None.
     outputs: "all", or "loss": other outputs are not computed for the caller.
@@ -113,6 +115,7 @@ class Plan:
     units: str | tuple[str, ...] = spec_field("auto", read_units)
     ignored_params: tuple[str, ...] = spec_field((), read_ignored)
     shard_axis_size: int | None = spec_field(None, optional(whole(1)))
+    parallel: Parallel = spec_field(None, Parallel.read)
     differentiate: str = spec_field("loss", one_of("loss", "all"))
     outputs: str = spec_field("all", one_of("all", "loss"))
     update: str = spec_field("step", one_of("step", "in-backward"))
@@ -143,6 +146,7 @@ class Plan:
             units: str | Sequence[str] = ...,
             ignored_params: str | Sequence[str] = ...,
             shard_axis_size: int | None = ...,
+            parallel: Parallel | Mapping[str, Any] | str | None = ...,
             differentiate: str = ...,
             outputs: str = ...,
             update: str = ...,
@@ -176,8 +180,16 @@ class Plan:
         """Return (ranks a bucket is sharded over, copies of each shard) in a world.
 
         Raises:
-            PlanError: shard_axis_size does not divide world_size; the message names both.
+            PlanError: parallel.tensor, or shard_axis_size, does not divide world_size; the message
+                names both.
         """
+        tensor = self.parallel.tensor
+        if world_size % tensor:
+            raise PlanError(
+                f"Plan.parallel.tensor = {tensor} does not divide the world of {world_size} ranks; "
+                "use a divisor, or start another number of ranks"
+            )
+        world_size //= tensor
         shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
         if world_size % shard_size:
             raise PlanError(
@@ -277,7 +289,7 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, (Precision, Offload)):
+    if isinstance(value, (Precision, Offload, Parallel)):
         return value.to_plain()
     if name in _SIZES and value is not None:
         return exact_bytes(value)

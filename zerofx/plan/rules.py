@@ -32,6 +32,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
         )
     yield from _against_offload(plan)
     yield from _against_tiling(plan)
+    yield from _against_parallel(plan)
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
@@ -49,10 +50,11 @@ def contradictions(plan: Plan) -> Iterator[str]:
 def lets_sizes_vary(plan: Plan) -> bool:
     """Tell whether programs of a plan may serve several sizes of their inputs.
 
-    A CUDA graph replays one call, fused kernels are chosen by size, and values that wait on NVMe
-    have files of one size.
+    A CUDA graph replays one call, fused kernels are chosen by size, values that wait on NVMe have
+    files of one size, and values are cut over a tensor axis at sizes that are known.
     """
     is_fixed = plan.cuda_graph or plan.numerics == "fast" or plan.offload.activations == "nvme"
+    is_fixed |= plan.parallel.tensor > 1
     return plan.dynamic != "off" and not is_fixed
 
 
@@ -111,6 +113,26 @@ def _against_offload(plan: Plan) -> Iterator[str]:
             f"{plan.offload.optimizer!r}: what runs one step late are updates that backward starts "
             "on the host; use update='in-backward' and optimizer='cpu', or drop delayed"
         )
+
+
+def _against_parallel(plan: Plan) -> Iterator[str]:
+    if plan.parallel.tensor == 1:
+        return
+    others = {
+        "tiling": plan.tiling != "off",
+        "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
+        "memory_budget": plan.memory_budget is not None,
+        "update = 'in-backward'": plan.update == "in-backward",
+        "cuda_graph": plan.cuda_graph,
+        "precision.loss_scale": plan.precision.loss_scale is not None,
+        "ignored_params": bool(plan.ignored_params),
+    }
+    for name, is_set in others.items():
+        if is_set:
+            yield (
+                f"Plan.parallel.tensor = {plan.parallel.tensor} does not go with {name} yet; leave "
+                "one of the two out"
+            )
 
 
 def _against_tiling(plan: Plan) -> Iterator[str]:

@@ -183,6 +183,10 @@ class Gradients:
         if bucket in self._targets:  # p.grad's own memory: what it shows are the views
             shown = self._store.grads.views(bucket)
             places: Sequence[Tensor] = [shown[i] for i in params]
+            if self._layout.is_cut:  # then p.grad shows flat memory
+                members = self._layout.buckets[bucket].params
+                flats = zip(places, params, strict=True)
+                places = [local_of(p).view(members[i].shape) for p, i in flats]
         else:
             places = self._views.params(buffer, bucket, params)
         self._packed[bucket] += (params,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 from zerofx.comm.board import NO_GRAPH
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
 from zerofx.compat.tensors import as_own_tensor, memory_range, version_of
-from zerofx.errors import CaptureError, GradientError
+from zerofx.errors import CaptureError, GradientError, ShardError
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
 from zerofx.runtime.turns import ADDED, DISCARDED, RETURNED
@@ -112,6 +113,7 @@ class Executable:
         # What a program that was given up needs again for the backward of an earlier forward.
         self.slots: Sequence[int] = ()
         self._anchor = engine.gradients.anchor()
+        self._has_compared = False
         self._written = [int(where) for kind, where in contract.updates if kind == "input"]
 
     def __call__(self, leaves: list[Any]) -> list[Tensor]:
@@ -167,6 +169,8 @@ class Executable:
         else:
             state = f"buckets to gather again={engine.stale()}"
             self._agree(f"{kind} of {self.contract.label}", state)
+        if not self._has_compared:
+            self._compare_inputs(call.leaves)
         with self._guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
@@ -184,6 +188,30 @@ class Executable:
         if engine.tally is not None:
             engine.tally(self, call, "forward")
         return outs
+
+    def _compare_inputs(self, leaves: Sequence[Any]) -> None:
+        """Raise at a program's first call unless ranks that share layers are given the same.
+
+        Raises:
+            ShardError: on all of them; names the input and what a sampler needs.
+        """
+        self._has_compared = True
+        axis = self.engine.world.axis("tensor")
+        if axis.size == 1:
+            return
+        mine = torch.stack([_digest(leaf) for leaf in leaves])
+        found = mine.new_empty(axis.size * mine.numel())
+        axis.all_gather(found, mine, "digests of inputs").wait()
+        differ = (found.view(axis.size, -1) != mine).any(0).nonzero().flatten().tolist()
+        if differ:
+            world = self.engine.world
+            raise ShardError(
+                f"{self.contract.label}: input {differ[0]} (counted from 0) differs between the "
+                f"{axis.size} ranks that share each layer (Plan.parallel.tensor), which need the "
+                "same samples. Divide them by DistributedSampler(dataset, num_replicas="
+                "model.zerofx.data_world, rank=model.zerofx.data_rank): here "
+                f"{world.data_size} and {world.data_rank}"
+            )
 
     def _watch(self, call: Call, outs: Sequence[Tensor]) -> list[tuple[str, Tensor, int]]:
         """Return what backward needs unchanged, as aliases: they share its version counter."""
@@ -418,11 +446,27 @@ class Executable:
         generator = _generator(world.device)
         seed = int(torch.randint(0, 2**62, (), generator=torch.default_generator))
         before = generator.get_state()
-        generator.manual_seed((seed + world.rank * 0x9E3779B97F4A7C15) % 2**63)
+        axis = world.axis("tensor")
+        if axis.size > 1:  # who shares a layer draws the same for what all of them have
+            box = torch.tensor([seed], device=world.device)
+            axis.broadcast(box, 0, "seed of what forward draws").wait()
+            seed = int(box)
+        generator.manual_seed((seed + world.data_rank * 0x9E3779B97F4A7C15) % 2**63)
         try:
             yield
         finally:
             generator.set_state(before)
+
+
+def _digest(leaf: Any) -> Tensor:
+    """Return a number that tells inputs apart: of a tensor's bytes and shape, int64 []."""
+    if not isinstance(leaf, Tensor):
+        return torch.tensor(zlib.crc32(repr(leaf).encode()))
+    flat = leaf.detach().cpu().contiguous().view(-1)
+    if not flat.numel():
+        return torch.tensor(zlib.crc32(str(tuple(leaf.shape)).encode()))
+    held = flat.view(torch.uint8).numpy().tobytes()
+    return torch.tensor(zlib.crc32(held, zlib.crc32(str(tuple(leaf.shape)).encode())))
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -20,6 +20,7 @@ from zerofx.comm.together import exchange, together
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
+from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.schema import DAMAGE
 from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
@@ -49,6 +50,10 @@ def load(
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
+    refuse_parts(
+        model.zerofx.layout, "zerofx.load",
+        "load a full state dict with model.load_state_dict, or zerofx.load_weights",
+    )  # fmt: skip
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.load", job.digest())
     found = _found(job)

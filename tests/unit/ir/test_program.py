@@ -10,8 +10,7 @@ from oracle_cases import Choice, captured
 from passes_compact import before
 
 import zerofx
-from zerofx.ir.facts import Fact
-from zerofx.ir.program import NO_BUCKETS, Captured, Planned, Program, Reference, Unproved
+from zerofx.ir.program import NO_BUCKETS, Captured, Fact, Planned, Program, Reference, Unproved
 from zerofx.passes.pipeline import run
 from zerofx.plan.plan import Plan
 

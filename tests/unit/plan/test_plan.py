@@ -107,6 +107,7 @@ def test_defaults_are_the_contract() -> None:
         "units": "auto",
         "ignored_params": [],
         "shard_axis_size": None,
+        "parallel": "none",
         "differentiate": "loss",
         "outputs": "all",
         "update": "step",

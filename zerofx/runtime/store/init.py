@@ -64,6 +64,9 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
     """Send rank 0's values of what a bucket has of `names`, flat, and keep this rank's slice."""
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]
+    if layout.tensor_size > 1:
+        _take_parts(store, tree, index, names)
+        return
     full = store.shards[index]
     is_apart = store.is_sharded or bucket.is_away
     if is_apart:
@@ -79,6 +82,18 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
     if is_apart:
         store.shards[index].copy_(full[lo:hi])
+
+
+def _take_parts(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
+    """Send rank 0's values one parameter at a time: ranks of the tensor axis keep other parts."""
+    world = store.world
+    for param in (p for p in store.layout.buckets[index].params if p.owner in names):
+        piece = store.pieces[param.owner]
+        whole = torch.empty(param.whole_shape, dtype=piece.bucket.dtype, device=world.device)
+        if world.rank == 0:
+            whole.copy_(tree.params[param.owner].detach())
+        world.broadcast(whole.view(-1), 0).wait()
+        store.local_view(param.owner).copy_(piece.cut(whole.view(-1)))
 
 
 Hook = Callable[..., Any]

@@ -60,7 +60,7 @@ def check_before(optimizer: Optimizer, layout: Layout, in_backward: bool) -> Non
     Raises:
         ShardError: names the optimizer and the reason.
     """
-    if layout.shard_size > 1:
+    if layout.is_cut:
         check_type(optimizer)
     if in_backward:
         updates.check_optimizer(optimizer)

@@ -125,7 +125,7 @@ class ShardStore:
 
     @property
     def is_sharded(self) -> bool:
-        return self.layout.shard_size > 1
+        return self.layout.is_cut
 
     @property
     def is_away(self) -> bool:

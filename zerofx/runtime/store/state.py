@@ -12,6 +12,7 @@ from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import Bucket
 from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
+from zerofx.runtime.tensors.piece import join_parts
 
 if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore
@@ -38,7 +39,7 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
         problem = error
     if store.homes.nvme is not None:
         tell(world, what, problem, NvmeError)
-    if not store.is_sharded:
+    if store.layout.shard_size == 1:
         return shard
     full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
     world.all_gather(full, shard.to(world.device)).wait()
@@ -66,6 +67,8 @@ class FullReader:
         for bucket, param in self._store.layout.owned[name]:
             rows = slice(None) if param.tile is None else slice(*param.tile.rows)
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
+            if param.part is not None:
+                part = join_parts(self._store.world, part, param.part)
             (whole if param.tile is None else whole[rows]).copy_(part)
             if param is bucket.params[-1]:
                 self._last = None  # it would stay on the device as long as this reader does
@@ -92,10 +95,13 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
     store.settle()
     for bucket in layout.buckets:
         full = gather_bucket(store, bucket, "state_dict (or a save)")
-        if rank0_only and world.rank != 0:
-            continue
+        is_for_us = not rank0_only or world.rank == 0
         for param in bucket.params:
             view = full[param.offset : param.end].view(param.shape)
+            if param.part is not None:
+                view = join_parts(world, view, param.part)
+            if not is_for_us:
+                continue
             if param.tile is None:
                 yield param.name, view.to("cpu", copy=True)
                 continue

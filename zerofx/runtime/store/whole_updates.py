@@ -35,6 +35,7 @@ from zerofx.errors import ArgumentError, ShardError
 from zerofx.layout.tiles import cut, spread
 from zerofx.runtime.store.tree import attributes_of
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, is_cut, piece_of
+from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.runtime.tensors.tensor import whole_of
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -161,6 +162,10 @@ class WholeUpdates:
         shares: dict[int, float] = {}
         for param in new:
             ledger = _piece(param).ledger
+            refuse_parts(
+                ledger.layout, f"{type(optimizer).__name__}, which steps on whole matrices,",
+                "use an optimizer that steps element by element, such as AdamW",
+            )  # fmt: skip
             size = ledger.layout.shard_size
             loads = self._loads.setdefault(id(ledger), [0] * size)
             shares[id(ledger)] = shares.get(id(ledger), sum(loads) / size) + param.numel() / size

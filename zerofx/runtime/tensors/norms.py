@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zerofx.compat.optim import is_clipping
 from zerofx.compat.tensors import foreach_norm, local_dtype, local_tensor, unscale_and_check
 from zerofx.errors import ShardError
 from zerofx.runtime.tensors.elementwise import ledger_of, with_refusing_backward
+from zerofx.runtime.tensors.piece import over_parts
 from zerofx.runtime.tensors.refuse import op_name, refuse_partial_norm
 from zerofx.runtime.tensors.tensor import ShardedTensor, handles, local_of, local_value, refuse
 
@@ -64,6 +66,7 @@ def global_norms(
     with torch.no_grad():
         local = _local_norms([local_tensor(t) for t in tensors], order, dtype)
         whole = _combine(tensors[0].zfx.gather_partials(local, what), order)
+        whole = over_parts([t.zfx for t in tensors], whole, partial(_combine, order=order))
         return list(whole.to(dtype or tensors[0].dtype).unbind())
 
 
@@ -152,9 +155,10 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
         refuse(func, args, kwargs)
     local, what = local_tensor(tensor), f"{name} of {tensor.zfx.name}"
     with torch.no_grad():
-        partial = _partial(local if dtype is None else local.to(dtype), name)
-        as_bytes = partial.to(torch.uint8) if partial.dtype == torch.bool else partial
+        here = _partial(local if dtype is None else local.to(dtype), name)
+        as_bytes = here.to(torch.uint8) if here.dtype == torch.bool else here
         whole = COMBINE[name](tensor.zfx.gather_partials(as_bytes.reshape(1), what))
+        whole = over_parts([tensor.zfx], whole.reshape(1), lambda t: COMBINE[name](t)[None])[0]
         if name == "mean":
             whole = whole / tensor.numel()
         if name in ("any", "all"):
@@ -183,7 +187,13 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
     func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")
-    found_inf.copy_(found.amax())
+    axis = piece.ledger.world.axis("tensor")
+    anywhere = found.amax().reshape(1)
+    if axis.size > 1:
+        flags = anywhere.new_empty(axis.size)
+        axis.all_gather(flags, anywhere, "GradScaler.unscale_").wait()
+        anywhere = flags.amax()
+    found_inf.copy_(anywhere.reshape(()))
 
 
 @handles(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
@@ -198,4 +208,5 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     mine = func(local, local_value(tensor, other, op_name(func)), *rest, **kwargs)
     votes = torch.tensor([mine], dtype=torch.uint8, device=local.device)
     what = f"{op_name(func)} of {tensor.zfx.name}"
-    return bool(tensor.zfx.gather_partials(votes, what).all())
+    mine_all = tensor.zfx.gather_partials(votes, what).amin(0)
+    return bool(over_parts([tensor.zfx], mine_all, lambda t: t.amin(0)).all())

@@ -265,7 +265,7 @@ for _kind in (ShardedParameter, ReplicatedParameter, UpdatedParameter):
 
 def make_piece(ledger: Ledger, name: str) -> ParameterPiece:
     """Return the piece of a parameter that the ledger's rank owns."""
-    kind = CutPiece if ledger.layout.shard_size > 1 else WholePiece
+    kind = CutPiece if ledger.layout.is_cut else WholePiece
     return kind.of(ledger, name)
 
 

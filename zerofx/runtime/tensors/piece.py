@@ -13,10 +13,11 @@ this rank holds of a tensor, what the user sees of flat memory, how the whole is
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -27,9 +28,11 @@ from torch import Tensor
 from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.errors import NvmeError, ShardError
 from zerofx.layout.buckets import Bucket, Layout, ParamSlice
+from zerofx.layout.placements import Part, join
 from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.store.updates import Updates
 from zerofx.runtime.tensors.checkpoint import Box, boxes_of
+from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.runtime.tiers.homes import Homes
 from zerofx.runtime.tiers.host_updates import HostUpdates
 
@@ -272,13 +275,26 @@ class ParameterPiece(ABC):
         """Return the parameter's range of the rank's flat shard of its bucket, or of its tiles."""
         return shard[self.shard_offset : self.shard_offset + self.length]
 
+    @property
+    def tensor_part(self) -> Part | None:
+        """How the parameter is cut over the tensor axis; then `ranges` are of a rank's part."""
+        return self.param.part
+
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        part = self.tensor_part
+        if part is not None:
+            whole = full.view(part.shape)
+            full = part.of(whole, self.ledger.world.axis("tensor").rank).reshape(-1)
         return cut(full, self.ranges)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The same elements as boxes of the parameter's own shape, in memory order."""
+        refuse_parts(
+            self.ledger.layout, f"torch.distributed.checkpoint of {self.name}",
+            "save zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict",
+        )  # fmt: skip
         return boxes_of(self.shape, self.ranges)
 
     def says(self) -> str:
@@ -322,9 +338,19 @@ class ParameterPiece(ABC):
         """
         ledger = self.ledger
         world, size = ledger.world, ledger.layout.shard_size
-        if size == 1:
+        part = self.tensor_part
+        if size == 1 and part is None:
             return local.clone().view(self.shape)
         world.agree(f"{what} of {self.name}", "")
+        if part is not None:
+            mine = local.clone() if size == 1 else self._of_shards(local, math.prod(part.local))
+            return join_parts(world, mine.view(part.local), part)
+        return self._of_shards(local, self.shape.numel()).view(self.shape)
+
+    def _of_shards(self, local: Tensor, numel: int) -> Tensor:
+        """Return all elements that the ranks of the shard axis have together, 1-D."""
+        ledger = self.ledger
+        world, size = ledger.world, ledger.layout.shard_size
         ranges = [self.ranges_of(r) for r in range(size)]
         lengths = [sum(stop - start for start, stop in mine) for mine in ranges]
         longest = max(lengths)
@@ -332,10 +358,10 @@ class ParameterPiece(ABC):
         share[: self.length].copy_(local)
         parts = share.new_empty(size * longest)
         world.all_gather(parts, share).wait()
-        full = local.new_empty(self.shape.numel())
+        full = local.new_empty(numel)
         for rank, (mine, length) in enumerate(zip(ranges, lengths, strict=True)):
             spread(full, mine, parts[rank * longest :][:length])
-        return full.view(self.shape)
+        return full
 
     @torch.no_grad()
     def whole_of_rows(self, rows: Tensor) -> Tensor:
@@ -350,6 +376,9 @@ class ParameterPiece(ABC):
                 alike.
         """
         ledger = self.ledger
+        refuse_parts(
+            ledger.layout, f"taking in rows of {self.name}", "load the full state dict on all ranks"
+        )
         world, size = ledger.world, ledger.layout.shard_size
         count, *inner = self.shape
         longest = -(-count // size)
@@ -371,7 +400,8 @@ class ParameterPiece(ABC):
     def gather_partials(self, partials: Tensor, what: str) -> Tensor:
         """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order.
 
-        It lies where `partials` do, which is off the device for a parameter that lives there.
+        It lies where `partials` do, which is off the device for a parameter that lives there. Over
+        the tensor axis they are another matter: `over_parts`.
         """
         world, size = self.ledger.world, self.ledger.layout.shard_size
         world.agree(what, f"{self.name}, {partials.numel()} values")
@@ -379,6 +409,37 @@ class ParameterPiece(ABC):
         out = mine.new_empty(size * mine.numel())
         world.all_gather(out, mine).wait()
         return out.view(size, -1).to(partials.device)
+
+
+@torch.no_grad()
+def over_parts(
+    pieces: Sequence[ParameterPiece], values: Tensor, combine: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `values` [n], one for each of the pieces, combined over the tensor axis.
+
+    Those of parameters that are whole there are equal on its ranks, and stay. A collective call
+    where the model has such an axis.
+    """
+    axis = pieces[0].ledger.world.axis("tensor")
+    if axis.size == 1:
+        return values
+    mine = values.contiguous().to(pieces[0].ledger.world.device)
+    found = mine.new_empty(axis.size * mine.numel())
+    axis.all_gather(found.view(-1), mine.view(-1), "partial values of parameters' parts").wait()
+    combined = combine(found.view(axis.size, -1))
+    are_cut = torch.tensor([p.tensor_part is not None for p in pieces], device=mine.device)
+    return torch.where(are_cut, combined, mine).to(values.device)
+
+
+@torch.no_grad()
+def join_parts(world: World, mine: Tensor, part: Part) -> Tensor:
+    """Return the whole parameter of which `mine` is this rank's part; a collective call."""
+    axis = world.axis("tensor")
+    share = mine.contiguous().to(world.device)
+    found = share.new_empty(axis.size * share.numel())
+    axis.all_gather(found, share.view(-1), "a parameter's parts").wait()
+    parts = [each.view(part.local) for each in found.view(axis.size, -1)]
+    return join(parts, part.cut).to(mine.device)
 
 
 class WholePiece(ParameterPiece):

@@ -307,8 +307,10 @@ def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
     # whose groups may be those of a process group that is gone.
     mesh = value.device_mesh
     local = value.to_local().to(mesh.device_type)
-    form = {"shape": value.shape, "stride": value.stride()}
-    return DTensor.from_local(local, mesh, value.placements, run_check=False, **form).full_tensor()
+    there = DTensor.from_local(
+        local, mesh, value.placements, shape=value.shape, stride=value.stride()
+    )
+    return there.full_tensor()
 
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:

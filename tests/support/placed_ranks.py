@@ -1,0 +1,147 @@
+"""Ranks of one axis as threads, in lockstep: each runs one graph, and they meet at conversions."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.comm.collectives import DONE, Axis, Work, ordered_sum
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.program import Program
+from zerofx.layout.placements import Cut, P, Placement, R, join, part
+from zerofx.runtime.graph_calls import GraphCalls
+
+
+class Meeting:
+    """Where the ranks of an axis leave tensors for each other."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = threading.Barrier(ranks)
+        self.box: list[Any] = [None] * ranks
+
+    def swap(self, rank: int, given: Any) -> list[Any]:
+        self.box[rank] = given
+        self.barrier.wait(timeout=60)
+        found = list(self.box)
+        self.barrier.wait(timeout=60)
+        return found
+
+
+class ThreadAxis(Axis):
+    """An axis whose ranks are threads."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting.ranks)
+        self.meeting = meeting
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str = "") -> Work:
+        out.copy_(torch.cat(self.meeting.swap(self.rank, shard.clone())))
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, scale: float, label: str = "") -> Work:
+        parts = self.meeting.swap(self.rank, full.clone())
+        mine = [p.view(self.size, -1)[self.rank] for p in parts]
+        ordered_sum(mine, out, scale)
+        return DONE
+
+    def all_reduce(
+        self, buf: Tensor, scale: float = 1.0, label: str = "", source: Tensor | None = None
+    ) -> Work:
+        parts = self.meeting.swap(self.rank, (buf if source is None else source).clone())
+        ordered_sum(parts, buf, scale)
+        return DONE
+
+    def all_to_all(self, receives: Any, sends: Any, label: str = "") -> Work:
+        given = self.meeting.swap(self.rank, [s.clone() for s in sends])
+        for mine, theirs in zip(receives, given, strict=True):
+            mine.copy_(theirs[self.rank])
+        return DONE
+
+
+class Keeping(fx.Interpreter):
+    """Keeps the value of every node."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.kept: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = self.kept[n] = super().run_node(n)
+        return found
+
+
+def run_whole(gm: fx.GraphModule, given: list[Tensor]) -> tuple[Any, dict[fx.Node, Any]]:
+    """Return the results of a whole graph, and every value."""
+    runner = Keeping(gm)
+    with torch.no_grad():
+        return runner.run(*given), runner.kept
+
+
+def run_ranks(
+    gm: fx.GraphModule, given: list[list[Tensor]]
+) -> tuple[list[Any], list[dict[fx.Node, Any]]]:
+    """Return each rank's results of one graph, and every value."""
+    meeting = Meeting(len(given))
+    results: list[Any] = [None] * len(given)
+    kept: list[Any] = [None] * len(given)
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        axis = ThreadAxis(rank, meeting)
+        engine = SimpleNamespace(world=SimpleNamespace(axis=lambda name: axis))
+        try:
+            with GraphCalls(engine).active():  # type: ignore[arg-type]
+                results[rank], kept[rank] = run_whole(gm, given[rank])
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError))
+    return results, kept
+
+
+def together(values: list[Any], lies: Any) -> Any:
+    """Return the whole value of what the ranks have."""
+    if isinstance(values[0], (tuple, list)):
+        pieces = zip(*values, strict=True)
+        each = lies if isinstance(lies, tuple) else [lies] * len(values[0])
+        return [together(list(v), at) for v, at in zip(pieces, each, strict=True)]
+    if values[0] is None or lies == R:
+        return values[0]
+    if lies == P:
+        return sum(values[1:], values[0])
+    assert isinstance(lies, Cut)
+    return join(values, lies)
+
+
+def cut_for(whole: Tensor, lies: Placement, rank: int, ranks: int) -> Tensor:
+    return part(whole, lies, rank, ranks) if isinstance(lies, Cut) else whole
+
+
+def values_of(program: Program, model: torch.nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return what a joint graph is given: the tangent of the loss is 1."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    found: list[Tensor] = []
+    for node in program.placeholders("joint"):
+        where = info(node)
+        if where.role is Role.PARAM:
+            found.append(params[where.name].detach())
+        elif where.role is Role.BUFFER:
+            found.append(buffers[where.name])
+        elif where.role is Role.INPUT:
+            found.append(inputs[where.name])
+        else:
+            found.append(torch.ones(tuple(value(node).shape)))
+    return found

@@ -1,0 +1,86 @@
+"""Small models of transformers, as their authors wrote them, for tests of tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def llama(**more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = {"num_key_value_heads": 4} | more
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=64, use_cache=False, **fields,
+        )
+    )  # fmt: skip
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=64, resid_pdrop=dropout, embd_pdrop=dropout,
+            attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64,
+            dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            image_size=16, patch_size=8, num_labels=4, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+MODELS = {
+    "llama": llama,
+    "grouped": lambda: llama(num_key_value_heads=2),
+    "gpt2": gpt2,
+    "dropout": lambda: gpt2(dropout=0.1),
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+}
+
+
+def batch(name: str, seed: int = 1) -> dict[str, Tensor]:
+    """Return one batch for a model, the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        pictures = torch.randn(2, 3, 16, 16, generator=generator)
+        return {"pixel_values": pictures, "labels": torch.tensor([1, 3])}
+    ids = torch.randint(0, 64, (2, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}

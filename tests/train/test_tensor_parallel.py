@@ -1,0 +1,175 @@
+"""Layers cut over ranks: unmodified models of transformers train as one plain process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tensor_models import MODELS, batch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerofx
+from zerofx.errors import ShardError
+from zerofx.plan.plan import Plan
+
+STEPS = 5
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def samples(name: str, step: int, rank: int) -> dict[str, Tensor]:
+    """Return what the ranks that share the layers have as number `rank` of the data ranks."""
+    given = batch(name, seed=100 * step + rank)
+    return given
+
+
+def train(name: str, optimizer: str, plan: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train on this rank; return the losses and norms, and the whole parameters."""
+    model = zerofx.compile(make(name), {"kernels": "aten", **plan})
+    own = model.zerofx
+    stepper = _optimizer(optimizer, model)
+    found: list[float] = []
+    for step in range(STEPS):
+        loss = model(**samples(name, step, own.data_rank)).loss
+        loss.backward()
+        found.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        stepper.step()
+        stepper.zero_grad()
+    return found, dict(zerofx.full_state_dict(model, rank0_only=False))
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+def plain(name: str, optimizer: str, data: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train one plain process on the samples of all data ranks."""
+    model = make(name)
+    stepper = _optimizer(optimizer, model)
+    found = []
+    for step in range(STEPS):
+        for rank in range(data):
+            (model(**samples(name, step, rank)).loss / data).backward()
+        found.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        stepper.step()
+        stepper.zero_grad()
+    return found, model.state_dict()
+
+
+def compare(found: Any, expected: Any, tolerance: float) -> None:
+    norms, state = found
+    assert norms == pytest.approx(expected[0], rel=1e-5)
+    assert state.keys() == expected[1].keys()
+    for key, theirs in expected[1].items():
+        torch.testing.assert_close(state[key], theirs, rtol=0, atol=tolerance, msg=key)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "plan"),
+    [
+        ("llama", 2, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        ("gpt2", 2, {"stage": 1, "parallel": {"tensor": 2}}),
+        slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("llama", 4, {"stage": 2, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("llama", 4, {"stage": 0, "parallel": {"tensor": 4, "sequence": True}}),
+        slow("grouped", 4, {"stage": 3, "parallel": {"tensor": 4}}),
+        slow("gpt2", 4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("bert", 4, {"stage": 2, "parallel": {"tensor": 2}}),
+        slow("t5", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
+        slow("llama", 2, {"stage": 3, "parallel": {"tensor": 2}, "activations": "recompute"}),
+    ],
+)
+def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:
+    for optimizer, tolerance in (("sgd", 2e-6), ("adamw", 1e-5)):
+        data = ranks // plan["parallel"]["tensor"]
+        expected = plain(name, optimizer, data)
+        for found in pool.run(ranks, train, name, optimizer, plan):
+            compare(found, expected, tolerance)
+
+
+def states() -> list[Any]:
+    """Give a whole state out, take it in again, and try what is not there yet."""
+    model = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batch("llama")).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = model.state_dict()
+    moments = zerofx.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    other = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
+    other.load_state_dict(state)
+    again = other.state_dict()
+    said = []
+    for refused in (
+        lambda: zerofx.save("run", model, optimizer),
+        lambda: zerofx.load("run", model, optimizer),
+        lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),
+    ):
+        try:
+            model(**batch("llama")).loss.backward()
+            refused()
+        except ShardError as error:
+            said.append(str(error))
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    numel = sum(p.to_local().numel() for p in model.parameters())
+    return [state, again, moments, shapes, numel, said]
+
+
+def test_states_go_out_and_in_whole(pool: Pool) -> None:
+    expected = make("llama")
+    stepper = torch.optim.AdamW(expected.parameters(), lr=1e-3)
+    expected(**batch("llama")).loss.backward()
+    stepper.step()
+    for state, again, moments, shapes, numel, said in pool.run(2, states):
+        assert shapes == {n: tuple(p.shape) for n, p in expected.named_parameters()}
+        assert numel < 0.6 * sum(p.numel() for p in expected.parameters())
+        for key, theirs in expected.state_dict().items():
+            torch.testing.assert_close(state[key], theirs, rtol=0, atol=1e-4, msg=key)
+            assert torch.equal(state[key], again[key]), key
+        first = next(iter(stepper.state.values()))["exp_avg"]
+        name = next(n for n, p in expected.named_parameters())
+        held = moments["state"][name] if name in moments["state"] else moments["state"][0]
+        torch.testing.assert_close(held["exp_avg"], first, rtol=1e-4, atol=1e-7)
+        assert len(said) == 3 and all("tensor axis" in each for each in said), said
+
+
+def other_samples() -> str:
+    model = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
+    with pytest.raises(ShardError) as caught:
+        model(**batch("llama", seed=model.zerofx.world.rank))
+    return str(caught.value)
+
+
+def test_a_wrong_sampler_is_named(pool: Pool) -> None:
+    for text in pool.run(2, other_samples):
+        assert "differs between the 2 ranks that share each layer" in text
+        assert "num_replicas=model.zerofx.data_world" in text
+
+
+def dropped() -> list[Tensor]:
+    model = MODELS["dropout"]()
+    model = zerofx.compile(model, Plan(parallel={"tensor": 2}, kernels="aten", stage=1))
+    torch.manual_seed(model.zerofx.world.rank)  # whatever the user's generators say
+    model(**batch("gpt2")).loss.backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    loss = model(**batch("gpt2")).loss.detach()
+    return [loss, *grads]
+
+
+def test_ranks_draw_alike(pool: Pool) -> None:
+    first, second = pool.run(2, dropped)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

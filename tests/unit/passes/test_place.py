@@ -1,0 +1,283 @@
+"""place: cut over the tensor axis, models that nobody wrote for it compute what they did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from placed_ranks import cut_for, run_ranks, run_whole, together, values_of
+from tensor_models import MODELS, batch, llama
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.analysis.time.traffic import traffic
+from zerofx.errors import PlanError, ProgramError
+from zerofx.hardware import hardware_for
+from zerofx.ir.meta import Role, info, value
+from zerofx.ir.placing import AXIS
+from zerofx.ir.program import JOINT, Planned
+from zerofx.ir.verify import verify
+from zerofx.layout.placements import Cut, R
+from zerofx.layout.styles import styles_of
+from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
+from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.order import Setting
+from zerofx.passes.pipeline import run
+from zerofx.passes.place import OpenProducts, Place
+from zerofx.plan.parts import Parallel
+from zerofx.plan.plan import Plan
+
+NAMES = ["llama", "gpt2", "bert", "t5", "vit"]
+
+
+@cache
+def captured(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model, zerofx.capture(model, (), batch(name), outputs="loss")
+
+
+def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
+    """Return a program before and behind the pass."""
+    _, program = captured(name)
+    whole = program.planned().clone()
+    OpenProducts(parallel).run(whole)
+    MergeTied().run(whole)
+    cut = whole.clone()
+    Place(parallel).run(cut)
+    for each in (whole, cut):
+        each.graphs[JOINT].graph.lint()
+        each.graphs[JOINT].recompile()
+    return whole, cut
+
+
+def check(name: str, parallel: Parallel) -> Planned:
+    """Run a placed graph on all ranks, and compare each value, joined, with the whole graph's."""
+    model, _ = captured(name)
+    whole, cut = placed(name, parallel)
+    given = values_of(whole, model, batch(name))
+    results, values = run_whole(whole.graphs[JOINT], given)
+    ranks = parallel.tensor
+    lies = [info(n).placed.gives for n in cut.placeholders(JOINT)]
+    each = [
+        [cut_for(v, at, rank, ranks) for v, at in zip(given, lies, strict=True)]
+        for rank in range(ranks)
+    ]
+    found, kept = run_ranks(cut.graphs[JOINT], each)
+    by_name = {n.name: v for n, v in values.items()}
+    compared = 0
+    for node in cut.graphs[JOINT].graph.nodes:
+        where = info(node).placed
+        if node.op != "call_function" or where is None or node.name not in by_name:
+            continue
+        got, expected = together([k[node] for k in kept], where.gives), by_name[node.name]
+        got, expected = ([v] if isinstance(v, Tensor) else v for v in (got, expected))
+        for mine, theirs in zip(got, expected, strict=True):
+            if isinstance(theirs, Tensor) and mine.shape == theirs.shape:
+                torch.testing.assert_close(
+                    mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=node: f"{n}: {m}"
+                )
+                compared += 1
+    assert compared > 100
+    for spec, *mine, expected in zip(whole.outputs[JOINT], *found, results, strict=True):
+        if expected is None:
+            continue
+        part = cut.params[spec.name].part if spec.role is Role.GRAD else None
+        got = together(mine, part.cut) if part else mine[0]
+        assert part or all(torch.equal(m, mine[0]) for m in mine), spec
+        torch.testing.assert_close(
+            got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}"
+        )
+    return cut
+
+
+def sent(program: Planned) -> Counter[tuple[str, str, str]]:
+    """Return the collectives by unit, phase and name."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for node in program.graph(JOINT).nodes:
+        op = str(node.target)
+        if op.startswith("zerofx.") and "_values" in op:
+            found[info(node).unit, info(node).phase.value, op.split(".")[1]] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_value_is_that_of_the_whole_graph(name: str, sequence: bool) -> None:
+    check(name, Parallel(tensor=2, sequence=sequence))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_on_four_ranks(name: str) -> None:
+    check(name, Parallel(tensor=4))
+    check(name, Parallel(tensor=4, sequence=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("llama", "model.layers.1"), ("gpt2", "transformer.h.1")]
+)
+def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
+    """Two all-reduces each way; with sequence parallelism a gather and a scatter for each of them,
+    and two gathers more in backward, of what forward had gathered (Korthikanti et al. 2022)."""
+    found = sent(check(name, Parallel(tensor=2)))
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if unit == layer}
+    assert mine == {("forward", "reduce_values"): 2, ("backward", "reduce_values"): 2}
+    found = sent(check(name, Parallel(tensor=2, sequence=True)))
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if unit == layer}
+    assert mine == {
+        ("forward", "gather_values"): 2, ("forward", "scatter_values"): 2,
+        ("backward", "gather_values"): 4, ("backward", "scatter_values"): 2,
+    }  # fmt: skip
+
+
+def test_fewer_heads_of_keys_than_ranks() -> None:
+    check("grouped", Parallel(tensor=4))
+
+
+def proved(name: str, plan: dict[str, Any], world: int, until: str | None = None) -> Planned:
+    setting = Setting(Plan(**plan), world, hardware_for("cpu", None))
+    return run(captured(name)[1], setting, until=until)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_it_is_proved(name: str, sequence: bool) -> None:
+    """The whole pipeline, each pass proved, over tensor 2 x data 2."""
+    parallel = {"tensor": 2, "sequence": sequence}
+    program = proved(name, {"parallel": parallel, "kernels": "aten", "stage": 3}, 4)
+    verify(program)
+    cut = [p for p in program.params.values() if p.part is not None]
+    assert len(cut) >= 8 and program.layout.mesh.sizes == (1, 2, 2)
+
+
+def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yield programs in each of which one conversion is another one, or gone."""
+    names = [n.name for n in program.graph(JOINT).nodes if n.target in CONVERSIONS]
+    for name in names[::3]:
+        for kind in ("gone", "twice", "axis", "dim", "groups", "other"):
+            changed = program.clone()
+            graph = changed.graph(JOINT)
+            node = next(n for n in graph.nodes if n.name == name)
+            source, _, *more = node.args
+            if kind == "gone":
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+            elif kind == "twice":
+                with graph.inserting_after(node):
+                    again = graph.node_copy(node, lambda n: n)
+                again.meta = dict(node.meta)
+                node.replace_all_uses_with(again)
+                again.args = (node, *node.args[1:])
+            elif kind == "axis":
+                node.args = (source, "shard", *more)
+            elif kind == "other" and node.target is not reduce_values:
+                node.target = {part: gather_values, gather_values: part}.get(
+                    node.target, node.target
+                )
+            elif more and kind == "dim":
+                node.args = (source, AXIS, (more[0] + 1) % value(node).dim(), *more[1:])
+            elif more and kind == "groups":
+                node.args = (source, AXIS, more[0], more[1] + 1, *more[2:])
+            else:
+                continue
+            if [n.args for n in graph.nodes] != [n.args for n in program.graph(JOINT).nodes] or (
+                kind == "other"
+            ):
+                yield f"{kind} {name}", changed
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_wrong_conversions_are_refused(sequence: bool) -> None:
+    plan = {"parallel": {"tensor": 2, "sequence": sequence}, "kernels": "aten"}
+    program = proved("llama", plan, 2, until="place")
+    verify(program)
+    tried = 0
+    for what, mutant in mutants(program):
+        same = str(mutant.graph(JOINT)) == str(program.graph(JOINT))
+        if same:
+            continue
+        tried += 1
+        with pytest.raises(ProgramError):
+            verify(mutant)
+            pytest.fail(f"{what} is accepted")
+    assert tried > 10
+
+
+def test_memory_and_time_are_told() -> None:
+    plan = {"kernels": "aten", "stage": 3}
+    whole = proved("llama", plan, 2)
+    cut = proved("llama", plan | {"parallel": {"tensor": 2}}, 4)
+    assert cut.memory().peak_bytes < whole.memory().peak_bytes
+    sent = traffic(cut).kinds
+    assert sent["all_reduce"].calls >= 9 and sent["all_gather"].calls > 0
+    assert zerofx.predict(cut, hardware="dgx-h100").step_us > 0
+    assert "AR values" in str(cut.schedule())
+
+
+def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
+    program = captured("dropout")[1]
+    setting = Setting(Plan(parallel={"tensor": 2}), 2, hardware_for("cpu", None))
+    made = run(program, setting, until="place")
+    drawn = [n for n in made.graph(JOINT).nodes if info(n).is_random]
+    assert drawn and all(info(a).placed.gives == R for n in drawn for a in n.all_input_nodes)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parallel": {"tensor": 0}}, "Plan.parallel.tensor"),
+        ({"parallel": {"tensors": 2}}, "tensor"),
+        ({"parallel": {"sequence": True}}, "set tensor, or drop sequence"),
+        ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' in groups"),
+        ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not go with tiling yet"),
+        ({"parallel": {"tensor": 2}, "offload": {"optimizer": "cpu"}}, "does not go with offload"),
+    ],
+)
+def test_plans_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan(**fields)
+
+
+def test_a_world_that_does_not_divide() -> None:
+    with pytest.raises(PlanError, match="tensor = 4 does not divide the world of 6 ranks"):
+        proved("llama", {"parallel": {"tensor": 4}}, 6)
+
+
+def test_one_process_is_told() -> None:
+    with pytest.raises(PlanError, match="this is a single process; launch"):
+        zerofx.compile(llama(), {"parallel": {"tensor": 2}})
+
+
+def test_an_emitted_one_is_not_loaded_back(tmp_path: Path) -> None:
+    program = proved("llama", {"parallel": {"tensor": 2}, "kernels": "aten"}, 2)
+    program.emit(tmp_path)
+    assert "rt.reduce_values(" in (tmp_path / "schedule.py").read_text()
+    with pytest.raises(ProgramError, match="cuts layers over 2 ranks"):
+        zerofx.load_program(tmp_path)
+
+
+def test_layers_are_known_by_the_names_that_implementations_use() -> None:
+    for name in ("gpt2", "bert", "t5", "vit"):
+        styles = styles_of(MODELS[name]())
+        assert {s.partition("/")[0] for s in styles.values()} == {"colwise", "rowwise"}, name
+    assert styles_of(MODELS["llama"]())["model.layers.0.self_attn.o_proj"] == "rowwise"
+    assert not styles_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_the_plan_says_what_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    placements = {"0": "colwise", "2": "rowwise"}
+    plan = Plan(parallel={"tensor": 2, "placements": placements}, differentiate="all")
+    program = zerofx.capture(model, (torch.randn(4, 8),), differentiate="all")
+    made = run(program, Setting(plan, 2, hardware_for("cpu", None)))
+    cuts = {n: p.part.cut if p.part else None for n, p in made.params.items()}
+    assert cuts == {
+        "0.weight": Cut(0), "0.bias": Cut(0), "2.weight": Cut(1), "2.bias": None,
+    }  # fmt: skip
+    assert plan == Plan.from_dict(plan.to_dict()) and "placements" in plan.to_yaml()

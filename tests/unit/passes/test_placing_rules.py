@@ -1,0 +1,182 @@
+"""The rule table: each way of each operator, run on parts and joined, is the whole call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from placed_ranks import together
+from torch import Tensor
+
+from zerofx.ir.meta import Hole, filled
+from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
+from zerofx.layout.placements import Cut, P, Placement, R, fits, part
+
+aten = torch.ops.aten
+RANKS = 2
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) + 0.5
+
+
+def ids(*shape: int, top: int = 4) -> Tensor:
+    return torch.randint(0, top, shape)
+
+
+MASK = torch.rand(4, 6) > 0.5
+X, Y = rand(4, 6), rand(4, 6)
+Q, K, V = (torch.rand(2, 4, 3, 8) for _ in range(3))
+OUT, LSE = aten._scaled_dot_product_flash_attention_for_cpu(Q, K, V)
+NORMED, MEAN, RSTD = aten.native_layer_norm(rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)
+
+ONE = """
+neg detach alias clone _to_copy rsqrt sqrt reciprocal exp log cos sin tanh sigmoid silu gelu relu
+abs sgn erf logical_not hardtanh leaky_relu softplus elu mish hardswish
+""".split()
+TWO = "tanh_backward sigmoid_backward silu_backward gelu_backward maximum minimum logical_and logical_or".split()  # noqa: E501
+COMPARED = "eq ne le lt ge gt".split()
+
+CASES: list[tuple[Any, tuple[Any, ...]]] = [
+    *((getattr(aten, name).default, (X,)) for name in ONE),
+    *((getattr(aten, name).default, (X, Y)) for name in TWO),
+    *((getattr(aten, name).Tensor, (X, Y)) for name in (*COMPARED, "add", "sub", "mul", "div")),
+    *((getattr(aten, name).Scalar, (X, 1.0)) for name in COMPARED),
+    (aten.add.Tensor, (rand(2, 4, 6), rand(6))), (aten.mul.Tensor, (X, 3.0)),
+    (aten.mul.Tensor, (rand(4, 1), Y)), (aten.div.Tensor, (X, 2.0)),
+    (aten.add.Scalar, (X, 1.0)), (aten.sub.Scalar, (X, 1.0)), (aten.rsub.Scalar, (X, 1.0)),
+    (aten.mul.Scalar, (X, 2.0)), (aten.div.Scalar, (X, 2.0)),
+    (aten.pow.Tensor_Scalar, (X, 2)), (aten.pow.Tensor_Tensor, (X, Y)),
+    (aten.clamp.default, (X, 0.6, 1.0)), (aten.clamp_min.default, (X, 0.7)),
+    (aten.where.self, (MASK, X, Y)), (aten.masked_fill.Scalar, (X, MASK, 0.0)),
+    (aten.bitwise_and.Tensor, (MASK, ~MASK)), (aten.bitwise_or.Tensor, (MASK, ~MASK)),
+    (aten.bitwise_not.default, (MASK,)), (aten.threshold_backward.default, (X, Y, 0.8)),
+    (aten.hardtanh_backward.default, (X, Y, 0.6, 0.9)),
+    (aten.leaky_relu_backward.default, (X, Y, 0.1, False)),
+    (aten.softplus_backward.default, (X, Y, 1.0, 20.0)),
+    (aten.native_dropout_backward.default, (X, MASK, 2.0)),
+    (aten.view.default, (rand(2, 8, 4), [16, 4])), (aten.view.default, (rand(16, 12), [2, 8, 12])),
+    (aten.view.default, (rand(2, 3, 12), [2, 3, 4, 3])),
+    (aten.view.default, (rand(4, 12), [4, 3, 4])),
+    (aten._unsafe_view.default, (rand(8, 6), [2, 4, 6])), (aten.reshape.default, (X, [24])),
+    (aten.t.default, (X,)), (aten.transpose.int, (rand(2, 4, 6), 1, -1)),
+    (aten.permute.default, (rand(2, 4, 6), [2, 0, 1])), (aten.unsqueeze.default, (X, 1)),
+    (aten.squeeze.dim, (rand(4, 1, 6), 1)), (aten.squeeze.dims, (rand(4, 1, 6, 1), [1, 3])),
+    (aten.expand.default, (rand(4, 1, 6), [2, 4, 5, 6])),
+    (aten.slice.Tensor, (rand(4, 12), 1, 4, 8)), (aten.slice.Tensor, (rand(4, 12), 1, 0, 9999)),
+    (aten.slice.Tensor, (rand(4, 12), 0, 1, 3)), (aten.slice.Tensor, (rand(4, 12), 1, -6, None)),
+    (aten.slice_backward.default, (rand(4, 4), [4, 12], 1, 4, 8, 1)),
+    (aten.slice_backward.default, (rand(4, 12), [8, 12], 0, 2, 6, 1)),
+    (aten.select.int, (rand(4, 3, 6), 1, 2)), (aten.select_backward.default, (X, [4, 3, 6], 1, 2)),
+    (aten.split.Tensor, (rand(4, 12), 4, 1)),
+    (aten.split_with_sizes.default, (rand(4, 12), [6, 6], 1)),
+    (aten.split.Tensor, (rand(4, 12), 3, -1)), (aten.unbind.int, (rand(4, 3, 6), 1)),
+    (aten.cat.default, ([X, Y], 1)), (aten.cat.default, ([X, Y, X], 0)),
+    (aten.cat.default, ([torch.empty(0, dtype=torch.float64), X], -1)),
+    (aten.stack.default, ([X, Y], 1)),
+    (aten.mm.default, (rand(4, 6), rand(6, 8))), (aten.bmm.default, (rand(2, 4, 6), rand(2, 6, 8))),
+    (aten.addmm.default, (rand(8), rand(4, 6), rand(6, 8))),
+    (aten.addmm.default, (rand(4, 8), rand(4, 6), rand(6, 8))),
+    (aten.sum.dim_IntList, (rand(2, 4, 6), [0, 1])), (aten.sum.dim_IntList, (X, [1], True)),
+    (aten.sum.default, (X,)), (aten.mean.dim, (rand(2, 4, 6), [-1], True)),
+    (aten.amax.default, (rand(2, 4, 6), [1])), (aten.amin.default, (X, [0], True)),
+    (aten._softmax.default, (rand(2, 4, 6), -1, False)), (aten._log_softmax.default, (X, 1, False)),
+    (aten.cumsum.default, (X, 1)),
+    (aten._softmax_backward_data.default, (X, Y, 1, torch.float64)),
+    (aten._log_softmax_backward_data.default, (X, Y, -1, torch.float64)),
+    (aten.embedding.default, (rand(6, 4), ids(2, 4))),
+    (aten.embedding_dense_backward.default, (rand(2, 4, 6), ids(2, 4), 8, -1, False)),
+    (aten.embedding_dense_backward.default, (rand(2, 4, 6), ids(2, 4), 8, 0, True)),
+    (aten.index.Tensor, (rand(4, 6), [ids(8)])), (aten.gather.default, (X, 1, ids(4, 2))),
+    (aten.native_layer_norm.default, (rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)),
+    (aten.native_layer_norm_backward.default,
+     (rand(2, 4, 6), rand(2, 4, 6), [6], MEAN, RSTD, rand(6), rand(6), [True, True, True])),
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, (Q, K, V)),
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, (Q, K, V, 0.0, True)),
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+     (rand(2, 4, 3, 8).float(), Q, K, V, OUT, LSE, 0.0, False)),
+]  # fmt: skip
+
+
+def placements(x: Tensor) -> Iterator[Placement]:
+    yield R
+    if x.is_floating_point():
+        yield P
+    for dim, groups in itertools.product(range(x.dim()), (1, 2, 3)):
+        cut = Cut(dim, groups)
+        if fits(x.shape, cut, RANKS):
+            yield cut
+
+
+def laid(x: Tensor, lies: Placement, rank: int, seed: int) -> Tensor:
+    """Return what a rank has of a tensor that lies so; summands are drawn."""
+    if isinstance(lies, Cut):
+        return part(x, lies, rank, RANKS)
+    if lies == P:
+        generator = torch.Generator().manual_seed(seed)
+        first = torch.rand(x.shape, dtype=x.dtype, generator=generator)
+        return first if rank == 0 else x - first
+    return x
+
+
+def holed(args: Any) -> tuple[Any, list[Tensor]]:
+    """Return arguments with a hole for each tensor, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def hole(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+            return Hole(len(tensors) - 1)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(hole(a) for a in argument)
+        return argument
+
+    return hole(args), tensors
+
+
+def run(way: Way, call: WholeCall, tensors: list[Tensor]) -> Any:
+    """Run a way on all ranks; return the whole of what they give."""
+    found = []
+    for rank in range(RANKS):
+        mine = [
+            laid(t, n, rank, i) for i, (t, n) in enumerate(zip(tensors, way.needs, strict=True))
+        ]
+        args = way.args if way.args is not None else call.args
+        made = call.target(*filled(args, mine))
+        found.append(list(made) if isinstance(made, (list, tuple)) else made)
+    return together(found, way.gives)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: f"{n} {CASES[n][0]}")
+def test_every_way_gives_the_whole_result(number: int) -> None:
+    target, given = CASES[number]
+    args, tensors = holed(given)
+    whole = target(*given)
+    seen: set[Way] = set()
+    for now in itertools.product(*(list(placements(t)) for t in tensors[:3])):
+        now += (R,) * (len(tensors) - len(now))
+        if len(tensors) > 3:  # of many, those that are as large as the first lie as it does
+            now = tuple(now[0] if t.dim() == tensors[0].dim() else R for t in tensors)
+        operands = [Operand(tuple(t.shape), n) for t, n in zip(tensors, now, strict=True)]
+        call = WholeCall(target, tuple(args), {}, tuple(operands), whole, RANKS)
+        for way in ways(call):
+            if way in seen or way.op:
+                continue
+            seen.add(way)
+            got = run(way, call, tensors)
+            for mine, theirs in zip(
+                *([v] if isinstance(v, Tensor) else v for v in (got, whole)), strict=True
+            ):
+                if isinstance(theirs, Tensor):
+                    torch.testing.assert_close(
+                        mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, w=way: f"{w}: {m}"
+                    )
+    assert len(seen) > 1, "every rank does all of it"
+
+
+def test_every_rule_has_a_case() -> None:
+    tested = {target for target, _ in CASES}
+    assert not RULES.keys() - tested, RULES.keys() - tested

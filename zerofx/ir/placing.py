@@ -1,0 +1,847 @@
+"""Placing: in which ways an operator can run on values that are cut over an axis of the mesh.
+
+`ways(call)` is the rule table. A `Way` says how each tensor that a call reads lies over the ranks,
+what the call on one rank's parts is, and how its results lie then. Whoever runs a way on all ranks
+and puts the results together has what the whole call gives: so each rule is tested, for all its
+ways, and the proof of a placed program rests on that. An operator without a rule has one way: all
+that it reads is whole on every rank.
+
+The pass `place` picks a way for every call. `check_placed` is placement typing: it follows how
+each value lies from parameters, inputs and conversions, and accepts a call only as one of the ways.
+What a node notes of the whole call that it is a part of is checked against what the rule makes of
+that; the digests of the proof are of whole calls. So a program that passes computes on all ranks
+together what was captured: a sum that was left out, doubled or made over other dimensions leaves a
+value lying as no reader may take it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.meta import Hole, Placed, Role, filled, info, value
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
+from zerofx.ir.spec import Kind, spec_of
+from zerofx.ir.verify_fault import fault, name_of
+from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.layout.placements import Cut, P, Partial, Placement, R, fits, local_shape
+
+_aten = torch.ops.aten
+AXIS = "tensor"
+Results = Placement | tuple[Placement, ...]
+"""How what a call returns lies: one placement, or one for each tensor of a tuple."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a call reads: its whole shape, and how it lies now."""
+
+    shape: tuple[int, ...]
+    now: Placement
+
+    @property
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """A call on whole values. args, kwargs: as the operator takes them, a `Hole` for each tensor.
+
+    result: the whole result, a fake tensor or a sequence of such. hints: cuts of the result that
+        are worth a look though nothing that is read is cut so.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Operand, ...]
+    result: Any
+    ranks: int
+    hints: tuple[Cut, ...] = ()
+
+    def operand(self, position: int) -> Operand:
+        """Return the tensor at a position of the arguments."""
+        return self.operands[self.args[position].number]
+
+    def argument(self, position: int, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else default
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole result, where it is one tensor."""
+        return tuple(self.result.shape)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a call: how its tensors lie, its arguments on one rank, how results lie.
+
+    args: None for those of the whole call. op: the op of zerofx that one rank calls instead, by its
+    name, for a call whose part depends on which rank it is.
+    """
+
+    needs: tuple[Placement, ...]
+    gives: Results
+    args: tuple[Any, ...] | None = field(default=None, compare=False)
+    op: str = ""
+
+
+Rule = Callable[[WholeCall], Iterator[Way]]
+RULES: dict[Any, Rule] = {}
+
+
+def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
+    def note(rule: Rule) -> Rule:
+        for target in targets:
+            RULES[target] = rule
+        return rule
+
+    return note
+
+
+def ways(call: WholeCall) -> Iterator[Way]:
+    """Yield the ways in which a call can run: that of its rule, and whole on every rank."""
+    rule = RULES.get(call.target)
+    if rule is not None:
+        for way in rule(call):
+            cuts = zip(call.operands, way.needs, strict=True)
+            if all(fits(o.shape, c, call.ranks) for o, c in cuts if isinstance(c, Cut)):
+                yield way
+    yield whole_way(call)
+
+
+def whole_way(call: WholeCall) -> Way:
+    """Return the way in which every rank does all of a call."""
+    result = call.result
+    is_one = not isinstance(result, (list, tuple))
+    return Way((R,) * len(call.operands), R if is_one else (R,) * len(result))
+
+
+def _dim(dim: int, count: int) -> int:
+    return dim % count if count else dim
+
+
+# -- element by element ---------------------------------------------------------------------------
+_LINEAR = {
+    _aten.neg.default, _aten.detach.default, _aten.alias.default, _aten.clone.default,
+    _aten._to_copy.default, _aten.mul.Scalar, _aten.div.Scalar,
+}  # fmt: skip
+_SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
+_SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
+_POINT = {
+    *_LINEAR, *_SUMS, *_SCALED, _aten.add.Scalar, _aten.sub.Scalar, _aten.rsub.Scalar,
+    _aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.rsqrt.default, _aten.sqrt.default,
+    _aten.reciprocal.default, _aten.exp.default, _aten.log.default, _aten.cos.default,
+    _aten.sin.default, _aten.tanh.default, _aten.tanh_backward.default, _aten.sigmoid.default,
+    _aten.sigmoid_backward.default, _aten.silu.default, _aten.silu_backward.default,
+    _aten.gelu.default, _aten.gelu_backward.default, _aten.relu.default,
+    _aten.threshold_backward.default, _aten.abs.default, _aten.sgn.default, _aten.erf.default,
+    _aten.maximum.default, _aten.minimum.default, _aten.clamp.default, _aten.clamp_min.default,
+    _aten.where.self, _aten.masked_fill.Scalar, _aten.eq.Tensor, _aten.eq.Scalar,
+    _aten.ne.Tensor, _aten.ne.Scalar, _aten.le.Tensor, _aten.le.Scalar, _aten.lt.Tensor,
+    _aten.lt.Scalar, _aten.ge.Tensor, _aten.ge.Scalar, _aten.gt.Tensor, _aten.gt.Scalar,
+    _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_not.default,
+    _aten.logical_and.default, _aten.logical_or.default, _aten.logical_not.default,
+    _aten.hardtanh.default, _aten.hardtanh_backward.default, _aten.leaky_relu.default,
+    _aten.leaky_relu_backward.default, _aten.softplus.default, _aten.softplus_backward.default,
+    _aten.elu.default, _aten.mish.default, _aten.hardswish.default,
+    _aten.native_dropout_backward.default,
+}  # fmt: skip
+
+
+@rule_for(*_POINT)
+def _point(call: WholeCall) -> Iterator[Way]:
+    """A result's part comes from the parts of all that it reads; sums of summands are summands."""
+    shape, count = call.shape, len(call.operands)
+    is_linear = call.target in _LINEAR or (call.target in _SUMS and count == 2)
+    if is_linear or (call.target in _SCALED and count == 1 and call.args[0] == Hole(0)):
+        yield Way((P,) * count, P)
+    for cut in _candidates(call, shape):
+        yield Way(tuple(_seen(o, cut, shape) for o in call.operands), cut)
+
+
+def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
+    """Return the cuts of a result that an operand's own cut suggests, by dimension from the end."""
+    found: dict[Cut, None] = dict.fromkeys(call.hints)
+    for operand in call.operands:
+        if isinstance(operand.now, Cut):
+            dim = operand.now.dim + len(shape) - operand.dim
+            cut = Cut(dim, operand.now.groups)
+            if operand.shape[operand.now.dim] == shape[dim] and fits(shape, cut, call.ranks):
+                found[cut] = None
+    return found
+
+
+def _seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
+    """Return how an operand that is broadcast to `shape` lies where the result is cut."""
+    dim = cut.dim - (len(shape) - operand.dim)
+    is_broadcast = dim < 0 or (operand.shape[dim] == 1 and shape[cut.dim] != 1)
+    return R if is_broadcast else Cut(dim, cut.groups)
+
+
+# -- views ----------------------------------------------------------------------------------------
+@rule_for(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+def _view(call: WholeCall) -> Iterator[Way]:
+    x, shape = call.operand(0), call.shape
+    yield Way((P,), P)
+    if isinstance(x.now, Cut):
+        for cut in viewed(x.shape, shape, x.now):
+            if fits(shape, cut, call.ranks):
+                local = local_shape(shape, cut, call.ranks)
+                yield Way((x.now,), cut, (call.args[0], local))
+
+
+def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cut]:
+    """Yield the cuts of a view that hold what a cut of its source holds, in the same order.
+
+    Both shapes are divided into stretches of dimensions with equal products. Within its stretch a
+    cut keeps `outer` elements of dimensions before it, its groups included, whole.
+    """
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first_i, first_j = i, j
+        left = before[i] if i < len(before) else 1
+        right = after[j] if j < len(after) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        if first_i <= cut.dim < min(i, len(before)):
+            outer = math.prod(before[first_i : cut.dim]) * cut.groups
+            for dim in range(first_j, min(j, len(after))):
+                ahead = math.prod(after[first_j:dim])
+                if outer % ahead == 0 and after[dim] > 1:
+                    yield Cut(dim, outer // ahead)
+            return
+
+
+def _moved(to: Callable[[WholeCall, Cut], int | None]) -> Rule:
+    """Return the rule of a view that moves dimensions: `to` says where that of a cut goes."""
+
+    def rule(call: WholeCall) -> Iterator[Way]:
+        yield Way((P,), P)
+        now = call.operand(0).now
+        if isinstance(now, Cut) and (dim := to(call, now)) is not None:
+            yield Way((now,), Cut(dim, now.groups))
+
+    return rule
+
+
+def _t(call: WholeCall, cut: Cut) -> int:
+    return 1 - cut.dim if call.operand(0).dim == 2 else cut.dim
+
+
+def _transpose(call: WholeCall, cut: Cut) -> int:
+    count = call.operand(0).dim
+    a, b = (_dim(d, count) for d in call.args[1:3])
+    return {a: b, b: a}.get(cut.dim, cut.dim)
+
+
+def _permute(call: WholeCall, cut: Cut) -> int:
+    count = call.operand(0).dim
+    return [_dim(d, count) for d in call.args[1]].index(cut.dim)
+
+
+def _unsqueeze(call: WholeCall, cut: Cut) -> int:
+    return cut.dim + (_dim(call.args[1], len(call.shape)) <= cut.dim)
+
+
+def _squeeze(call: WholeCall, cut: Cut) -> int | None:
+    x = call.operand(0)
+    given = call.args[1]
+    dims = {_dim(d, x.dim) for d in (given if isinstance(given, (list, tuple)) else [given])}
+    gone = {d for d in dims if x.shape[d] == 1}
+    return None if cut.dim in dims else cut.dim - sum(d < cut.dim for d in gone)
+
+
+for _target, _to in {
+    _aten.t.default: _t, _aten.transpose.int: _transpose, _aten.permute.default: _permute,
+    _aten.unsqueeze.default: _unsqueeze, _aten.squeeze.dim: _squeeze, _aten.squeeze.dims: _squeeze,
+}.items():  # fmt: skip
+    rule_for(_target)(_moved(_to))
+
+
+@rule_for(_aten.expand.default)
+def _expand(call: WholeCall) -> Iterator[Way]:
+    x, shape = call.operand(0), call.shape
+    yield Way((P,), P)
+    if isinstance(x.now, Cut):
+        cut = Cut(x.now.dim + len(shape) - x.dim, x.now.groups)
+        if x.shape[x.now.dim] == shape[cut.dim]:
+            local = local_shape(shape, cut, call.ranks)
+            yield Way((x.now,), cut, (call.args[0], local, *call.args[2:]))
+
+
+@rule_for(_aten.slice.Tensor)
+def _slice(call: WholeCall) -> Iterator[Way]:
+    x = call.operand(0)
+    dim, start, stop, step = _slice_of(call.args[1:], x)
+    yield Way((P,), P)
+    now = x.now
+    if not isinstance(now, Cut):
+        return
+    size = x.shape[dim]
+    if now.dim != dim:
+        yield Way((now,), now)
+    elif step == 1 and (start, stop) == (0, size):
+        yield Way((now,), now, (call.args[0], dim, 0, size // call.ranks))
+    elif step == 1 and (stop - start) * now.groups == size and start % (stop - start) == 0:
+        here = start // call.ranks, stop // call.ranks
+        yield Way((now,), Cut(dim), (call.args[0], dim, *here))
+
+
+def _slice_of(given: Sequence[Any], x: Operand) -> tuple[int, int, int, int]:
+    completed: list[Any] = [*given, *(0, None, None, 1)[len(given) :]]
+    dim, start, stop, step = completed
+    dim = _dim(dim, x.dim)
+    size = x.shape[dim]
+    start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
+    stop = size if stop is None else min(max(stop + size if stop < 0 else stop, 0), size)
+    return dim, start, stop, step
+
+
+@rule_for(_aten.slice_backward.default)
+def _slice_backward(call: WholeCall) -> Iterator[Way]:
+    grad, (_, sizes, dim, start, stop, step) = call.operand(0), call.args
+    yield Way((P,), P)
+    now = grad.now
+    if not isinstance(now, Cut):
+        return
+    dim, start, stop, step = _slice_of((dim, start, stop, step), Operand(tuple(sizes), now))
+    if now.dim != dim:
+        yield Way((now,), now, (call.args[0], local_shape(sizes, now, call.ranks), *call.args[2:]))
+        return
+    size, width = sizes[dim], stop - start
+    if width and step == 1 and size % width == 0 and start % width == 0 and now.groups == 1:
+        cut = Cut(dim, size // width)
+        here = start // call.ranks, stop // call.ranks
+        local = local_shape(sizes, cut, call.ranks)
+        yield Way((now,), cut, (call.args[0], local, dim, *here, 1))
+
+
+@rule_for(_aten.select.int)
+def _select(call: WholeCall) -> Iterator[Way]:
+    x = call.operand(0)
+    dim = _dim(call.args[1], x.dim)
+    yield Way((P,), P)
+    if isinstance(x.now, Cut) and x.now.dim != dim:
+        yield Way((x.now,), Cut(x.now.dim - (dim < x.now.dim), x.now.groups))
+
+
+@rule_for(_aten.select_backward.default)
+def _select_backward(call: WholeCall) -> Iterator[Way]:
+    grad, (_, sizes, dim, index) = call.operand(0), call.args
+    dim = _dim(dim, len(sizes))
+    yield Way((P,), P)
+    if isinstance(grad.now, Cut):
+        cut = Cut(grad.now.dim + (dim <= grad.now.dim), grad.now.groups)
+        yield Way((grad.now,), cut, (call.args[0], local_shape(sizes, cut, call.ranks), dim, index))
+
+
+@rule_for(_aten.split.Tensor, _aten.split_with_sizes.default)
+def _split(call: WholeCall) -> Iterator[Way]:
+    x, size = call.operand(0), call.args[1]
+    dim, count = _dim(call.argument(2, 0), x.dim), len(call.result)
+    yield Way((P,), (P,) * count)
+    now = x.now
+    if not isinstance(now, Cut):
+        return
+    sizes = [size] * count if isinstance(size, int) else list(size)
+    if now.dim != dim:
+        yield Way((now,), (now,) * count)
+    elif len({*sizes}) == 1 and sum(sizes) == x.shape[dim] and count == now.groups:
+        here = sizes[0] // call.ranks
+        local = here if isinstance(size, int) else [here] * count
+        yield Way((now,), (Cut(dim),) * count, (call.args[0], local, dim))
+
+
+@rule_for(_aten.unbind.int)
+def _unbind(call: WholeCall) -> Iterator[Way]:
+    x, dim = call.operand(0), _dim(call.argument(1, 0), call.operand(0).dim)
+    count = len(call.result)
+    yield Way((P,), (P,) * count)
+    if isinstance(x.now, Cut) and x.now.dim != dim:
+        cut = Cut(x.now.dim - (dim < x.now.dim), x.now.groups)
+        yield Way((x.now,), (cut,) * count)
+
+
+@rule_for(_aten.cat.default)
+def _cat(call: WholeCall) -> Iterator[Way]:
+    count, dim = len(call.operands), _dim(call.argument(1, 0), len(call.shape))
+    yield Way((P,) * count, P)
+    empty = [o.shape == (0,) for o in call.operands]  # torch takes such a one with any others
+    for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
+        if cut.dim != dim:
+            yield Way(tuple(R if is_empty else cut for is_empty in empty), cut)
+    if any(empty):
+        return
+    if len({o.shape[dim] for o in call.operands}) == 1:
+        yield Way((Cut(dim),) * count, Cut(dim, count))
+
+
+@rule_for(_aten.stack.default)
+def _stack(call: WholeCall) -> Iterator[Way]:
+    count, dim = len(call.operands), _dim(call.argument(1, 0), len(call.shape))
+    yield Way((P,) * count, P)
+    for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
+        yield Way((cut,) * count, Cut(cut.dim + (dim <= cut.dim), cut.groups))
+
+
+# -- products -------------------------------------------------------------------------------------
+@rule_for(_aten.mm.default, _aten.bmm.default)
+def _product(call: WholeCall) -> Iterator[Way]:
+    a, b = call.operands
+    rows, inner = a.dim - 2, a.dim - 1
+    yield Way((P, R), P)
+    yield Way((R, P), P)
+    for groups in {_groups(a, rows), 1}:
+        yield Way((Cut(rows, groups), R), Cut(rows, groups))
+    for groups in {_groups(b, inner), 1}:
+        yield Way((R, Cut(inner, groups)), Cut(inner, groups))
+    for groups in {_groups(a, inner), _groups(b, rows), 1}:
+        yield Way((Cut(inner, groups), Cut(rows, groups)), P)
+    if a.dim == 3:
+        for groups in {_groups(a, 0), _groups(b, 0), 1}:
+            yield Way((Cut(0, groups), Cut(0, groups)), Cut(0, groups))
+
+
+def _groups(operand: Operand, dim: int) -> int:
+    now = operand.now
+    return now.groups if isinstance(now, Cut) and now.dim == dim else 1
+
+
+@rule_for(_aten.addmm.default)
+def _addmm(call: WholeCall) -> Iterator[Way]:
+    """Its bias is whole or cut with the columns; summands have theirs opened first (see place)."""
+    bias, a, b = call.operands
+    for groups in {_groups(a, 0), 1}:
+        if bias.dim == 1:
+            yield Way((R, Cut(0, groups), R), Cut(0, groups))
+    for groups in {_groups(b, 1), 1}:
+        yield Way((Cut(bias.dim - 1, groups), R, Cut(1, groups)), Cut(1, groups))
+
+
+# -- reductions -----------------------------------------------------------------------------------
+@rule_for(_aten.sum.dim_IntList)
+def _sum(call: WholeCall) -> Iterator[Way]:
+    x, dims = call.operand(0), _dims(call)
+    yield Way((P,), P)
+    if isinstance(x.now, Cut):
+        if x.now.dim in dims:
+            yield Way((x.now,), P)
+        else:
+            yield Way((x.now,), _left(x.now, dims, call))
+
+
+@rule_for(_aten.sum.default)
+def _sum_all(call: WholeCall) -> Iterator[Way]:
+    yield Way((P,), P)
+    now = call.operand(0).now
+    if isinstance(now, Cut):
+        yield Way((now,), P)
+
+
+@rule_for(_aten.mean.dim, _aten.amax.default, _aten.amin.default)
+def _along(call: WholeCall) -> Iterator[Way]:
+    x, dims = call.operand(0), _dims(call)
+    if call.target is _aten.mean.dim:
+        yield Way((P,), P)
+    if isinstance(x.now, Cut) and x.now.dim not in dims:
+        yield Way((x.now,), _left(x.now, dims, call))
+
+
+def _dims(call: WholeCall) -> set[int]:
+    count, given = call.operand(0).dim, call.argument(1)
+    return {_dim(d, count) for d in given} if given else {*range(count)}
+
+
+def _left(cut: Cut, dims: set[int], call: WholeCall) -> Cut:
+    """Return a cut behind a reduction over other dimensions."""
+    keeps = len(call.shape) == call.operand(0).dim
+    return cut if keeps else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.groups)
+
+
+@rule_for(_aten._softmax.default, _aten._log_softmax.default, _aten.cumsum.default)
+def _softmax(call: WholeCall) -> Iterator[Way]:
+    x = call.operand(0)
+    if isinstance(x.now, Cut) and x.now.dim != _dim(call.args[1], x.dim):
+        yield Way((x.now,), x.now)
+
+
+@rule_for(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
+def _softmax_backward(call: WholeCall) -> Iterator[Way]:
+    grad, out = call.operands
+    yield Way((P, R), P)
+    for cut in {o.now: None for o in (grad, out) if isinstance(o.now, Cut)}:
+        if cut.dim != _dim(call.args[2], out.dim):
+            yield Way((cut, cut), cut)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+@rule_for(_aten.embedding.default)
+def _embedding(call: WholeCall) -> Iterator[Way]:
+    table, ids = call.operands
+    if table.now == Cut(0):
+        rows = table.shape[0] // call.ranks
+        yield Way((Cut(0), R), P, (*call.args[:2], AXIS, rows), "embedding_rows")
+    for groups in {_groups(table, 1), 1}:
+        yield Way((Cut(1, groups), R), Cut(ids.dim, groups))
+    if isinstance(ids.now, Cut):
+        yield Way((R, ids.now), ids.now)
+
+
+@rule_for(_aten.embedding_dense_backward.default)
+def _embedding_backward(call: WholeCall) -> Iterator[Way]:
+    grad, ids = call.operands
+    yield Way((P, R), P)
+    if call.args[4]:  # by the frequency of each row, which all ids make
+        return
+    if call.args[2] % call.ranks == 0:
+        rows, padding = call.args[2] // call.ranks, call.args[3]
+        args = (*call.args[:2], AXIS, rows, padding)
+        yield Way((R, R), Cut(0), args, "embedding_rows_backward")
+    last = grad.dim - 1
+    for groups in {_groups(grad, last), 1}:
+        yield Way((Cut(last, groups), R), Cut(1, groups))
+    for cut in {o.now: None for o in (grad, ids) if isinstance(o.now, Cut) and o.now.dim != last}:
+        yield Way((cut, cut), P)
+
+
+@rule_for(_aten.index.Tensor)
+def _index(call: WholeCall) -> Iterator[Way]:
+    """Rows picked by one whole index along the first dimension."""
+    x, indices = call.operand(0), call.args[1]
+    if len(call.operands) != 2 or not isinstance(indices[0], Hole):
+        return
+    ids = call.operands[1]
+    yield Way((P, R), P)
+    if isinstance(x.now, Cut) and x.now.dim > 0 and len(call.shape) == x.dim - 1 + ids.dim:
+        yield Way((x.now, R), Cut(x.now.dim - 1 + ids.dim, x.now.groups))
+
+
+@rule_for(_aten.gather.default)
+def _gather(call: WholeCall) -> Iterator[Way]:
+    x, ids = call.operands
+    dim = _dim(call.args[1], x.dim)
+    yield Way((P, R), P)
+    for cut in {o.now: None for o in (x, ids) if isinstance(o.now, Cut)}:
+        if cut.dim != dim and x.shape[cut.dim] == ids.shape[cut.dim]:
+            yield Way((cut, cut), cut)
+
+
+# -- layers ---------------------------------------------------------------------------------------
+@rule_for(_aten.native_layer_norm.default)
+def _layer_norm(call: WholeCall) -> Iterator[Way]:
+    x, normed = call.operand(0), len(call.args[1])
+    if isinstance(x.now, Cut) and x.now.dim < x.dim - normed:
+        rest = (R,) * (len(call.operands) - 1)
+        yield Way((x.now, *rest), (x.now,) * 3)
+
+
+@rule_for(_aten.native_layer_norm_backward.default)
+def _layer_norm_backward(call: WholeCall) -> Iterator[Way]:
+    grad, x, normed = call.operand(0), call.operand(1), len(call.args[2])
+    for cut in {o.now: None for o in (x, grad) if isinstance(o.now, Cut)}:
+        if cut.dim < x.dim - normed:
+            rest = (R,) * (len(call.operands) - 4)
+            yield Way((cut,) * 4 + rest, (cut, P, P))
+
+
+_HEADS = (0, 1)  # of [batch, heads, length, width]: attention is one for each
+
+
+@rule_for(_aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(call: WholeCall) -> Iterator[Way]:
+    yield from _by_heads(call, call.operand(0), given=3)
+
+
+@rule_for(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(call: WholeCall) -> Iterator[Way]:
+    yield from _by_heads(call, call.operand(1), given=6)
+
+
+def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
+    """Cut queries, keys, values and all that goes with them by batch or head, a mask if it can be.
+
+    Keys have as many heads as queries, else a rank's queries would need another's keys.
+    """
+    cuts = [query.now] if isinstance(query.now, Cut) else []
+    for cut in dict.fromkeys([*cuts, Cut(1), Cut(0)]):
+        if cut.dim not in _HEADS or not fits(query.shape, cut, call.ranks):
+            continue
+        first = call.operands[:given]
+        if any(o.shape[cut.dim] != query.shape[cut.dim] for o in first):
+            continue
+        masks = tuple(
+            cut if o.dim == 4 and o.shape[cut.dim] > 1 else R for o in call.operands[given:]
+        )
+        yield Way((cut,) * given + masks, (cut,) * len(call.result))
+
+
+# -- checking -------------------------------------------------------------------------------------
+def item(gives: Results, index: int) -> Placement:
+    """Return how one result of several lies."""
+    return gives[index] if isinstance(gives, tuple) else gives
+
+
+def is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def is_partial(placement: Placement) -> bool:
+    return isinstance(placement, Partial)
+
+
+def check_placed(program: Planned) -> None:
+    """Check how the values of a program lie, where the pass `place` has cut any.
+
+    Raises:
+        ProgramError: names the value, how it lies, and what was needed.
+    """
+    if Fact.PLACED not in program.facts or program.plan.parallel.tensor == 1:
+        return
+    saved: list[Any] = []
+    for name in (JOINT, FORWARD, BACKWARD):
+        if name in program.graphs:
+            saved = _Typing(program, name, saved).run()
+
+
+class _Typing:
+    """Walks one graph. lies: node -> placement, or one for each tensor of a tuple; None: no value.
+
+    shapes: node -> whole shape, or one for each. saved: how what forward saved lies, with shapes.
+    """
+
+    def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
+        self.program, self.name, self.saved = program, name, saved
+        self.ranks = program.plan.parallel.tensor
+        self.lies: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, Any] = {}
+        self.at = {(b.index, p.offset): p for b in program.layout.buckets for p in b.params}
+
+    def run(self) -> list[Any]:
+        kept: list[Any] = []
+        for node in self.program.graph(self.name).nodes:
+            if node.op == "output":
+                kept = self._results(node)
+            elif node.op == "placeholder":
+                self._note(node, *self._given(node))
+            elif node.op == "get_attr":
+                self._note(node, R, _shape(node))
+            elif is_item(node):
+                source, index = node.args
+                shape = self.shapes[source]  # type: ignore[index]
+                lies = self.lies[source]  # type: ignore[index]
+                self._note(node, item(lies, index), shape[index] if shape else _shape(node))  # type: ignore[arg-type,index]
+            elif (spec := spec_of(node)) is not None and info(node).placed is None:
+                self._op(node, spec)
+            elif spec is not None and spec.lies is not None:
+                self._conversion(node, spec)
+            else:
+                self._call(node)
+        return kept
+
+    def _note(self, node: fx.Node, lies: Any, shape: Any) -> None:
+        self.lies[node], self.shapes[node] = lies, shape
+
+    def _fail(self, node: fx.Node, message: str) -> None:
+        raise fault(self.program, self.name, node, message)
+
+    def _given(self, node: fx.Node) -> tuple[Any, Any]:
+        where = info(node)
+        if where.role is Role.PARAM:
+            part = self.program.params[where.name].part
+            return (part.cut, part.shape) if part else (R, _shape(node))
+        if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
+            return self.saved[where.index]
+        return R, _shape(node)
+
+    def _op(self, node: fx.Node, spec: Any) -> None:
+        """Note what an op of zerofx gives that changes no value."""
+        if spec.kind is Kind.VIEW:
+            full: Any
+            offset: Any
+            full, offset, _ = node.args
+            piece = self.at.get((info(full).index, offset))
+            part = piece.part if piece is not None else None
+            self._note(node, part.cut if part else R, part.shape if part else _shape(node))
+            return
+        if spec.kind is Kind.PACK:
+            self._packed(node)
+        tensors = node.all_input_nodes
+        follows = spec.is_value or spec.kind is Kind.WAIT
+        source = tensors[0] if tensors and follows else None
+        if source is not None:
+            self._note(node, self.lies[source], self.shapes[source])
+        else:
+            self._note(node, R, _shape(node))
+
+    def _packed(self, node: fx.Node) -> None:
+        grads: Any
+        offsets: Any
+        _, grads, offsets = node.args
+        for grad, offset in zip(grads, offsets, strict=True):
+            piece = self.at[info(node).index, offset]
+            due = piece.part.cut if piece.part else R
+            if self.lies[grad] != due:
+                self._fail(
+                    node,
+                    f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}), "
+                    f"its parameter as {due}",
+                )
+
+    def _conversion(self, node: fx.Node, spec: Any) -> None:
+        source = node.all_input_nodes[0]
+        if node.args[1] != AXIS:
+            self._fail(
+                node, f"{node.name} is over the axis {node.args[1]!r}; values are over {AXIS}"
+            )
+        found = spec.lies(self.lies[source], self.shapes[source], node.args[2:], self.ranks)
+        if not isinstance(found, Placement):
+            self._fail(
+                node,
+                f"{node.name} is given {name_of(source)}, which lies as {self.lies[source]} over "
+                f"{self.ranks} ranks; {found}",
+            )
+        self._note(node, found, self.shapes[source])
+
+    def _call(self, node: fx.Node) -> None:
+        placed, tensors = info(node).placed, _tensors(node)
+        if placed is None or placed.target is None:
+            self._plain(node, tensors)
+            return
+        if info(node).is_random and any(self.lies[t] != R for t in tensors):
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
+        call = self._whole(node, placed, tensors)
+        now = tuple(o.now for o in call.operands)
+        for way in ways(call):
+            if (
+                way.needs == now
+                and way.gives == placed.gives
+                and _is_local(way, call, node, tensors)
+            ):
+                break
+        else:
+            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
+            self._fail(
+                node,
+                f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
+                "no rule has this way",
+            )
+        self._note(node, placed.gives, placed.shape)
+        self._check_shape(node, placed)
+
+    def _plain(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """Take a call that a later pass made: of whole values, or a copy of one as it lies."""
+        if all(self.lies[t] == R for t in tensors):
+            val = value(node)
+            is_one = isinstance(val, torch.Tensor)
+            self._note(node, R if is_one else (R,) * len(val), _shape(node))
+        elif node.target in SAME_VALUES and len(tensors) == 1 and _is_copy(node, tensors[0]):
+            self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
+        else:
+            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
+            self._fail(node, f"{node.name} reads {told}, and no pass says how")
+
+    def _whole(self, node: fx.Node, placed: Placed, tensors: list[fx.Node]) -> WholeCall:
+        operands = tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors)
+        if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
+            result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
+        else:
+            result = SimpleNamespace(shape=placed.shape)
+        hints = (placed.gives,) if _is_cut(placed.gives) else ()
+        return WholeCall(
+            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints
+        )
+
+    def _check_shape(self, node: fx.Node, placed: Placed) -> None:
+        val = value(node)
+        if isinstance(val, torch.Tensor):
+            whole = [(val, placed.shape, placed.gives)]
+        else:
+            whole = [
+                (v, s, item(placed.gives, i))
+                for i, (v, s) in enumerate(zip(val, placed.shape, strict=True))
+            ]
+        for made, shape, gives in whole:
+            if isinstance(made, torch.Tensor) and list(made.shape) != local_shape(
+                shape, gives, self.ranks
+            ):
+                self._fail(
+                    node,
+                    f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that "
+                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}",
+                )
+
+    def _results(self, node: fx.Node) -> list[Any]:
+        kept: list[Any] = []
+        specs = self.program.outputs[self.name]
+        for spec, result in zip(specs, self.program.results(self.name), strict=True):
+            if spec.role is Role.SAVED:
+                known = isinstance(result, fx.Node)
+                kept.append((self.lies[result], self.shapes[result]) if known else (R, ()))
+                continue
+            if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
+                continue
+            due: Any = R
+            if spec.role is Role.GRAD and (part := self.program.params[spec.name].part):
+                due = part.cut
+            if self.lies[result] != due:
+                self._fail(
+                    node,
+                    f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as "
+                    f"{due}",
+                )
+        return kept
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def _is_cut(gives: Any) -> bool:
+    return isinstance(gives, Placement) and hasattr(gives, "dim")
+
+
+def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) -> bool:
+    """Say whether a node is the call that a way has one rank make."""
+    spec = spec_of(node)
+    name = spec.name if spec is not None else ""
+    if name != way.op or (not name and node.target is not call.target):
+        return False
+    args = way.args if way.args is not None else call.args
+    local = _plain_list(filled(args, tensors)), _plain_list(filled(call.kwargs, tensors))
+    return local == (_plain_list(node.args), _plain_list(node.kwargs))
+
+
+def _plain_list(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_plain_list(a) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _plain_list(v) for k, v in argument.items()}
+    return argument
+
+
+def _is_copy(node: fx.Node, source: fx.Node) -> bool:
+    return list(value(node).shape) == list(value(source).shape)
+
+
+def _shape(node: fx.Node) -> Any:
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape)
+    if isinstance(val, (list, tuple)):
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
+    return ()

@@ -1,0 +1,121 @@
+"""Placements: how a value lies over the ranks of one axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank has the same whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank has a summand of the value, which is the sum over the axis."""
+
+    def __str__(self) -> str:
+        return "P"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank has a part of dimension `dim`.
+
+    The dimension is viewed as (groups, ranks, rest) and cut in the middle: with 3 groups a product
+    that makes queries, keys and values in one gives each rank its heads of all three.
+    """
+
+    dim: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.groups == 1 else f"S({self.dim}, groups={self.groups})"
+
+    __repr__ = __str__
+
+
+Placement = Replicated | Partial | Cut
+R, P = Replicated(), Partial()
+
+
+def fits(shape: Sequence[int], cut: Cut, ranks: int) -> bool:
+    """Say whether a value of this shape can be cut so."""
+    return 0 <= cut.dim < len(shape) and shape[cut.dim] % (cut.groups * ranks) == 0
+
+
+def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[int]:
+    """Return the shape of what one rank has of a value of `shape`."""
+    local = list(shape)
+    if isinstance(placement, Cut):
+        local[placement.dim] //= ranks
+    return local
+
+
+def part(x: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor:
+    """Return a rank's part of a whole value, in memory of its own, laid out as the whole is.
+
+    Shapes: x [..., n, ...] with n at `cut.dim`, the part [..., n / ranks, ...].
+    """
+    shape = list(x.shape)
+    dim, groups = cut.dim, cut.groups
+    split = [*shape[:dim], groups, ranks, shape[dim] // (groups * ranks), *shape[dim + 1 :]]
+    mine = x.reshape(split).select(dim + 1, rank).reshape(local_shape(shape, cut, ranks))
+    return in_order_of(x, mine)
+
+
+def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Return the whole value that the parts of all ranks are of, laid out as the parts are."""
+    shape = list(parts[0].shape)
+    dim, groups, ranks = cut.dim, cut.groups, len(parts)
+    split = [*shape[:dim], groups, 1, shape[dim] // groups, *shape[dim + 1 :]]
+    whole = torch.cat([each.reshape(split) for each in parts], dim + 1)
+    shape[dim] *= ranks
+    return in_order_of(parts[0], whole.reshape(shape))
+
+
+def in_order_of(like: Tensor, x: Tensor) -> Tensor:
+    """Return `x` dense, with its dimensions in memory in the order of those of `like`."""
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+    inverse = [order.index(d) for d in range(like.dim())]
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
+    """Return the strides of a dense value of `shape` that is laid out as `like` is."""
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return strides
+
+
+@dataclass(frozen=True)
+class Part:
+    """That a parameter is cut over an axis of the mesh. shape: of the whole parameter."""
+
+    shape: tuple[int, ...]
+    cut: Cut
+    ranks: int
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of each rank's part."""
+        return tuple(local_shape(self.shape, self.cut, self.ranks))
+
+    def of(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of the whole parameter."""
+        return part(whole, self.cut, rank, self.ranks)

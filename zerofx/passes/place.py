@@ -1,0 +1,494 @@
+"""place: cut the values of a graph over the tensor axis, and convert them where they must change.
+
+The cuts of parameters are the seeds. The walk goes through the joint graph once and picks, for
+every call, the way (`ir.placing`) that costs least: what conversions of its arguments send, and
+what it computes on every rank alike. With the seeds of Megatron-LM the collectives are its own.
+
+Rules that the counts rest on: a sum of summands is made once, for all who read it; parameters stay
+where they are; a product that makes a parameter's gradient gives it as the parameter lies; what is
+converted is what views look into, once; what a gather brought in forward is gathered again in
+backward, unless it is small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.compat.graphs import LazyGraphModule
+from zerofx.ir.graphs import call, is_alias
+from zerofx.ir.meta import (
+    Hole,
+    Info,
+    OutputInfo,
+    Placed,
+    Role,
+    filled,
+    info,
+    nbytes,
+    set_info,
+    value,
+)
+from zerofx.ir.placing import AXIS, Operand, Way, WholeCall, is_item, item, ways, whole_way
+from zerofx.ir.program import JOINT, ParamInfo, Planned
+from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
+from zerofx.layout.styles import cut_of, part_of
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.plan.fields import Patterns
+from zerofx.plan.parts import Parallel
+
+log = logging.getLogger("zerofx")
+_aten = torch.ops.aten
+_NEVER = 1e15  # the price of what must not happen: a parameter that moves
+
+
+def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
+    """Return parameters as a rank of the tensor axis has them: cut, where their style says so."""
+    return [_with_part(p, parallel) for p in params]
+
+
+def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
+    style = param.style
+    if isinstance(parallel.placements, Patterns):
+        names = [name.rpartition(".")[0] for name in (param.name, *param.aliases)]
+        style = next((s for n in names if (s := parallel.placements.match(n))), style)
+    part = part_of(param.shape, cut_of(style, param.shape, param.outputs), parallel.tensor)
+    return param if part is None else replace(param, shape=part.local, part=part)
+
+
+@dataclass(frozen=True)
+class OpenProducts(Pass):
+    """Take products with a bias apart whose weight is cut by rows: each would add the bias."""
+
+    name: ClassVar[str] = "open-products"
+    keeps_bits: ClassVar[bool] = False
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+
+    parallel: Parallel
+
+    def run(self, program: Planned) -> Report:
+        if self.parallel.tensor == 1:
+            return Report(False, "one rank")
+        parts = {p.name: p.part for p in with_parts(program.params.values(), self.parallel)}
+        parts |= {a: parts[p.name] for p in program.params.values() for a in p.aliases}
+        opened = 0
+        for gm in program.graphs.values():
+            for node in list(gm.graph.nodes):
+                if node.target is _aten.addmm.default and not node.kwargs:
+                    opened += self._open(gm.graph, node, parts)
+        return Report(opened > 0, f"{opened} products taken apart")
+
+    def _open(self, graph: fx.Graph, node: fx.Node, parts: dict[str, Part | None]) -> int:
+        bias, a, b = node.args
+        weight, is_turned = b, False
+        while isinstance(weight, fx.Node) and weight.target is _aten.t.default:
+            weight, is_turned = weight.args[0], not is_turned
+        where = info(weight)  # type: ignore[arg-type]
+        part = parts.get(where.name) if where.role is Role.PARAM else None
+        if part is None or part.cut.dim != (1 if is_turned else 0):
+            return 0
+        with graph.inserting_before(node):
+            product = call(graph, _aten.mm.default, (a, b))
+        node.replace_all_uses_with(product)
+        last = product
+        readers = list(product.users)
+        is_viewed = len(readers) == 1 and readers[0].target in _VIEWS
+        if is_viewed and value(readers[0]).shape[-1] == value(product).shape[-1]:
+            last = readers[0]  # to where the sum is, which has the form of what reads it
+        with graph.inserting_after(last):
+            total = call(graph, _aten.add.Tensor, (last, bias))
+        last.replace_all_uses_with(total, lambda user: user is not total)
+        for new in (product, total):
+            new.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": new.meta["val"]}
+        graph.erase_node(node)
+        return 1
+
+    def options(self) -> dict[str, object]:
+        return {"tensor": self.parallel.tensor}
+
+
+@dataclass(frozen=True)
+class Place(Pass):
+    """Cut parameters and values over the ranks of the tensor axis."""
+
+    name: ClassVar[str] = "place"
+    keeps_bits: ClassVar[bool] = False
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLACED})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT})
+
+    parallel: Parallel
+
+    def run(self, program: Planned) -> Report:
+        ranks = self.parallel.tensor
+        if ranks == 1:
+            return Report(False, "one rank")
+        cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
+        program.params = cut  # the given program has the other one
+        sent: Counter[str] = Counter()
+        whole: Counter[str] = Counter()
+        for name in list(program.graphs):
+            walk = Placing(program, name, self.parallel)
+            program.graphs[name] = LazyGraphModule(program.graphs[name], walk.run())
+            sent += walk.sent
+            whole += walk.whole
+        for what, times in whole.most_common():
+            log.info("%s: %s has no rule and runs whole %d times", program.model_name, what, times)
+        told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
+        number = sum(p.part is not None for p in cut.values())
+        return Report(True, f"{number} parameters cut over {ranks} ranks; {told}")
+
+    def options(self) -> dict[str, object]:
+        return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence}
+
+
+@dataclass
+class Placing:
+    """Builds one rank's graph from the whole one, node by node.
+
+    new: whole node -> one rank's; lies: how it lies. made: conversions that exist.
+    sent: the conversions that send, by name. whole: operators without a rule that were run whole.
+    """
+
+    program: Planned
+    name: str
+    parallel: Parallel
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    lies: dict[fx.Node, Any] = field(default_factory=dict)
+    made: dict[Any, fx.Node] = field(default_factory=dict)
+    views: dict[Any, fx.Node] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
+    whole: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ranks = self.parallel.tensor
+        self.old = self.program.graph(self.name)
+        self.graph = fx.Graph()
+        self.wanted = self._wanted()
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            self.at = node
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self.new[node] = self._copied(node, R)
+                self.lies[node] = R
+            elif node.op == "output":
+                self._output()
+            elif is_item(node):
+                self._item(node)
+            else:
+                self._call(node)
+        for node in reversed(list(self.graph.nodes)):
+            is_call = node.op in ("call_function", "get_attr")
+            if is_call and not node.users and not node.is_impure():
+                self.graph.erase_node(node)
+        return self.graph
+
+    # -- what is given ----------------------------------------------------------------------
+    def _placeholder(self, node: fx.Node) -> None:
+        lies: Placement = R
+        part = self._part(node)
+        if part is not None:
+            lies = part.cut
+        new = self._copied(node, lies)
+        if part is not None:
+            new.meta["val"] = value(node).new_empty(part.local)
+        self.new[node], self.lies[node] = new, lies
+
+    def _part(self, node: fx.Node) -> Part | None:
+        where = info(node)
+        return self.program.params[where.name].part if where.role is Role.PARAM else None
+
+    def _copied(self, node: fx.Node, lies: Placement) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: self.new[n])
+        new.meta = dict(node.meta)
+        shape = tuple(value(node).shape) if isinstance(value(node), torch.Tensor) else None
+        set_info(new, placed=Placed(lies, shape))
+        return new
+
+    def _output(self) -> None:
+        results: list[Any] = []
+        specs = self.program.outputs[self.name]
+        for spec, node in zip(specs, self.program.results(self.name), strict=True):
+            if not isinstance(node, fx.Node):
+                results.append(node)
+                continue
+            results.append(self.to(node, self._due(spec)))
+        self.graph.output(tuple(results))
+
+    def _due(self, spec: OutputInfo) -> Placement:
+        """Return how a result must lie: a gradient as its parameter does, all else whole."""
+        if spec.role is Role.GRAD:
+            part = self.program.params[spec.name].part
+            return R if part is None else part.cut
+        return R
+
+    def _wanted(self) -> dict[fx.Node, Placement]:
+        """Return how the products that make parameters' gradients should lie.
+
+        As the parameter does; those of a whole parameter are summands where rows are cut.
+        """
+        found: dict[fx.Node, Placement] = {}
+        if self.name != JOINT:
+            return found
+        specs = self.program.outputs[JOINT]
+        for spec, node in zip(specs, self.program.results(JOINT), strict=True):
+            if spec.role is not Role.GRAD or not isinstance(node, fx.Node):
+                continue
+            due = self._due(spec)
+            want: Placement = P if due == R else due
+            while isinstance(node, fx.Node):
+                found[node] = want
+                if node.target is _aten.t.default and isinstance(want, Cut):
+                    want = Cut(1 - want.dim, want.groups)
+                elif node.target not in (_aten.t.default, _aten.view.default) or (
+                    node.target is _aten.view.default and isinstance(want, Cut)
+                ):
+                    break
+                node = node.args[0]  # type: ignore[assignment]
+        return found
+
+    # -- calls --------------------------------------------------------------------------------
+    def _item(self, node: fx.Node) -> None:
+        source, index = node.args
+        lies = item(self.lies[source], index)  # type: ignore[index,arg-type]
+        new = self.graph.call_function(node.target, (self.new[source], index))  # type: ignore[index,arg-type]
+        new.name, new.meta = node.name, dict(node.meta)
+        new.meta["val"] = value(self.new[source])[index]  # type: ignore[index]
+        shape = tuple(value(node).shape) if isinstance(value(node), torch.Tensor) else None
+        set_info(new, placed=Placed(lies, shape))
+        self.new[node], self.lies[node] = new, lies
+
+    def _call(self, node: fx.Node) -> None:
+        whole = self._whole(node)
+        if not whole.operands:  # it makes a value of nothing, the same on every rank
+            self.lies[node] = gives = whole_way(whole).gives
+            self.new[node] = new = self.graph.node_copy(node, lambda n: self.new[n])
+            new.name, new.meta = node.name, dict(node.meta)
+            set_info(new, placed=self._placed(node, gives, whole))
+            return
+        way = self._choose(node, whole)
+        given = [self.to(a, need) for a, need in zip(self._tensors(node), way.needs, strict=True)]
+        local = filled(way.args if way.args is not None else whole.args, given)
+        named = filled(whole.kwargs, given)
+        target = getattr(ops, way.op) if way.op else node.target
+        self.new[node] = self._emit(node, target, local, named, way.gives, whole)
+        self.lies[node] = way.gives
+
+    def _tensors(self, node: fx.Node) -> list[fx.Node]:
+        found: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+        return found
+
+    def _whole(self, node: fx.Node) -> WholeCall:
+        operands: list[Operand] = []
+
+        def hole(argument: fx.Node) -> Any:
+            operands.append(Operand(tuple(value(argument).shape), self.lies[argument]))
+            return Hole(len(operands) - 1)
+
+        args = fx.node.map_arg(node.args, hole)
+        named = fx.node.map_arg(node.kwargs, hole)
+        whole = WholeCall(
+            node.target, tuple(args), dict(named), tuple(operands), value(node), self.ranks
+        )
+        settled = self._settled(whole)
+        return whole if settled is None else replace(whole, hints=(settled,))
+
+    def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
+        if info(node).is_random:  # all ranks draw the same, and so for the same
+            return whole_way(whole)
+        if node not in self.wanted and all(operand.now == R for operand in whole.operands):
+            return whole_way(whole)
+        found = list(ways(whole))
+        if len(found) == 1 and any(isinstance(o.now, Cut) for o in whole.operands):
+            self.whole[str(node.target)] += 1
+        costs = [self._cost(node, whole, way) for way in found]
+        return found[costs.index(min(costs))]
+
+    def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:
+        """Return what a way sends, in bytes, with what it computes more than once as bytes too."""
+        tensors = self._tensors(node)
+        cost = sum(self._move(a, need) for a, need in zip(tensors, way.needs, strict=True))
+        made = nbytes(value(node))
+        is_product = node.target in _PRODUCTS
+        if all(need == R for need in way.needs):
+            cost += (0.5 if is_product else 0.2) * made
+        gives = way.gives if isinstance(way.gives, tuple) else (way.gives,)
+        want = self.wanted.get(node)
+        if P in gives and P not in way.needs:
+            share = (self.ranks - 1) / self.ranks
+            cost += -0.5 * made if want == P else made * share
+        if (want is not None and gives[0] == want and way.needs and R not in way.needs[:1]) or (
+            isinstance(want, Cut) and gives[0] == want
+        ):
+            cost = 1e-3 * cost - 1e6
+        settled = whole.hints[:1]
+        if settled and P in [o.now for o in whole.operands]:
+            cost += 0.0 if gives[0] in (*settled, P) else _NEVER / 1e6
+        return cost
+
+    def _settled(self, whole: WholeCall) -> Cut | None:
+        """Return how the stream between layers lies where the sequence is cut.
+
+        It is [batch, length, width], and sums of summands are made as it is.
+        """
+        if not self.parallel.sequence or isinstance(whole.result, (list, tuple)):
+            return None
+        if len(whole.shape) != 3 or P not in [o.now for o in whole.operands]:
+            return None
+        return Cut(1) if fits(whole.shape, Cut(1), self.ranks) else None
+
+    # -- conversions --------------------------------------------------------------------------
+    def _move(self, node: fx.Node, to: Placement) -> float:
+        """Return what it would cost to have a value lie so."""
+        now = self.lies[node]
+        if now == to or self._key(node, to) in self.made:
+            return 0.0
+        if to == P or isinstance(now, tuple):
+            return _NEVER
+        if isinstance(now, Cut) and self._is_weight(node):
+            return _NEVER / 1e3
+        size, share = nbytes(value(node)), (self.ranks - 1) / self.ranks
+        if now == R:
+            return 1e-3 * size / self.ranks
+        if now == P:
+            return (2.0 if to == R else 1.0) * size * share
+        if to == R:
+            return size * share
+        return size / self.ranks * share + 1.0
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        while node.op == "call_function" and is_alias(node) and not is_item(node):
+            node = node.all_input_nodes[0]
+        return info(node).role is Role.PARAM
+
+    def _key(self, node: fx.Node, to: Placement) -> Any:
+        phase = info(self.at).phase if to == R else None
+        return self.new[node], to, phase
+
+    def to(self, node: fx.Node, to: Placement) -> fx.Node:
+        """Return one rank's value of a node, lying as asked."""
+        now, new = self.lies[node], self.new[node]
+        if now == to:
+            return new
+        key = self._key(node, to)
+        if key in self.made:
+            return self.made[key]
+        if node.target in _TURNED and isinstance(now, Cut) and to == R:
+            source = self.to(node.args[0], R)  # type: ignore[arg-type]
+            whole = self._whole(node)
+            made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
+        else:
+            made = self._convert(node, new, now, to)
+        self.made[key] = made
+        if now == P:  # a sum is made once, for all that read it
+            self.new[node], self.lies[node] = made, to
+        return made
+
+    def _convert(self, node: fx.Node, new: fx.Node, now: Placement, to: Placement) -> fx.Node:
+        more: tuple[int, ...]
+        assert to != P, f"{node.name} lies as {now} and cannot become a sum of summands"
+        if now == R:
+            assert isinstance(to, Cut)
+            op, more = ops.part, (to.dim, to.groups, self.ranks)
+        elif now == P and to == R:
+            op, more = ops.reduce_values, ()
+        elif now == P:
+            assert isinstance(to, Cut)
+            op, more = ops.scatter_values, (to.dim, to.groups, self.ranks)
+        elif to == R:
+            assert isinstance(now, Cut)
+            op, more = ops.gather_values, (now.dim, now.groups, self.ranks)
+        else:
+            assert isinstance(now, Cut) and isinstance(to, Cut)
+            ends = (now.dim, now.groups, to.dim, to.groups)
+            op, more = ops.swap_values, (*ends, self.ranks)
+        if op is not ops.part:
+            self.sent[op._schema.name.removeprefix("zerofx::")] += 1
+        made = call(self.graph, op, (new, AXIS, *more))
+        at = info(self.at)
+        made.meta["zfx"] = Info(
+            phase=at.phase, module=at.module, line=at.line, unit=at.unit,
+            placed=Placed(to, tuple(value(node).shape)),
+        )  # fmt: skip
+        for key in ("partitioner_tag", "is_gradient_acc", "autograd_backward"):
+            if key in self.at.meta:
+                made.meta[key] = self.at.meta[key]
+        return made
+
+    def _emit(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], named: dict[str, Any], gives: Any,
+        whole: WholeCall,
+    ) -> fx.Node:  # fmt: skip
+        made = self._called(target, args, named)
+        if "zfx" in made.meta:  # an equal view, made before
+            return made
+        made.name = node.name
+        made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
+        set_info(made, placed=self._placed(node, gives, whole))
+        return made
+
+    def _placed(self, node: fx.Node, gives: Any, whole: WholeCall) -> Placed:
+        val = value(node)
+        if isinstance(val, (list, tuple)):
+            shape: Any = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
+        else:
+            shape = tuple(val.shape)
+        first = next(iter(node.all_input_nodes), None)
+        is_same = node.target in SAME_VALUES and _form(node) == _form(first)
+        return Placed(gives, shape, node.target, whole.args, whole.kwargs, is_same)
+
+    def _called(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
+        """Append a call; a view that the strides of a part do not allow looks into a dense copy.
+
+        Equal views of one value are one node, so that what they look into is converted once.
+        """
+        told = tuple(id(a) if isinstance(a, fx.Node) else repr(a) for a in args)
+        key = (target, told, info(self.at).phase)
+        if target in _SHARED and key in self.views:
+            return self.views[key]
+        try:
+            made = self.views[key] = call(self.graph, target, args, named=named)
+            return made
+        except (RuntimeError, ValueError):
+            if target not in _VIEWS:
+                raise
+            self.graph.erase_node(next(reversed(list(self.graph.nodes))))
+            source = args[0]
+            with_format = {"memory_format": torch.contiguous_format}
+            dense = call(self.graph, _aten.clone.default, (source,), named=with_format)
+            dense.meta["zfx"] = replace(info(source), placed=_dense(info(source)))
+            return call(self.graph, target, (dense, *args[1:]), named=named)
+
+
+def _form(node: fx.Node | None) -> Any:
+    val = value(node) if node is not None else None
+    return (tuple(val.shape), tuple(val.stride())) if isinstance(val, torch.Tensor) else node
+
+
+def _dense(where: Info) -> Placed:
+    assert where.placed is not None
+    named = {"memory_format": torch.contiguous_format}
+    target = _aten.clone.default
+    return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named, True)
+
+
+_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_TURNED = {_aten.t.default, _aten.transpose.int}
+_SHARED = _VIEWS | {
+    _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default,
+    _aten.expand.default,
+}  # fmt: skip
