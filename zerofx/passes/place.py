@@ -38,6 +38,7 @@ from zerofx.ir.meta import (
 )
 from zerofx.ir.placing import AXIS, Operand, Way, WholeCall, is_item, item, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
+from zerofx.ir.spec import spec_of
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
 from zerofx.layout.styles import cut_of, part_of
@@ -415,9 +416,9 @@ class Placing:
             assert isinstance(now, Cut) and isinstance(to, Cut)
             ends = (now.dim, now.groups, to.dim, to.groups)
             op, more = ops.swap_values, (*ends, self.ranks)
-        if op is not ops.part:
-            self.sent[op._schema.name.removeprefix("zerofx::")] += 1
         made = call(self.graph, op, (new, AXIS, *more))
+        if (spec := spec_of(made)) is not None and spec.is_agreed:
+            self.sent[spec.name] += 1
         at = info(self.at)
         made.meta["zfx"] = Info(
             phase=at.phase, module=at.module, line=at.line, unit=at.unit,

@@ -117,6 +117,8 @@ def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _end(node: fx.Node, where: dict[int, Span]) -> fx.Node:
     """Return the node behind which a gradient is there: its region's last one, or its own."""
     source = root_producer(node)
+    if source.op == "placeholder":
+        return _body(source.graph).prev
     region = info(source).region
     return source if region is None else where[region].last
 
