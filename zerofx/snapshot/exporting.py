@@ -32,7 +32,7 @@ from zerofx.snapshot.target import (
     sync_file,
     write_file,
 )
-from zerofx.snapshot.tensor_files import DTYPES
+from zerofx.snapshot.sources.tensor_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN_BYTES = 8

@@ -14,7 +14,8 @@ from zerofx.model.module import CompiledModule
 from zerofx.snapshot.held import Replaced, is_stale, read_settled
 from zerofx.snapshot.state import buffers_of, few
 from zerofx.snapshot.target import check_call, place
-from zerofx.snapshot.tensor_files import Entry, TensorSource
+from zerofx.snapshot.sources.source import Entry, describe
+from zerofx.snapshot.sources.tensor_files import TensorSource
 
 
 class Keys(NamedTuple):
@@ -79,7 +80,7 @@ class _Files:
         """Open the files; return what they have."""
         self._opened = TensorSource(place(self._path))
         entries = self._source.entries
-        return [(name, f"{e.path.name}:{e.offset} {e.describe()}") for name, e in entries.items()]
+        return [(name, f"{e.path.name}:{e.offset} {describe(e)}") for name, e in entries.items()]
 
     def close(self) -> None:
         """Let go of the files."""
@@ -142,7 +143,7 @@ class _Job(_Files):
         missing = [name for name in held if name not in self._found]
         self.keys = Keys(missing, [name for name in entries if name not in names])
         differ = [
-            f"{name} is {entry.describe()} in {entry.path.name} and {list(held[name].shape)} in "
+            f"{name} is {describe(entry)} in {entry.path.name} and {list(held[name].shape)} in "
             "the model"
             for name, entry in self._found.items()
             if entry.shape != tuple(held[name].shape)

@@ -1,0 +1,142 @@
+"""The model and the loop behind tests/snapshots/deepspeed-0.19.5/, which DeepSpeed itself wrote.
+
+    DS_ACCELERATOR=cpu PYTHONPATH=. torchrun --standalone --nproc-per-node 2 \\
+        tests/support/foreign_checkpoints.py tests/snapshots/deepspeed-0.19.5
+
+with DeepSpeed 0.19.5 beside torch 2.13. For each ZeRO stage there is a folder `zero<stage>` as
+`save_checkpoint` leaves it after `SAVED_STEPS` steps; what `ds_to_universal` makes of stages 1 and
+3; and `later.pt` with the losses of the next steps under DeepSpeed and its weights after them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SAVED_STEPS, LATER_STEPS = 3, 2
+WORLD, BATCH = 2, 4
+ADAMW = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8}
+DECAYS = (0.1, 0.0)  # of the two groups
+
+class Net(nn.Module):
+    """Tied embeddings, a frozen layer, a buffer, odd sizes, two groups of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.up = nn.Linear(6, 9)
+        self.norm = nn.LayerNorm(9)
+        self.fixed = nn.Linear(9, 5, bias=False).requires_grad_(False)
+        self.down = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((3,), 1.5))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.up(self.embed(tokens))).tanh()
+        x = self.down(self.fixed(x)) * self.scale.sum()
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return matrices, which decay, and vectors, which do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAYS[0]},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": DECAYS[1]},
+    ]
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), **ADAMW)  # type: ignore[arg-type]
+
+def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    """Return a rank's share of a step's data."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 13, (WORLD * BATCH,), generator=generator)
+    labels = torch.randint(0, 13, (WORLD * BATCH,), generator=generator)
+    return tokens.chunk(world)[rank], labels.chunk(world)[rank]
+
+def later_steps() -> range:
+    """Return the steps after the save."""
+    return range(SAVED_STEPS, SAVED_STEPS + LATER_STEPS)
+
+# -- written with DeepSpeed ------------------------------------------------------------------------
+def write(folder: Path, stage: int, **config: Any) -> None:
+    import deepspeed
+
+    model = build()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups(model),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+            **config,
+        },
+    )
+    rank = dist.get_rank()
+
+    def step(number: int) -> Tensor:
+        loss = engine(*batch(number, rank, WORLD))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        return mean / WORLD
+
+    for number in range(SAVED_STEPS):
+        step(number)
+    engine.save_checkpoint(str(folder), client_state={"epoch": 7})
+    losses = [step(number) for number in later_steps()]
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if rank == 0:
+        (folder / "zero_to_fp32.py").unlink()  # a copy of DeepSpeed's own script
+        torch.save({"losses": torch.stack(losses), "state": state}, folder / "later.pt")
+    dist.barrier()
+
+def convert(folder: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = (folder / "latest").read_text()
+    target = folder.with_name(folder.name.replace("zero", "universal"))
+    ds_to_universal.main(
+        SimpleNamespace(
+            input_folder=str(folder / tag), output_folder=str(target / f"{tag}_universal"),
+            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+            inject_missing_state=True,
+        )
+    )  # fmt: skip
+    shutil.copy(folder / "later.pt", target / "later.pt")
+
+if __name__ == "__main__":
+    import deepspeed
+
+    for op in deepspeed.ops.__compatible_ops__:  # none is compiled: gloo and torch serve
+        deepspeed.ops.__compatible_ops__[op] = False
+    deepspeed.init_distributed("gloo")
+    out = Path(sys.argv[1])
+    for stage in (1, 2, 3):
+        write(out / f"zero{stage}", stage)
+        if stage != 2 and dist.get_rank() == 0:
+            convert(out / f"zero{stage}")
+    if len(sys.argv) > 2:  # larger than what is kept in the repository
+        write(out / "bf16", 1, bf16={"enabled": True})
+        write(out / "bf16-3", 3, bf16={"enabled": True})
+
+        write(out / "elastic", 2, zero_optimization={"stage": 2, "elastic_checkpoint": True})
+        write(out / "round", 2, zero_optimization={"stage": 2, "round_robin_gradients": True})
+        write(out / "stage0", 0)
+    dist.destroy_process_group()
