@@ -1052,7 +1052,7 @@ def checkpoint_index() -> None:
     """What torch writes into an index of a checkpoint is on the list of what may be read."""
     import torch.distributed.checkpoint as dcp
 
-    from zerofx.snapshot.dcp import _Unpickler, _Writer
+    from zerofx.snapshot.dcp import IndexUnpickler, _Writer
 
     info = checkpoint.storage_info("file", 3, 5)
     assert (info.relative_path, info.offset, info.length) == ("file", 3, 5)
@@ -1061,7 +1061,7 @@ def checkpoint_index() -> None:
         dcp.save(saved, storage_writer=_Writer(folder))
         index = Path(folder, ".metadata")
         with index.open("rb") as file:
-            read = _Unpickler(file).load()
+            read = IndexUnpickler(file).load()
         assert sorted(read.state_dict_metadata) == ["a", "b"]
         name = next(iter(read.storage_data.values())).relative_path
         assert Path(folder, name).exists() and name.endswith(checkpoint.DEFAULT_SUFFIX)
