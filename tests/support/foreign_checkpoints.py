@@ -10,7 +10,6 @@ with DeepSpeed 0.19.5 beside torch 2.13. For each ZeRO stage there is a folder `
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +118,6 @@ def convert(folder: Path) -> None:
             inject_missing_state=True,
         )
     )  # fmt: skip
-    shutil.copy(folder / "later.pt", target / "later.pt")
 
 if __name__ == "__main__":
     import deepspeed
