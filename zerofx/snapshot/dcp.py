@@ -310,7 +310,9 @@ def _check_places(places: dict[Any, Any]) -> None:
         if not (isinstance(name, str) and type(at) is type(n) is int and 0 <= at <= MOST >= n > 0):
             raise FormError(f"{getattr(index, 'fqn', index)} has no place in a file")
         if getattr(info, "transform_descriptors", None):
-            raise FormError(f"{index.fqn} was transformed (compressed, say). Only plain files are read")
+            raise FormError(
+                f"{index.fqn} was transformed (compressed, say). Only plain files are read"
+            )
         taken.append((name, at, at + n, index.fqn))
     for (file, _, end, left), (other, start, _, right) in itertools.pairwise(sorted(taken)):
         if file == other and start < end:

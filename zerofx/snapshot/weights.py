@@ -100,9 +100,7 @@ def check_names(names: object) -> None:
         )
 
 
-def names_of(
-    world: World, source: str | os.PathLike[str], model: nn.Module
-) -> list[str]:
+def names_of(world: World, source: str | os.PathLike[str], model: nn.Module) -> list[str]:
     """Return the names of all tensors that a checkpoint has for a model; a collective call.
 
     Raises:

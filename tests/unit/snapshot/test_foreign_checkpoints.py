@@ -12,6 +12,7 @@ import pickle
 import random
 import shutil
 import time
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from foreign_checkpoints import adamw, batch, build, later_steps
+from foreign_checkpoints import (
+    SCALES,
+    Layers,
+    adamw,
+    batch,
+    build,
+    in_megatron,
+    later_steps,
+    layers_state,
+)  # fmt: skip
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -36,6 +46,7 @@ from zerofx.snapshot.sources.source import Entry, read_whole
 from zerofx.tools.demo.measure import PeakMemory
 
 DEEPSPEED = Path(__file__).parents[2] / "snapshots" / "deepspeed-0.19.5"
+MEGATRON = DEEPSPEED.with_name("megatron-core-0.16.1")
 TAG = "global_step3"
 ENGINE = {"lr_scheduler": None, "skipped_steps": 0, "global_steps": 3, "global_samples": 24,
           "epoch": 7}  # fmt: skip
@@ -99,7 +110,7 @@ def loaded_each(cells: list[tuple[str, int]]) -> list[Any]:
     return [loaded(str(DEEPSPEED / folder), stage) for folder, stage in cells]
 
 
-@pytest.mark.parametrize("cells", [OTHERS[1:3], slow(CELLS), slow(OTHERS)])
+@pytest.mark.parametrize("cells", [[("zero3", 3), ("zero1", 1)], slow(CELLS), slow(OTHERS)])
 def test_training_goes_on_on_two_ranks(pool: Pool, cells: list[tuple[str, int]]) -> None:
     for found in pool.run(2, loaded_each, cells):
         for (folder, _), one in zip(cells, found, strict=True):
@@ -135,7 +146,7 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
     one = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for optimizer, text in (
         (sgd, "so its optimizer was no SGD"),
-        (one, r"embed.weight and up.bias were saved with weight_decay = 0.1 and 0.0, and are both"),
+        (one, r"up.weight and up.bias were saved with weight_decay = 0.1 and 0.0, and are both"),
     ):
         with pytest.raises(SnapshotError, match=text) as caught:
             zerofx.load(DEEPSPEED / "zero3", model, optimizer)
@@ -163,6 +174,12 @@ def _swap(file: Path) -> None:
 
 def _fill_with_text(file: Path) -> None:
     file.write_text("not what it was" * 50)
+
+
+@pytest.fixture(autouse=True)
+def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait, after each fault, for somebody who replaces the files."""
+    monkeypatch.setattr("zerofx.snapshot.sources.source._SECOND_LOOK_S", 0.0)
 
 
 DAMAGES = [_truncate, _half, _swap, _fill_with_text, Path.unlink]
@@ -220,7 +237,9 @@ def test_files_of_several_checkpoints_are_refused(tmp_path: Path) -> None:
     sliced = tmp_path / "sliced"
     shutil.copytree(DEEPSPEED / "zero1" / TAG, sliced)
     shutil.copy(sliced / "mp_rank_00_model_states.pt", sliced / "mp_rank_01_model_states.pt")
-    with pytest.raises(SnapshotError, match="only data-parallel checkpoints are read. Convert it"):
+    with pytest.raises(
+        SnapshotError, match=r"only data-parallel checkpoints are read\. Convert it"
+    ):
         zerofx.load(sliced, model, optimizer)
 
 
@@ -240,14 +259,16 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model, optimizer = compiled()
     weights = dict(build().state_dict())
     torch.save({"module": weights, "more": Bomb()}, "bomb.pt")
-    with pytest.raises(SnapshotError, match=r"bomb.pt is damaged.* module posix is blocked"):
+    with pytest.raises(
+        SnapshotError, match=r"bomb.pt is damaged.*posix.system whose module posix is blocked"
+    ):
         zerofx.load_weights(model, "bomb.pt")
     torch.save({"module": weights, "more": Sheep(), "code": print}, "sheep.pt")
     assert zerofx.load_weights(model, "sheep.pt") == ([], [])
     assert torch.equal(model.state_dict()["up.weight"], weights["up.weight"])
     with zipfile.ZipFile("zipped.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zipped/data.pkl", pickle.dumps({}))
-    with pytest.raises(SnapshotError, match="is compressed, which torch.save never does"):
+    with pytest.raises(SnapshotError, match=r"is compressed, which torch\.save never does"):
         zerofx.load_weights(model, "zipped.pt")
     torch.save(weights, "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(SnapshotError, match=r"torch before 1.6 wrote it"):
@@ -291,10 +312,17 @@ def test_folders_of_fsdp2(pool: Pool, tmp_path: Path) -> None:
             check(one, {}, later)
 
 
+def save_alone(state: dict[str, Any], folder: Path) -> None:
+    """Save in this process, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(folder))
+
+
 def test_damaged_folders_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     model, optimizer = compiled()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    dcp.save({"model": dict(build().state_dict())}, checkpoint_id=str(tmp_path / "whole"))
+    save_alone({"model": dict(build().state_dict())}, tmp_path / "whole")
     for number, damage in enumerate((_truncate, _half, _fill_with_text, Path.unlink)):
         for name in ("__0_0.distcp", ".metadata"):
             folder = tmp_path / f"{number}{name}"
@@ -303,7 +331,9 @@ def test_damaged_folders_of_torch_distributed_checkpoint(tmp_path: Path) -> None
             with pytest.raises(SnapshotError) as caught:
                 zerofx.load(folder, model, optimizer)
             assert str(folder) in str(caught.value)
-    with pytest.raises(SnapshotError, match="has no states for AdamW: it has none. Leave the opti"):
+    with pytest.raises(
+        SnapshotError, match=r"has no states for AdamW: it has none\. Leave the opti"
+    ):
         zerofx.load(tmp_path / "whole", model, optimizer)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert zerofx.load_weights(model, tmp_path / "whole") == ([], [])
@@ -336,14 +366,17 @@ def peak_of_load(folder: str) -> tuple[int, int, int]:
         with memory.step():
             zerofx.load(folder, model, optimizer)
     largest = 256 * 256 * 4
-    return largest, sum(3 * p.to_local().nbytes for p in model.parameters()), (
-        memory.steps[0].high_bytes
+    return (
+        largest,
+        sum(3 * p.to_local().nbytes for p in model.parameters()),
+        (memory.steps[0].high_bytes),
     )
 
 
 def test_a_load_takes_the_shards_and_less_than_a_tensor(pool: Pool, tmp_path: Path) -> None:
+    few = 1024  # step counts
     for largest, shards, peak in pool.run(2, peak_of_load, str(tmp_path)):
-        assert peak <= shards + largest, (peak, shards, largest)
+        assert peak <= shards + largest + few, (peak, shards, largest)
 
 
 # -- boxes, names ----------------------------------------------------------------------------------
@@ -403,7 +436,7 @@ def test_names_that_the_user_gives_and_stacked_layers(tmp_path: Path) -> None:
     saved = {"decoder.layers.linear.weight": weights}
     for key in ("exp_avg", "exp_avg_sq", "fp32_param"):
         saved[f"optimizer.state.{key}.decoder.layers.linear.weight"] = states
-    dcp.save(saved, checkpoint_id=str(tmp_path / "iter_0000007"))
+    save_alone(saved, tmp_path / "iter_0000007")
     torch.save(
         {"iteration": 7, "optimizer": {"param_groups": [{"lr": 0.5, "betas": (0.5, 0.5),
                                                          "step": 7, "params": [0]}]}},
@@ -428,7 +461,34 @@ def test_names_that_the_user_gives_and_stacked_layers(tmp_path: Path) -> None:
     assert torch.equal(state["exp_avg"], states[1]) and state["step"] == 7
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(SnapshotError, match=r"there is no slice 2 of float32 \[2, 3, 3\]"):
-        zerofx.load_weights(model, tmp_path, names={"0.weight": ("decoder.layers.linear.weight", 2)})
+        zerofx.load_weights(
+            model, tmp_path, names={"0.weight": ("decoder.layers.linear.weight", 2)}
+        )
+
+
+def from_megatron(stage: int) -> list[str]:
+    """Return what differs from what Megatron was given."""
+    model: Any = zerofx.compile(Layers(), {"stage": stage, "kernels": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    extra = zerofx.load(MEGATRON, model, optimizer, names=in_megatron)
+    assert extra == {"iteration": 3}
+    states = zerofx.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert states["param_groups"][0]["betas"] == (0.9, 0.95)
+    wrong = []
+    for number, (name, value) in enumerate(model.state_dict().items()):
+        held = states["state"][number]
+        assert held["step"] == 3
+        for key, found in {"": value, "exp_avg": held["exp_avg"],
+                           "exp_avg_sq": held["exp_avg_sq"]}.items():  # fmt: skip
+            if not torch.equal(found, layers_state(SCALES[key])[name]):
+                wrong.append(f"{name} {key}")
+    return wrong
+
+
+def test_a_folder_that_megatron_wrote(pool: Pool) -> None:
+    """By two tensor-parallel ranks: layers stacked and cut by rows, a matrix by columns."""
+    assert from_megatron(1) == []
+    assert pool.run(2, from_megatron, 3) == [[], []]
 
 
 # -- adapters, and files of torch.save -------------------------------------------------------------
@@ -459,20 +519,25 @@ def test_adapters_by_the_names_of_peft(tmp_path: Path) -> None:
 
     saved = {"base_model.fc.lora_A.weight": torch.randn(2, 4),
              "base_model.fc.lora_B.weight": torch.randn(4, 2),
-             "base_model.head.weight": torch.randn(1, 4), "base_model.head.bias": torch.randn(1)}  # fmt: skip
+             "base_model.head.weight": torch.randn(1, 4),
+             "base_model.head.bias": torch.randn(1)}  # fmt: skip
     save_file(saved, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     model = zerofx.compile(Adapted(), {"kernels": "aten"})
     assert zerofx.load_weights(model, tmp_path) == ([], [])
     found = model.state_dict()
-    assert torch.equal(found["base_model.fc.lora_A.default.weight"], saved["base_model.fc.lora_A.weight"])
+    assert torch.equal(
+        found["base_model.fc.lora_A.default.weight"], saved["base_model.fc.lora_A.weight"]
+    )
     assert torch.equal(
         found["base_model.head.modules_to_save.default.bias"], saved["base_model.head.bias"]
     )
     other = zerofx.compile(Adapted("mine"), {"kernels": "aten"})
     assert zerofx.load_weights(other, tmp_path / "adapter_model.safetensors") == ([], [])
     plain, _ = compiled()
-    with pytest.raises(SnapshotError, match=r"is a PEFT adapter, and .*Net has none. Give the model"):
+    with pytest.raises(
+        SnapshotError, match=r"is a PEFT adapter, and .*Net has none. Give the model"
+    ):
         zerofx.load_weights(plain, tmp_path)
     del saved["base_model.fc.lora_B.weight"]
     save_file(saved, tmp_path / "adapter_model.safetensors")
@@ -522,7 +587,8 @@ def made_by_transformers() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, n_positions=16,
-                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)  # fmt: skip
+                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
@@ -550,6 +616,7 @@ def from_transformers(folder: str, stages: tuple[int, ...]) -> list[list[float]]
     return found
 
 
+@pytest.mark.slow
 def test_shards_that_transformers_wrote(pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = made_by_transformers()

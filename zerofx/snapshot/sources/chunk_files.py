@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zerofx.errors import SnapshotError
-from zerofx.schema import DAMAGE, FormError
+from zerofx.schema import DAMAGE
 from zerofx.snapshot.dcp import IndexUnpickler, check_index
 from zerofx.snapshot.held import HeldFiles
 from zerofx.snapshot.sources.source import Entry, Source, Stored, read_whole
@@ -45,7 +45,7 @@ from zerofx.snapshot.target import INDEX
 PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 _COMMON = "common.pt"  # what of Megatron's is no tensor
 _STATE, _GROUPS = "state.", "param_groups."
-_COPIES = ("fp32_param",)  # master weights, among Megatron's states
+_COPY = "fp32_param"  # master weights, among Megatron's states
 _FIRST = ("", "model.", "module.", "state_dict.", "model_state_dict.", "app.model.")
 
 
@@ -166,7 +166,7 @@ class ChunkSource(Source):
         if common.is_file():
             self.found = "Megatron checkpoint (torch_dist)"
         entries = self._weights(tensors)
-        self._states(tensors)
+        entries |= {k: v for k, v in self._states(tensors).items() if k in entries}
         if common.is_file():
             self._take_common(common)
         return entries
@@ -239,13 +239,14 @@ class ChunkSource(Source):
             if key.startswith(front) and (front or key.partition(".")[0] in heads)
         }
 
-    def _states(self, tensors: dict[str, Stored]) -> None:
-        """Sort out what belongs to the optimizer: states by parameter, and its options."""
+    def _states(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """Sort out what belongs to the optimizer; return its copies of weights, in fp32."""
+        copies: dict[str, Stored] = {}
         for key, stored in tensors.items():
             for name, state in _state_of(key, self._wanted):
-                if state in _COPIES:
-                    continue
-                if stored.shape:
+                if state == _COPY:
+                    copies[name] = stored
+                elif stored.shape:
                     self.optimizer.tensors.setdefault(name, {})[state] = stored
                 else:
                     self.optimizer.values.setdefault(name, {})[state] = read_whole(stored)
@@ -253,6 +254,7 @@ class ChunkSource(Source):
             for name, state in _state_of(key, self._wanted):
                 self.optimizer.values.setdefault(name, {})[state] = self._value(key)
         self._take_options()
+        return copies
 
     def _take_options(self) -> None:
         groups: dict[str, dict[str, Any]] = {}

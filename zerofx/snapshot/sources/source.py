@@ -1,7 +1,7 @@
 """A checkpoint that is read: its tensors by name, each of which gives any range of its elements.
 
-    entry.read(start, stop)      # a tensor that lies in one file, or is joined from parts of others
-    source.entries["fc.weight"]  # of an open checkpoint, whose files stay open until it is closed
+entry.read(start, stop)      # a tensor that lies in one file, or is joined from parts of others
+source.entries["fc.weight"]  # of an open checkpoint, whose files stay open until it is closed
 """
 
 from __future__ import annotations

@@ -137,8 +137,15 @@ def read_torch_file(
     except FormError as error:
         raise SnapshotError(f"{path} is damaged: {error}") from error
     except DAMAGE as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise SnapshotError(f"{path} is damaged, or no file of torch.save: {first_line}") from error
+        why = _last_words(error)
+        raise SnapshotError(f"{path} is damaged, or no file of torch.save: {why}") from error
+
+
+def _last_words(error: BaseException) -> str:
+    """Return what torch.load says is wrong, without what it says about `weights_only`."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith("Check the documentation")]
+    return told[-1].removeprefix("WeightsUnpickler error: ") if told else type(error).__name__
 
 
 def _records(window: Any) -> tuple[dict[int, int], str]:

@@ -272,8 +272,8 @@ class ZeroSource(Source):
         """Raise unless the files of all ranks are there, and are of one checkpoint."""
         if not ranks:
             raise SnapshotError(
-                f"{self._source}: *_optim_states.pt is missing, which has the weights in fp32. Copy "
-                f"the whole folder, or give {path.name} to load the weights as they were computed "
+                f"{self._source}: *_optim_states.pt is missing, which has the weights in fp32. "
+                f"Copy the whole folder, or give {path.name} to load the weights as they were computed "
                 "with (stages 1 and 2)"
             )
         count = ranks[0].ranks
@@ -400,9 +400,7 @@ class UniversalSource(ZeroSource):
     """A folder of DeepSpeed's ds_to_universal: a folder for each parameter."""
 
     def _found(self) -> dict[str, Stored]:
-        models = [
-            (path, state) for path, state in self._models_of_any() if state["param_shapes"]
-        ]
+        models = [(path, state) for path, state in self._models_of_any() if state["param_shapes"]]
         path, first = models[0] if models else (self._source, {"module": {}, "param_shapes": []})
         self._take_extra(first)
         self.found = f"DeepSpeed {first.get('ds_version', '')} universal checkpoint"
@@ -534,5 +532,3 @@ def _other_size(path: Path, needed: int, there: int, number: int | None = None) 
         f"*_optim_states.pt have {there}. Either they are of another checkpoint, or the rest was "
         "offloaded to NVMe and is not in the folder"
     )
-
-
