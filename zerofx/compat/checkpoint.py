@@ -45,5 +45,6 @@ def storage_offset(tensor: torch.Tensor) -> int:
 
     The tensor comes from `torch.load(..., map_location="meta")`, which notes it.
     """
-    offset: int = tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert isinstance(offset, int), "the tensor was not loaded to meta"
     return offset

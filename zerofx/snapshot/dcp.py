@@ -171,12 +171,22 @@ def written_files(results: list[WriteResult]) -> set[str]:
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Loads the parts of an index, and nothing else."""
+    """Loads the parts of an index, and nothing else.
+
+    stand_in: returns a class for the dotted path of one that is not a part; without it, those are
+        refused.
+    """
+
+    def __init__(self, file: BinaryIO, stand_in: Callable[[str], type] | None = None) -> None:
+        super().__init__(file)
+        self._stand_in = stand_in
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or f"{module}.{name}" in INDEX_PARTS:
             return super().find_class(module, name)
+        if self._stand_in is not None:
+            return self._stand_in(f"{module}.{name}")
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 

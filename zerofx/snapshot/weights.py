@@ -23,7 +23,7 @@ from zerofx.runtime.tensors.piece import is_cut, piece_of
 from zerofx.snapshot import state, whole_states
 from zerofx.snapshot.held import Replaced, is_stale, read_settled
 from zerofx.snapshot.sources.recognise import open_source
-from zerofx.snapshot.sources.source import Source, Stored, describe, slice_of
+from zerofx.snapshot.sources.source import OpenCheckpoint, StoredTensor, describe, slice_of
 from zerofx.snapshot.state import buffers_of, few
 from zerofx.snapshot.target import check_call, place
 
@@ -123,7 +123,7 @@ class _Files:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._opened: Source | None = None
+        self._opened: OpenCheckpoint | None = None
 
     def _open(self, wanted: Collection[str]) -> list[tuple[str, str]]:
         """Open the files; return what they have."""
@@ -141,7 +141,7 @@ class _Files:
             self._opened = None
 
     @property
-    def _source(self) -> Source:
+    def _source(self) -> OpenCheckpoint:
         assert self._opened is not None
         return self._opened
 
@@ -186,7 +186,7 @@ class Fill(_Files):
         super().__init__(path)
         self._model, self._strict, self._names = model, strict, names
         self._store = model._zerofx.engine.store
-        self._found: dict[str, Stored] = {}  # by canonical name
+        self._found: dict[str, StoredTensor] = {}  # by canonical name
         self._states = [_States(model, each) for each in optimizers]
         self.keys = Keys([], [])
         self.extra: dict[str, Any] = {}
@@ -221,8 +221,11 @@ class Fill(_Files):
         """Open the files; return what they have."""
         self._is_adapter = _is_adapter(self._path)
         adapter = self._adapter()
-        named = {name: self._in_files(name, adapter) for name in _all_names(self._model)}
-        self._wanted = {k: v if isinstance(v, tuple) else (v, None) for k, v in named.items() if v}
+        self._wanted: dict[str, tuple[str, int | None]] = {}
+        for name in _all_names(self._model):
+            found = self._in_files(name, adapter)
+            if found:
+                self._wanted[name] = found if isinstance(found, tuple) else (found, None)
         return self._open({name for name, _ in self._wanted.values()})
 
     # -- check ------------------------------------------------------------------------------------
@@ -271,13 +274,13 @@ class Fill(_Files):
         for name, entry in self._found.items():
             for start, stop in self._ranges(name, entry):
                 entry.check(start, stop)
-        canonical = {v: names[k] for k, v in self._wanted.items() if k in names}
+        canonical = {self._wanted[alias]: name for alias, name in names.items()}
         for each in self._states:
             each.check(self._path, self._source, canonical)
         self.extra = self._source.extra
         log.info("zerofx: %s is a %s", self._path, self._source.found)
 
-    def _ranges(self, name: str, entry: Stored) -> Iterable[tuple[int, int]]:
+    def _ranges(self, name: str, entry: StoredTensor) -> Iterable[tuple[int, int]]:
         """Return the flat elements that this rank reads of a tensor."""
         if name in self._store.params:
             return self._store.pieces[name].ranges
@@ -316,7 +319,7 @@ class Fill(_Files):
             self._model._zerofx.engine.gradients.drop_unsynced()
 
 
-def _fill(local: Tensor, ranges: Iterable[tuple[int, int]], entry: Stored) -> None:
+def _fill(local: Tensor, ranges: Iterable[tuple[int, int]], entry: StoredTensor) -> None:
     """Fill a flat tensor with these ranges of an entry, one after another."""
     at = 0
     for start, stop in ranges:
@@ -333,10 +336,10 @@ class _States:
         self._optimizer = optimizer
         self._store = model._zerofx.engine.store
         self._saved: dict[str, Any] = {}
-        self._found: dict[str, dict[str, Stored]] = {}  # by canonical name
+        self._found: dict[str, dict[str, StoredTensor]] = {}  # by canonical name
 
     def check(
-        self, path: Path, source: Source, names: Mapping[tuple[str, int | None], str]
+        self, path: Path, source: OpenCheckpoint, names: Mapping[tuple[str, int | None], str]
     ) -> None:
         """Find the states of every parameter that the optimizer has.
 
@@ -382,7 +385,7 @@ class _States:
         }
         state.optimizer_targets(self._store, optimizer, self._saved, for_plan=True)
 
-    def _check_one(self, what: str, name: str, tensors: Mapping[str, Stored]) -> None:
+    def _check_one(self, what: str, name: str, tensors: Mapping[str, StoredTensor]) -> None:
         param = self._store.params[name]
         here = self._optimizer.state.get(param) or {}
         shaped = {k for k, v in here.items() if isinstance(v, Tensor) and v.shape == param.shape

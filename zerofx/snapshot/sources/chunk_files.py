@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +32,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zerofx import schema
 from zerofx.errors import SnapshotError
 from zerofx.schema import DAMAGE
 from zerofx.snapshot.dcp import IndexUnpickler, check_index
 from zerofx.snapshot.held import HeldFiles
-from zerofx.snapshot.sources.source import Entry, Source, Stored, read_whole
+from zerofx.snapshot.sources.source import Entry, OpenCheckpoint, StoredTensor, read_whole
 from zerofx.snapshot.sources.torch_files import Inert, plain, read_torch_file, stand_in
 from zerofx.snapshot.target import INDEX
 
@@ -47,16 +47,6 @@ _COMMON = "common.pt"  # what of Megatron's is no tensor
 _STATE, _GROUPS = "state.", "param_groups."
 _COPY = "fp32_param"  # master weights, among Megatron's states
 _FIRST = ("", "model.", "module.", "state_dict.", "model_state_dict.", "app.model.")
-
-
-class _Unpickler(IndexUnpickler):
-    """Puts stand-ins in the place of what an index has besides its tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except pickle.UnpicklingError:
-            return stand_in(f"{module}.{name}")
 
 
 @dataclass(frozen=True)
@@ -150,15 +140,15 @@ class Boxed:
                         break
 
 
-class ChunkSource(Source):
+class ChunkSource(OpenCheckpoint):
     """A folder with an index, or several of them that Accelerate has put into one."""
 
-    def _found(self) -> dict[str, Stored]:
+    def _found(self) -> dict[str, StoredTensor]:
         self.found = "checkpoint of torch.distributed.checkpoint"
         folders = [self._source]
         if not (self._source / INDEX).is_file():
             folders = [self._source / name for name in PARTS if (self._source / name).is_dir()]
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         self._bytes: dict[str, tuple[Path, int, int]] = {}
         for folder in folders:
             tensors |= self._indexed(folder)
@@ -171,18 +161,21 @@ class ChunkSource(Source):
             self._take_common(common)
         return entries
 
-    def _indexed(self, folder: Path) -> dict[str, Stored]:
+    def _indexed(self, folder: Path) -> dict[str, StoredTensor]:
         """Return the tensors of one index; note where values lie that are no tensors."""
         path = folder / INDEX
         file = self._held.stream(str(path))
         try:
-            index = _Unpickler(file).load()
+            index = IndexUnpickler(file, stand_in).load()
             check_index(index, has_values=True)
+            for info in index.storage_data.values():
+                schema.file_path(info.relative_path, "the name of a file")
         except DAMAGE as error:
             raise SnapshotError(f"{path}: not the index of a checkpoint: {error}") from error
         assert isinstance(index, Metadata) and index.storage_data is not None
-        cut = getattr(index, "mcore_data", None) or {}
-        found: dict[str, Stored] = {}
+        cut = getattr(index, "mcore_data", None)  # what Megatron has flattened, by name
+        cut = cut if isinstance(cut, dict) else {}
+        found: dict[str, StoredTensor] = {}
         for key, entry in index.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 info = index.storage_data[MetadataIndex(key)]
@@ -211,7 +204,7 @@ class ChunkSource(Source):
         return Boxed(path, dtype, tuple(entry.size), tuple(chunks))
 
     # -- which of them are the model's, and the optimizer's ---------------------------------------
-    def _weights(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    def _weights(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the model's tensors by its names.
 
         Raises:
@@ -239,9 +232,9 @@ class ChunkSource(Source):
             if key.startswith(front) and (front or key.partition(".")[0] in heads)
         }
 
-    def _states(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    def _states(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Sort out what belongs to the optimizer; return its copies of weights, in fp32."""
-        copies: dict[str, Stored] = {}
+        copies: dict[str, StoredTensor] = {}
         for key, stored in tensors.items():
             for name, state in _state_of(key, self._wanted):
                 if state == _COPY:

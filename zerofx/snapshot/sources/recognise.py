@@ -9,11 +9,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zerofx import schema
-from zerofx.errors import NoSnapshotError, SnapshotError
+from zerofx.errors import SnapshotError
 from zerofx.schema import FormError
 from zerofx.snapshot.sources import tensor_files, torch_files, zero_files
 from zerofx.snapshot.sources.chunk_files import PARTS, ChunkSource
-from zerofx.snapshot.sources.source import Source
+from zerofx.snapshot.sources.source import OpenCheckpoint
 from zerofx.snapshot.sources.tensor_files import TensorSource
 from zerofx.snapshot.sources.torch_files import TorchSource
 from zerofx.snapshot.sources.zero_files import UniversalSource, ZeroSource
@@ -23,35 +23,22 @@ from zerofx.snapshot.target import INDEX
 _POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 _MOST_POINTER_BYTES = 4096
 _ITERATION = re.compile(r"\d{1,12}")
-READ = (
-    "safetensors (a file, an index or a directory), files of torch.save, and folders of DeepSpeed "
-    "(ZeRO and universal), torch.distributed.checkpoint (FSDP2) and Megatron (torch_dist)"
-)
 
 
-def open_source(path: Path, wanted: Collection[str]) -> Source:
+def open_source(path: Path, wanted: Collection[str]) -> OpenCheckpoint:
     """Open the checkpoint at a path.
 
     wanted: the names that the model's tensors should have in it.
 
     Raises:
-        NoSnapshotError: there is nothing.
         SnapshotError: nothing there is read, or it is damaged.
         Replaced: the files were replaced while they were opened.
     """
-    found = recognise(path)
-    if found is None and not path.exists():
-        raise NoSnapshotError(f"{path}: No such file or directory")
-    if found is None:
-        raise SnapshotError(
-            f"{path}: no *.safetensors file is there, nor anything else that is read. These are "
-            f"{READ}"
-        )
-    kind, folder = found
+    kind, folder = recognise(path) or (TensorSource, path)
     return kind(folder, wanted)
 
 
-def recognise(path: Path) -> tuple[type[Source], Path] | None:
+def recognise(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
     """Return the reader of what lies at a path, and which folder of it to read; None for others.
 
     Raises:
@@ -63,7 +50,7 @@ def recognise(path: Path) -> tuple[type[Source], Path] | None:
     return _of_folder(path if pointed is None else pointed)
 
 
-def _of_file(path: Path) -> tuple[type[Source], Path] | None:
+def _of_file(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
     if path.name.endswith((tensor_files.SUFFIX, tensor_files.INDEX)):
         return TensorSource, path
     if path.name.endswith(torch_files.SUFFIXES):
@@ -75,6 +62,8 @@ def _pointed(path: Path) -> Path | None:
     """Return the folder that a pointer names."""
     for name in _POINTERS:
         pointer = path / name
+        if pointer.is_dir():  # the link that zerofx.save(step=...) keeps
+            return pointer
         if not os.path.lexists(pointer):
             continue
         try:
@@ -89,7 +78,7 @@ def _pointed(path: Path) -> Path | None:
     return None
 
 
-def _of_folder(path: Path) -> tuple[type[Source], Path] | None:
+def _of_folder(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
     names = os.listdir(path)
     if _has_params(path):
         return UniversalSource, path

@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 8 << 20
 _SECOND_LOOK_S = 0.1  # after a fault, before files are found to be unchanged
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """One tensor of a checkpoint."""
 
     @property
@@ -46,12 +46,12 @@ class Stored(Protocol):
         """Yield (first element, values) of the flat elements start:stop, a part at a time."""
 
 
-def describe(stored: Stored) -> str:
+def describe(stored: StoredTensor) -> str:
     """Return dtype and shape as errors show them: `float32 [64, 16]`."""
     return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
 
 
-def read_whole(stored: Stored) -> Tensor:
+def read_whole(stored: StoredTensor) -> Tensor:
     """Return all of a small tensor."""
     whole = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
     for first, part in stored.read(0, len(whole)):
@@ -139,15 +139,15 @@ class Joined:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[tuple[Stored, int, int], ...]
+    parts: tuple[tuple[StoredTensor, int, int], ...]
 
     @staticmethod
-    def of(parts: Collection[tuple[Stored, int, int]], shape: Collection[int]) -> Joined:
+    def of(parts: Collection[tuple[StoredTensor, int, int]], shape: Collection[int]) -> Joined:
         """Return what these ranges make up."""
         first = next(iter(parts))[0]
         return Joined(first.path, first.dtype, tuple(shape), tuple(parts))
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Stored, int, int, int]]:
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, int, int, int]]:
         """Yield (tensor, first, last, where the tensor's element 0 would be)."""
         at = 0
         for stored, first, last in self.parts:
@@ -168,7 +168,7 @@ class Joined:
                 yield at + shift, part
 
 
-def slice_of(stored: Stored, index: int) -> Joined:
+def slice_of(stored: StoredTensor, index: int) -> Joined:
     """Return one slice of a tensor along its first dimension.
 
     Raises:
@@ -188,13 +188,13 @@ class SavedOptimizer:
     options: those of the parameter's group. why_not: if there are no states, the reason.
     """
 
-    tensors: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     why_not: str = ""
 
 
-class Source(ABC):
+class OpenCheckpoint(ABC):
     """A checkpoint at a path, whose files are held open until `close`.
 
     entries: every tensor of the model by its name in the files.
@@ -216,7 +216,7 @@ class Source(ABC):
         self.extra: dict[str, Any] = {}
         self._listed = self._listing()
         try:
-            self.entries: Mapping[str, Stored] = self._found()
+            self.entries: Mapping[str, StoredTensor] = self._found()
             self.check_current()
         except (OSError, SnapshotError) as error:
             self._raise(error)
@@ -225,7 +225,7 @@ class Source(ABC):
             raise
 
     @abstractmethod
-    def _found(self) -> Mapping[str, Stored]:
+    def _found(self) -> Mapping[str, StoredTensor]:
         """Open the files; return every tensor of the model by name."""
 
     def _is_part(self, name: str) -> bool:

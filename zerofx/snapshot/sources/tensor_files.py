@@ -17,7 +17,7 @@ import torch
 from zerofx import schema
 from zerofx.errors import SnapshotError
 from zerofx.schema import Form, FormError
-from zerofx.snapshot.sources.source import Entry, Source
+from zerofx.snapshot.sources.source import Entry, OpenCheckpoint
 
 DTYPES = {
     "F64": torch.float64,
@@ -55,7 +55,7 @@ _METADATA = schema.optional(schema.mapping(schema.text(), schema.text()))
 _INDEX = schema.record({"weight_map": schema.mapping(schema.text(), schema.file_name)})
 
 
-class TensorSource(Source):
+class TensorSource(OpenCheckpoint):
     """A file, the files of an index, or a directory that has either.
 
     A directory has an index, or one or more safetensors files without one.
@@ -81,8 +81,8 @@ class TensorSource(Source):
             return self._indexed(indexes[0])
         if not files:
             raise SnapshotError(
-                f"{path}: no *{SUFFIX} file is there; give a directory that has them, one such "
-                f"file, or a *{INDEX}"
+                f"{path}: no *{SUFFIX} file is there, nor a checkpoint of another kind that is "
+                f"read; give a directory that has such files, one of them, or a *{INDEX}"
             )
         _check_numbers(files)
         found: dict[str, Entry] = {}

@@ -24,7 +24,7 @@ from zerofx.compat.checkpoint import storage_offset
 from zerofx.errors import SnapshotError
 from zerofx.schema import DAMAGE, Form, FormError
 from zerofx.snapshot.held import HeldFiles
-from zerofx.snapshot.sources.source import Entry, Source, Stored, read_whole
+from zerofx.snapshot.sources.source import Entry, OpenCheckpoint, StoredTensor, read_whole
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = ".bin.index.json"
@@ -208,7 +208,7 @@ class _Describer:
         offset, size = storage_offset(tensor), tensor.dtype.itemsize
         entry = Entry(
             self.held, self.path, name, tensor.dtype, tuple(tensor.shape),
-            self.start + offset + tensor.storage_offset() * size,
+            self.start + offset + int(tensor.storage_offset()) * size,
             None if tensor.is_contiguous() else tuple(tensor.stride()),
         )  # fmt: skip
         if entry.end - self.start - offset > self.records.get(offset, -1):
@@ -247,7 +247,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-class TorchSource(Source):
+class TorchSource(OpenCheckpoint):
     """One file of torch.save that has weights by name, or a directory of Hugging Face's `.bin`."""
 
     found = "files of torch.save"
@@ -255,7 +255,7 @@ class TorchSource(Source):
     def _is_part(self, name: str) -> bool:
         return name.endswith((INDEX, *SUFFIXES))
 
-    def _found(self) -> dict[str, Stored]:
+    def _found(self) -> dict[str, StoredTensor]:
         if not self._source.is_dir():
             return self._entries(self._source)
         indexes = sorted(self._source.glob(f"*{INDEX}"))
@@ -273,7 +273,7 @@ class TorchSource(Source):
             raise SnapshotError(f"{indexes[0]}: {absent[0]} is not in {where[absent[0]]}")
         return {name: files[file][name] for name, file in where.items()}
 
-    def _entries(self, path: Path) -> dict[str, Stored]:
+    def _entries(self, path: Path) -> dict[str, StoredTensor]:
         content = read_torch_file(self._held, str(path)).content
         for key in _HOLDERS:
             if isinstance(content, dict) and isinstance(content.get(key), dict):

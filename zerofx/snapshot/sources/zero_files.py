@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from zerofx import schema
 from zerofx.errors import SnapshotError
-from zerofx.snapshot.sources.source import Entry, Joined, Source, Stored
+from zerofx.snapshot.sources.source import Entry, Joined, OpenCheckpoint, StoredTensor
 from zerofx.snapshot.sources.torch_files import (
     Inert,
     TorchFile,
@@ -100,7 +101,8 @@ _OPTIM_FORM = schema.record(
     }
 )
 _PARAM = schema.either(tensor, schema.record({"param": tensor}))
-_GROUPS_OF_UNIVERSAL = schema.record({"param_groups": _GROUPS})
+_PIECE_FORM = schema.either(schema.number(), _PARAM)
+_UNIVERSAL_OPTIM = schema.record({"param_groups": _GROUPS}, optimizer_state_dict=_BASE)
 
 
 def is_zero_folder(names: Sequence[str]) -> bool:
@@ -110,7 +112,7 @@ def is_zero_folder(names: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankFiles:
     """What one rank wrote: flat weights and states per group, and the groups' options."""
 
     path: Path
@@ -131,8 +133,8 @@ class _Group:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ZeroSource(Source):
-    """A folder of DeepSpeed's engine, at ZeRO 0 to 3, of any number of ranks."""
+class _EngineFolder(OpenCheckpoint, ABC):
+    """A folder with files of model states, as both kinds have them."""
 
     def _is_part(self, name: str) -> bool:
         return name.endswith("_states.pt")
@@ -172,7 +174,9 @@ class ZeroSource(Source):
         parts = {k: v for k, v in first.items() if k not in _STRUCTURE and not isinstance(v, Inert)}
         self.extra = plain(parts)
 
-    def _buffers(self, path: Path, first: Mapping[str, Any], is_whole: bool) -> dict[str, Stored]:
+    def _buffers(
+        self, path: Path, first: Mapping[str, Any], is_whole: bool
+    ) -> dict[str, StoredTensor]:
         """Return what the module has by name: everything, or below stage 3's placeholders buffers.
 
         is_whole: weights are there too.
@@ -182,10 +186,10 @@ class ZeroSource(Source):
         kept = {n: v for n, v in module.items() if is_whole or n in buffers}
         return {n: v for n, v in kept.items() if isinstance(v, Entry)}
 
-    def _frozen(self, models: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Stored]:
+    def _frozen(self, models: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, StoredTensor]:
         """Return frozen parameters of stage 3, of which every rank has a share."""
         shapes = models[0][1].get("frozen_param_shapes") or {}
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for name, shape in shapes.items():
             shares = []
             for path, state in models:
@@ -195,8 +199,11 @@ class ZeroSource(Source):
             found[name] = _of_shares(name, [(share, 0) for share in shares], shape)
         return found
 
-    # -- all of it --------------------------------------------------------------------------------
-    def _found(self) -> dict[str, Stored]:
+
+class ZeroSource(_EngineFolder):
+    """A folder of DeepSpeed's engine, at ZeRO 0 to 3, of any number of ranks."""
+
+    def _found(self) -> dict[str, StoredTensor]:
         models = self._models()
         path, first = models[0]
         self._take_extra(first)
@@ -220,7 +227,9 @@ class ZeroSource(Source):
                 entries[alias] = entries[name]
         return entries
 
-    def _unsharded(self, path: Path, first: dict[str, Any], has_optim: bool) -> dict[str, Stored]:
+    def _unsharded(
+        self, path: Path, first: dict[str, Any], has_optim: bool
+    ) -> dict[str, StoredTensor]:
         """Return the weights of a model that was trained without ZeRO."""
         if has_optim:
             raise SnapshotError(f"{path} has no param_shapes, and there are *_optim_states.pt")
@@ -232,7 +241,7 @@ class ZeroSource(Source):
         )
         return self._buffers(path, first, True)
 
-    def _rank(self, path: Path) -> _Rank:
+    def _rank(self, path: Path) -> _RankFiles:
         found = checked(self._read(path), _OPTIM_FORM, path, "file of optimizer states")
         inner = found["optimizer_state_dict"]
         if "fp32_flat_groups" in inner:
@@ -258,13 +267,13 @@ class ZeroSource(Source):
                 for number in group["params"]:
                     if number >= len(flats):
                         raise SnapshotError(f"{path}: there is no group {number} of parameters")
-                    options[number] = {k: v for k, v in group.items() if k != "params"}
+                    options[number] = plain({k: v for k, v in group.items() if k != "params"})
                     states[number] = base["state"].get(number, {})
-        return _Rank(path, stage, count, flats, states, options)
+        return _RankFiles(path, stage, count, flats, states, options)
 
     def _check_ranks(
         self,
-        ranks: Sequence[_Rank],
+        ranks: Sequence[_RankFiles],
         numbers: Sequence[int],
         models: Sequence[tuple[Path, dict[str, Any]]],
         path: Path,
@@ -273,8 +282,8 @@ class ZeroSource(Source):
         if not ranks:
             raise SnapshotError(
                 f"{self._source}: *_optim_states.pt is missing, which has the weights in fp32. "
-                f"Copy the whole folder, or give {path.name} to load the weights as they were computed "
-                "with (stages 1 and 2)"
+                f"Copy the whole folder, or give {path.name}, which has at stages 1 and 2 the "
+                "weights that were computed with"
             )
         count = ranks[0].ranks
         if list(numbers) != list(range(count)):
@@ -298,7 +307,7 @@ class ZeroSource(Source):
                     f"{models[0][1].get('global_steps')}. Copy all files of one checkpoint"
                 )
 
-    def _groups(self, ranks: Sequence[_Rank]) -> list[_Group]:
+    def _groups(self, ranks: Sequence[_RankFiles]) -> list[_Group]:
         """Return the groups with what all ranks have of each."""
         groups = []
         for number, flat in enumerate(ranks[0].flats):
@@ -317,7 +326,7 @@ class ZeroSource(Source):
         return groups
 
     def _state(
-        self, ranks: Sequence[_Rank], number: int, key: str, held: Sequence[Any]
+        self, ranks: Sequence[_RankFiles], number: int, key: str, held: Sequence[Any]
     ) -> list[Entry]:
         for rank, state in zip(ranks, held, strict=True):
             flat = rank.flats[number]
@@ -333,14 +342,14 @@ class ZeroSource(Source):
         groups: Sequence[_Group],
         shapes: Sequence[Shapes],
         path: Path,
-    ) -> dict[str, Stored]:
+    ) -> dict[str, StoredTensor]:
         """Return parameters that follow one another through the ranks' partitions.
 
         `param_slice_mappings` says the same, and is wrong with `round_robin_gradients`.
         """
         if len(groups) != len(shapes):
             raise SnapshotError(f"{path} has {len(shapes)} groups of parameters, not {len(groups)}")
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for number, (group, named) in enumerate(zip(groups, shapes, strict=True)):
             there = sum(math.prod(flat.shape) for flat in group.flats)
             needed = sum(math.prod(shape) for shape in named.values())
@@ -357,7 +366,7 @@ class ZeroSource(Source):
 
     def _shares(
         self, groups: Sequence[_Group], shapes: Sequence[Shapes], path: Path
-    ) -> dict[str, Stored]:
+    ) -> dict[str, StoredTensor]:
         """Return parameters of which every rank has an equal share."""
         count = len(groups[0].flats) if groups else 1
         sizes = [[math.prod(flat.shape) for flat in group.flats] for group in groups]
@@ -366,7 +375,7 @@ class ZeroSource(Source):
         needed = sum(-(-math.prod(shape) // count) for shape in named.values()) * count
         if there != needed or any(len(set(each)) > 1 for each in sizes):
             raise SnapshotError(_other_size(path, needed, there))
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         number = at = 0
         for name, shape in named.items():
             share = -(-math.prod(shape) // count)
@@ -396,10 +405,10 @@ class ZeroSource(Source):
         self.optimizer.options[name] = group.options
 
 
-class UniversalSource(ZeroSource):
+class UniversalSource(_EngineFolder):
     """A folder of DeepSpeed's ds_to_universal: a folder for each parameter."""
 
-    def _found(self) -> dict[str, Stored]:
+    def _found(self) -> dict[str, StoredTensor]:
         models = [(path, state) for path, state in self._models_of_any() if state["param_shapes"]]
         path, first = models[0] if models else (self._source, {"module": {}, "param_shapes": []})
         self._take_extra(first)
@@ -417,6 +426,7 @@ class UniversalSource(ZeroSource):
             self.optimizer.options[name] = options.get(name, {})
             if "step" not in self.optimizer.values[name]:
                 self._take_step(name, options.get(name, {}))
+        self._check_alike(root)
         lacking = sorted(shapes.keys() - entries.keys())
         if lacking:
             raise SnapshotError(f"{root / lacking[0]} is missing")
@@ -430,7 +440,7 @@ class UniversalSource(ZeroSource):
         paths = [self._source / n for n in sorted(self._listed) if MODEL.fullmatch(n)]
         return [(p, checked(self._read(p), _MODEL_FORM, p, "file of model states")) for p in paths]
 
-    def _param(self, path: Path, shape: Sequence[int] | None) -> Stored:
+    def _param(self, path: Path, shape: Sequence[int] | None) -> StoredTensor:
         content = checked(self._read(path), _PARAM, path, "file of a universal checkpoint")
         found = content["param"] if isinstance(content, dict) else content
         if shape is None or tuple(shape) == found.shape or isinstance(content, dict):
@@ -440,10 +450,11 @@ class UniversalSource(ZeroSource):
         return Joined.of([(found, 0, math.prod(shape))], shape)
 
     def _states_of(self, folder: Path, name: str, shape: Sequence[int]) -> None:
-        tensors, values = {}, {}
+        tensors: dict[str, StoredTensor] = {}
+        values: dict[str, Any] = {}
         for file in sorted(n for n in os.listdir(folder) if n.endswith(".pt") and n != _FP32):
             key, path = file.removesuffix(".pt"), folder / file
-            content = self._read(path).content
+            content = checked(self._read(path), _PIECE_FORM, path, "file of a universal checkpoint")
             content = content["param"] if isinstance(content, dict) else content
             if isinstance(content, Entry) and content.shape:
                 if math.prod(content.shape) != math.prod(shape):
@@ -453,22 +464,27 @@ class UniversalSource(ZeroSource):
                 values[key] = plain(content)
         self.optimizer.tensors[name], self.optimizer.values[name] = tensors, values
 
+    def _check_alike(self, root: Path) -> None:
+        """Raise unless all parameters have the same states."""
+        kinds = {key for held in self.optimizer.tensors.values() for key in held}
+        for name, held in self.optimizer.tensors.items():
+            for key in sorted(kinds - held.keys()):
+                raise SnapshotError(f"{root / name / key}.pt is missing")
+
     def _options(self, root: Path, shapes: Sequence[Shapes]) -> dict[str, Mapping[str, Any]]:
         """Return each parameter's options; steps of stage 3 are among them."""
         path = root / "optimizer_state.pt"
         if not path.is_file():
             return {}
-        content = self._read(path).content
-        checked(TorchFile(content, ""), _GROUPS_OF_UNIVERSAL, path, "file of optimizer states")
-        inner = content.get("optimizer_state_dict")
-        states = inner.get("state", {}) if isinstance(inner, dict) else {}
+        content = checked(self._read(path), _UNIVERSAL_OPTIM, path, "file of optimizer states")
+        states = content.get("optimizer_state_dict", {}).get("state", {})
         found: dict[str, Mapping[str, Any]] = {}
         for group in content["param_groups"]:
+            kept = plain({k: v for k, v in group.items() if k != "params"})
             for number in group["params"]:
-                step = states.get(number, {}).get("step") if isinstance(states, dict) else None
-                kept = {k: v for k, v in group.items() if k != "params"}
+                step = plain(states.get(number, {}).get("step"))
                 for name in shapes[number] if number < len(shapes) else ():
-                    found[name] = kept if step is None else {**kept, "step": plain(step)}
+                    found[name] = kept if step is None else {**kept, "step": step}
         return found
 
     def _take_step(self, name: str, options: Mapping[str, Any]) -> None:
@@ -480,7 +496,7 @@ def _of_shares(name: str, shares: Sequence[tuple[Entry, int]], shape: Sequence[i
     """Return a parameter of which each rank has an equal share, the last ones padded."""
     numel, count = math.prod(shape), len(shares)
     share = -(-numel // count)
-    parts: list[tuple[Stored, int, int]] = []
+    parts: list[tuple[StoredTensor, int, int]] = []
     for rank, (flat, at) in enumerate(shares):
         own = max(0, min(share, numel - rank * share))
         if math.prod(flat.shape) < at + own:
@@ -509,7 +525,7 @@ def _aligned(numel: int, ranks: int) -> int:
     return -(-numel // unit) * unit
 
 
-def _same(ranks: Sequence[_Rank], key: str, held: Sequence[Any]) -> Any:
+def _same(ranks: Sequence[_RankFiles], key: str, held: Sequence[Any]) -> Any:
     """Return a value that all ranks must have alike."""
     values = [plain(value) for value in held]
     for rank, value in zip(ranks, values, strict=True):
