@@ -33,7 +33,9 @@ from foreign_checkpoints import (
     layers_state,
 )  # fmt: skip
 from pool import Pool
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -530,8 +532,6 @@ class Adapted(nn.Module):
 
 
 def test_adapters_by_the_names_of_peft(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     saved = {"base_model.fc.lora_A.weight": torch.randn(2, 4),
              "base_model.fc.lora_B.weight": torch.randn(4, 2),
              "base_model.head.weight": torch.randn(1, 4),
@@ -595,6 +595,58 @@ def test_files_of_torch_save_in_any_order_of_memory(tmp_path: Path) -> None:
     model, _ = compiled()
     assert zerofx.load_weights(model, tmp_path) == ([], [])
     assert isinstance(next(iter(state.values())), Tensor) and Entry is not None
+
+
+# -- and out again ---------------------------------------------------------------------------------
+def given_out(folder: str) -> dict[str, Tensor]:
+    """Save after a step in every form that others read; return the state after the next step."""
+    model, optimizer = compiled(scale=1.0)
+    step(model, optimizer, 0)
+    state = zerofx.full_state_dict(model)
+    states = zerofx.full_optimizer_state_dict(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save({"model": state, "optimizer": states}, f"{folder}/full.pt")
+    zerofx.export(f"{folder}/export", model)
+    weights, held = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": held}, checkpoint_id=f"{folder}/dcp")
+    zerofx.save(f"{folder}/own", model, optimizer)
+    step(model, optimizer, 1)
+    return dict(zerofx.full_state_dict(model, rank0_only=False))
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model(*batch(number, rank, world)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_goes_out_is_read_by_plain_torch_and_comes_back(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(2, given_out, str(tmp_path))[0]
+    dcp_to_torch_save(tmp_path / "own", tmp_path / "own.pt")
+    saved = torch.load(tmp_path / "full.pt", weights_only=True)
+    converted = torch.load(tmp_path / "own.pt")["model"]
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    plain = build()
+    optimizer = adamw(plain)
+    plain.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for name, value in plain.state_dict().items():
+        if name != "head.weight":  # tied, and there under its other name
+            assert torch.equal(converted[name], value) and torch.equal(exported[name], value)
+    step(plain, optimizer, 1)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
+    for source in ("full.pt", "export", "dcp", "own"):
+        model, _ = compiled()
+        assert zerofx.load_weights(model, tmp_path / source) == ([], [])
+        for name, value in saved["model"].items():
+            assert torch.equal(model.state_dict()[name], value), (source, name)
+    model, fresh = compiled()
+    assert zerofx.load(tmp_path / "dcp", model, fresh) == {}
+    step(model, fresh, 1)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
 
 
 # -- transformers ----------------------------------------------------------------------------------
