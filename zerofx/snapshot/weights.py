@@ -374,6 +374,8 @@ class _States:
             )
         for name, tensors in self._found.items():
             self._check_one(what, name, tensors)
+        self._check_alike(what, {n: {*self._found.get(n, ()), *others.get(n, ())}
+                                 for n in mine & (self._found.keys() | others.keys())})  # fmt: skip
         self._saved = {
             "type": kind,
             "groups": [
@@ -384,6 +386,18 @@ class _States:
             "others": others,
         }
         state.optimizer_targets(self._store, optimizer, self._saved, for_plan=True)
+
+    def _check_alike(self, what: str, keys: Mapping[str, set[str]]) -> None:
+        """Raise unless all parameters have the same states, step counts among them."""
+        kinds = {key for held in keys.values() for key in held}
+        if "exp_avg_sq" in kinds:  # whoever keeps it counts steps
+            kinds.add("step")
+        for name, held in sorted(keys.items()):
+            for key in sorted(kinds - held):
+                raise SnapshotError(
+                    f"{what}: {name} has no {key}, as the state of an optimizer that has "
+                    f"{', '.join(sorted(kinds))}"
+                )
 
     def _check_one(self, what: str, name: str, tensors: Mapping[str, StoredTensor]) -> None:
         param = self._store.params[name]
