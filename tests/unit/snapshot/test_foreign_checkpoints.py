@@ -621,6 +621,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_what_goes_out_is_read_by_plain_torch_and_comes_back(pool: Pool, tmp_path: Path) -> None:
     expected = pool.run(2, given_out, str(tmp_path))[0]
     dcp_to_torch_save(tmp_path / "own", tmp_path / "own.pt")
