@@ -20,9 +20,10 @@ from zerofx.snapshot.sources.zero_files import UniversalSource, ZeroSource
 from zerofx.snapshot.target import INDEX
 
 # Files that name the folder to read: DeepSpeed's, and Megatron's, which has a number.
-_POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+_ITERATION = "latest_checkpointed_iteration.txt"
+_POINTERS = ("latest", "latest_universal", _ITERATION)
 _MOST_POINTER_BYTES = 4096
-_ITERATION = re.compile(r"\d{1,12}")
+_NUMBER = re.compile(r"\d{1,12}")
 
 
 def open_source(path: Path, wanted: Collection[str]) -> OpenCheckpoint:
@@ -71,7 +72,8 @@ def _pointed(path: Path) -> Path | None:
             schema.file_name(said, "the name in it")
         except (OSError, FormError) as error:
             raise SnapshotError(f"{pointer}: {error}") from error
-        folder = path / (f"iter_{int(said):07d}" if _ITERATION.fullmatch(said) else said)
+        is_number = name == _ITERATION and _NUMBER.fullmatch(said)
+        folder = path / (f"iter_{int(said):07d}" if is_number else said)
         if not folder.is_dir():
             raise SnapshotError(f"{pointer} names {folder.name}, which is not there")
         return folder

@@ -81,8 +81,8 @@ class TensorSource(OpenCheckpoint):
             return self._indexed(indexes[0])
         if not files:
             raise SnapshotError(
-                f"{path}: no *{SUFFIX} file is there, nor a checkpoint of another kind that is "
-                f"read; give a directory that has such files, one of them, or a *{INDEX}"
+                f"{path}: no *{SUFFIX} file is there; give a directory that has them, one such "
+                f"file, a *{INDEX}, or a checkpoint of another kind (docs/checkpoints.md)"
             )
         _check_numbers(files)
         found: dict[str, Entry] = {}
