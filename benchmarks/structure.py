@@ -245,7 +245,16 @@ FOLDERS = (
     *("plan", "hardware", "layout", "policy", "capture", "ir", "ops", "passes", "passes/patterns"),
     *("analysis/memory", "analysis/time", "analysis/recompute", "codegen", "kernels", "model"),
     *("runtime", "runtime/tensors", "runtime/store", "runtime/tiers", "runtime/regions"),
-    *("runtime/cuda_graph", "comm", "nvme", "optim", "snapshot", "integrations", "compat"),
+    *(
+        "runtime/cuda_graph",
+        "comm",
+        "nvme",
+        "optim",
+        "snapshot",
+        "snapshot/sources",
+        "integrations",
+        "compat",
+    ),
     *("tools", "tools/cli", "tools/views", "tools/predict", "tools/search", "tools/record"),
     *("tools/calibrate", "tools/trial", "tools/demo"),
 )

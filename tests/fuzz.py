@@ -37,9 +37,11 @@ from torch import nn
 import zerofx
 from zerofx.errors import ZerofxError
 from zerofx.snapshot import files as snapshot_files
+from zerofx.snapshot.sources.torch_files import Inert, stand_in
 from zerofx.tools.cli import main
 from zerofx.tools.views.recording import load_recording
 
+HERE = Path(__file__).parent
 LIMIT_S = 30.0
 HUGE = "@HUGE@"  # stands for a number of 5,000 digits, which json does not write
 
@@ -231,6 +233,18 @@ class Matrix:
         self.recording = recording.to_dict()
         (self.home / "model.py").write_text(MODEL)
         self.saved = self.values()
+        sys.path.append(str(HERE / "support"))
+        import foreign_checkpoints as cases
+
+        layers = zerofx.compile(cases.Layers(), PLAN)
+        model = zerofx.compile(cases.build(), PLAN)
+        own = model, cases.adamw(model), None
+        named = layers, torch.optim.AdamW(layers.parameters()), cases.in_megatron
+        deepspeed = HERE / "snapshots" / "deepspeed-0.19.5"
+        self.foreigners: list[tuple[Path, tuple[Any, ...]]] = [
+            *((deepspeed / name, own) for name in ("zero1", "zero3", "universal3")),
+            (HERE / "snapshots" / "megatron-core-0.16.1", named),
+        ]
 
     def values(self) -> dict[str, Any]:
         found = {n: v.clone() for n, v in self.model.state_dict().items()}
@@ -404,6 +418,20 @@ class Matrix:
             path.write_bytes(len(said).to_bytes(8, "little") + said + data[8 + length :])
         zerofx.load_weights(self.model, folder, strict=rng.random() < 0.5)
 
+    def foreign(self, rng: random.Random) -> None:
+        source, (model, optimizer, names) = rng.choice(self.foreigners)
+        folder = self.copied(source)
+        path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file()))
+        kind = rng.randrange(4)
+        content = _content(path) if kind > 1 and path.suffix == ".pt" else None
+        if isinstance(content, dict):
+            torch.save(edited_value(content, rng, self.harm), path)
+        elif kind == 1:
+            replaced(path, rng)
+        else:
+            path.write_bytes(damaged(path.read_bytes(), rng))
+        zerofx.load(folder, model, optimizer, names=names)
+
     def recordings(self, rng: random.Random) -> None:
         path = self.home / "recording.json"
         data = as_json(edited_value(self.recording, rng, self.harm), rng)
@@ -430,6 +458,23 @@ class Matrix:
         zerofx.load_program(program.emit(self.copy))
         program.view(self.home / "page.html")
         str(program.schedule()), program.dump("nodes")
+
+
+def _content(path: Path) -> Any:
+    """Return what a file of torch.save has, with plain values for objects of other libraries."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Inert):
+            return value.args[0] if value.args else plain(value.state)
+        if isinstance(value, dict):
+            return {key: plain(part) for key, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(plain, value))
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    with torch.serialization.safe_globals([(stand_in(name), name) for name in unknown]):
+        return plain(torch.load(path, weights_only=True))
 
 
 def _edited_index(index: Any, rng: random.Random) -> Any:
@@ -464,11 +509,14 @@ def _edited_index(index: Any, rng: random.Random) -> Any:
 
 SHARES = {  # of all inputs, about as many as the seconds of one allow
     "plans": 20, "yaml": 10, "commands": 4, "snapshots": 25, "emitted_data": 10, "emitted_code": 5,
-    "safetensors": 15, "recordings": 10, "names": 1,
+    "safetensors": 15, "foreign": 15, "recordings": 10, "names": 1,
 }  # fmt: skip
 
 
-QUICK = ("plans", "yaml", "snapshots", "emitted_data", "emitted_code", "safetensors", "recordings")
+QUICK = (
+    "plans", "yaml", "snapshots", "emitted_data", "emitted_code", "safetensors", "foreign",
+    "recordings",
+)  # fmt: skip
 Counts = Counter[tuple[str, str]]
 
 

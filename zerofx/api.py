@@ -114,7 +114,7 @@ def compile(
         in_backward = checked.update == "in-backward"
         for each in built:
             check_before(each, layout, in_backward)
-        given = () if weights is None else names_of(world, weights)
+        given = () if weights is None else names_of(world, weights, model)
         folder = checked.offload.path
         store = ShardStore.build(
             model, layout, world, in_backward=in_backward, folder=folder, given=given,

@@ -1043,6 +1043,20 @@ def staging() -> None:
     assert "x.new_empty(" in found and "x.data_ptr() != 0" in found and "x.__slots__" in found
 
 
+@contract("._checkpoint_offset")
+def places_in_files() -> None:
+    """A load to meta notes where each storage lies in its file, and reads no values."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "t.pt")
+        torch.save({"a": torch.arange(5.0), "b": torch.arange(9)[3:], "c": {}}, path)
+        found = torch.load(path, map_location="meta", weights_only=True)
+        content = path.read_bytes()
+        for name, value in (("a", torch.arange(5.0)), ("b", torch.arange(9))):
+            at = checkpoint.storage_offset(found[name])
+            assert found[name].is_meta and content[at:][: value.nbytes] == value.numpy().tobytes()
+        assert found["b"].storage_offset() == 3
+
+
 @contract(
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
@@ -1052,7 +1066,7 @@ def checkpoint_index() -> None:
     """What torch writes into an index of a checkpoint is on the list of what may be read."""
     import torch.distributed.checkpoint as dcp
 
-    from zerofx.snapshot.dcp import _Unpickler, _Writer
+    from zerofx.snapshot.dcp import IndexUnpickler, _Writer
 
     info = checkpoint.storage_info("file", 3, 5)
     assert (info.relative_path, info.offset, info.length) == ("file", 3, 5)
@@ -1061,7 +1075,7 @@ def checkpoint_index() -> None:
         dcp.save(saved, storage_writer=_Writer(folder))
         index = Path(folder, ".metadata")
         with index.open("rb") as file:
-            read = _Unpickler(file).load()
+            read = IndexUnpickler(file).load()
         assert sorted(read.state_dict_metadata) == ["a", "b"]
         name = next(iter(read.storage_data.values())).relative_path
         assert Path(folder, name).exists() and name.endswith(checkpoint.DEFAULT_SUFFIX)

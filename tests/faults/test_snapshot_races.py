@@ -23,8 +23,10 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import SnapshotError
-from zerofx.snapshot import dcp, held, target, tensor_files
+from zerofx.snapshot import dcp, held, target
 from zerofx.snapshot import files as snapshot_files
+from zerofx.snapshot.sources import source as sources
+from zerofx.snapshot.sources import tensor_files
 
 
 def filled(value: float, stage: int = 3) -> tuple[Any, Any]:
@@ -328,7 +330,7 @@ def test_export_while_weights_load(tmp_path: Path, run: Any, old: int, new: int)
     """An export is finished before any one tensor is read, or any file is opened."""
     folder = tmp_path / "model"
     source = filled(0.0)
-    for owner, name in ((tensor_files.Entry, "read"), (tensor_files, "_json")):
+    for owner, name in ((sources.Entry, "read"), (tensor_files, "_json")):
         number, count = 0, [1]
         while number < count[0]:
             number += 1
@@ -355,7 +357,7 @@ def test_export_in_between(tmp_path: Path, run: Any, new: int, call: str) -> Non
 
     number, count = 0, [1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files, "_SECOND_LOOK_S", 0.0)
+        patch.setattr(sources, "_SECOND_LOOK_S", 0.0)
         while number < count[0]:
             number += 1
             shutil.rmtree(folder, ignore_errors=True)
@@ -379,7 +381,7 @@ def test_weights_written_in_place(tmp_path: Path, run: Any) -> None:
             file.write(other.read_bytes())
         os.utime(path, ns=(0, 0))
 
-    with at_call(tensor_files.Entry, "read", {3}, write):
+    with at_call(sources.Entry, "read", {3}, write):
         assert weights_of(path, run) == 2.0
 
 

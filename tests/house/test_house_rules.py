@@ -56,7 +56,6 @@ SAME_NAME = {
     "WayOut": "of a search; of a view",
     "Work": "of a collective; of the NVMe threads",
     "_Buffer": "of the planner; of the colouring",
-    "_Job": "of torchrun; of a save of weights",
     "_Walk": "three walks over three things",
 }
 

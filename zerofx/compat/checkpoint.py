@@ -1,4 +1,4 @@
-"""The files of torch.distributed.checkpoint: a rank's file by name, an item of its index.
+"""The files of torch.save and torch.distributed.checkpoint: where each tensor lies in them.
 
 Its own writer is not used: that of 2.13 holds every tensor until all of a file has been written.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -37,3 +38,13 @@ def file_of(plan: SavePlan) -> str:
 def storage_info(name: str, offset: int, length: int) -> Any:
     """Return what the index says of one item: bytes offset:offset + length of a file."""
     return _StorageInfo(name, offset, length)
+
+
+def storage_offset(tensor: torch.Tensor) -> int:
+    """Return at which byte of its file the storage of a tensor lies.
+
+    The tensor comes from `torch.load(..., map_location="meta")`, which notes it.
+    """
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert isinstance(offset, int), "the tensor was not loaded to meta"
+    return offset

@@ -429,7 +429,9 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved, at any world size and stage; on all ranks.
+        """Load what `save_checkpoint` saved, ours or DeepSpeed's, at any world size and stage.
+
+        A collective call.
 
         Returns:
             The path and the client state; (None, None), with a warning, where there is no `latest`.
@@ -449,6 +451,10 @@ class DeepSpeedEngine(nn.Module):
         path = Path(load_dir) / str(tag)
         with_states = load_optimizer_states and not load_module_only
         extra = zerofx.load(path, self.module, self.optimizer if with_states else None)
+        if "global_steps" in extra:  # DeepSpeed wrote it
+            counts = {name: extra.pop(name) for name in _COUNTS if name in extra}
+            scheduler = extra.pop("lr_scheduler", None)
+            extra = {"engine": counts, "scheduler": scheduler, "client": extra}
         if "engine" not in extra:
             return str(path), extra  # a snapshot of another loop
         if not load_module_only:

@@ -11,7 +11,8 @@ dcp.py                  tensors to files and back through torch.distributed.chec
 whole_states.py         states of optimizers that step whole parameters
 full_optimizer.py       an optimizer's whole state in plain PyTorch's form, for `torch.save`
 exporting.py            full weights as safetensors, for others
-weights.py, tensor_files.py    weights out of safetensors, straight into the shards
+weights.py              from files of many formats straight into the shards
+sources/                these formats: safetensors, torch.save, DeepSpeed, FSDP2, Megatron
 """
 
 from zerofx.snapshot.exporting import export

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -169,11 +170,23 @@ def written_files(results: list[WriteResult]) -> set[str]:
     return {result.storage_data.relative_path for result in results}
 
 
-class _Unpickler(pickle.Unpickler):
+class IndexUnpickler(pickle.Unpickler):
+    """Loads the parts of an index, and nothing else.
+
+    stand_in: returns a class for the dotted path of one that is not a part; without it, those are
+        refused.
+    """
+
+    def __init__(self, file: BinaryIO, stand_in: Callable[[str], type] | None = None) -> None:
+        super().__init__(file)
+        self._stand_in = stand_in
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or f"{module}.{name}" in INDEX_PARTS:
             return super().find_class(module, name)
+        if self._stand_in is not None:
+            return self._stand_in(f"{module}.{name}")
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
@@ -200,7 +213,7 @@ class _Reader(FileSystemReader):
         """Read the index without running what a stranger may have put in it."""
         path = self._held.path(INDEX)
         try:
-            found = _Unpickler(self._held.stream(INDEX)).load()
+            found = IndexUnpickler(self._held.stream(INDEX)).load()
             check_index(found)
         except DAMAGE as error:
             raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
@@ -212,8 +225,10 @@ class _Reader(FileSystemReader):
 _MOST_CUT = 10  # dimensions along which the chunks of one tensor may be cut
 
 
-def check_index(index: Any) -> None:
+def check_index(index: Any, has_values: bool = False) -> None:
     """Raise unless an index is one: tensors, chunks that tile them exactly, one place for each.
+
+    has_values: it may list what is no tensor too.
 
     Raises:
         FormError: names the tensor and what is wrong.
@@ -226,6 +241,11 @@ def check_index(index: Any) -> None:
         raise FormError("planner_data is no mapping")
     num_chunks = 0
     for key, entry in tensors.items():
+        if has_values and isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
+            if MetadataIndex(key) not in places:
+                raise FormError(f"{key} has no place")
+            num_chunks += 1
+            continue
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
             raise FormError(f"{key} is no tensor")
         properties = getattr(entry, "properties", None)
@@ -300,7 +320,9 @@ def _check_places(places: dict[Any, Any]) -> None:
         if not (isinstance(name, str) and type(at) is type(n) is int and 0 <= at <= MOST >= n > 0):
             raise FormError(f"{getattr(index, 'fqn', index)} has no place in a file")
         if getattr(info, "transform_descriptors", None):
-            raise FormError(f"{index.fqn} was transformed, and zerofx transforms nothing")
+            raise FormError(
+                f"{index.fqn} was transformed (compressed, say). Only plain files are read"
+            )
         taken.append((name, at, at + n, index.fqn))
     for (file, _, end, left), (other, start, _, right) in itertools.pairwise(sorted(taken)):
         if file == other and start < end:

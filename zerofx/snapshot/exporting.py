@@ -22,6 +22,7 @@ from zerofx.comm.together import together
 from zerofx.errors import SnapshotError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import iter_full_state
+from zerofx.snapshot.sources.tensor_files import DTYPES
 from zerofx.snapshot.state import buffers_of
 from zerofx.snapshot.target import (
     SavePlace,
@@ -32,7 +33,6 @@ from zerofx.snapshot.target import (
     sync_file,
     write_file,
 )
-from zerofx.snapshot.tensor_files import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN_BYTES = 8

@@ -115,6 +115,14 @@ def is_there(folder: Path) -> bool:
     return os.path.lexists(folder)
 
 
+def is_own(folder: Path) -> bool:
+    """Return whether zerofx.save has written here, or is about to publish something here."""
+    left = (beside(place(folder), "new"), beside(place(folder), "old"))
+    if any((each / MANIFEST).exists() for each in left):
+        return True
+    return any((folder / name).exists() for name in (MANIFEST, VALUES, MARK))
+
+
 class OpenSnapshot:
     """A snapshot that is read: its directory, its manifest and its files, all of one save.
 

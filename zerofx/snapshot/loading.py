@@ -26,6 +26,8 @@ from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.held import read_settled
 from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
+from zerofx.snapshot.sources.recognise import recognise
+from zerofx.snapshot.weights import Fill, Names, check_names
 
 log = logging.getLogger("zerofx")
 
@@ -34,6 +36,8 @@ def load(
     folder: str | os.PathLike[str],
     model: CompiledModule,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    names: Names = None,
 ) -> dict[str, Any]:
     """Load what `save` saved, at any world size and stage, and return its `extra`.
 
@@ -43,7 +47,10 @@ def load(
     random generators back, at another one all ranks get rank 0's.
 
     folder: a snapshot, or a directory with those of several steps (`save(step=...)`). Of these the
-        newest is loaded that is whole; a warning says which were damaged, and how.
+        newest is loaded that is whole; a warning says which were damaged, and how. Or a checkpoint
+        that `load_weights` reads: of DeepSpeed, FSDP2 and Megatron the optimizer's states are
+        loaded too, and what is returned are values that lie next to them, such as global_steps.
+    names: of such a checkpoint, as `load_weights` takes it.
 
     Raises:
         SnapshotError: there is no whole snapshot of this model: names the file and the reason.
@@ -56,8 +63,11 @@ def load(
     )  # fmt: skip
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.load", job.digest())
+    check_names(names)
     found = _found(job)
-    return _load_newest(job, found) if found else _read(job)
+    if found:
+        return _load_newest(job, found)
+    return _read_foreign(job, names) if _is_foreign(job) else _read(job)
 
 
 def resume(
@@ -97,6 +107,24 @@ def _is_there(job: _Load) -> bool:
     """Return whether rank 0 sees a snapshot, or what an interrupted save has left of one."""
     what = f"looking for {job.folder}"
     return together(job.world, what, lambda: files.is_there(job.folder), SnapshotError)[0]
+
+
+def _is_foreign(job: _Load) -> bool:
+    """Return whether rank 0 sees a checkpoint of another library; a collective call."""
+    what, folder = f"looking at {job.folder}", job.folder
+
+    def look() -> bool:
+        return not files.is_own(folder) and recognise(target.place(folder)) is not None
+
+    return together(job.world, what, look, SnapshotError)[0]
+
+
+def _read_foreign(job: _Load, names: Names) -> dict[str, Any]:
+    """Load weights and states that another library has saved."""
+    job.check_model()
+    fill = Fill(job.model, job.folder, names, optimizers=job.optimizers.values())
+    read_settled(job.world, f"zerofx.load of {job.folder}", fill)
+    return fill.extra
 
 
 def _read(job: _Load) -> dict[str, Any]:

@@ -1,20 +1,42 @@
-"""load_weights: from safetensors files into the shards, wherever these live, tensor by tensor."""
+"""load_weights: from files of many formats into the shards, wherever these live, part by part.
+
+`load` of a checkpoint of another library takes the same steps, for optimizer states too.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.world import World
-from zerofx.errors import SnapshotError
+from zerofx.errors import ArgumentError, SnapshotError
 from zerofx.model.module import CompiledModule
+from zerofx.runtime.tensors.piece import is_cut, piece_of
+from zerofx.snapshot import state, whole_states
 from zerofx.snapshot.held import Replaced, is_stale, read_settled
+from zerofx.snapshot.sources.recognise import open_source
+from zerofx.snapshot.sources.source import OpenCheckpoint, StoredTensor, describe, slice_of
 from zerofx.snapshot.state import buffers_of, few
 from zerofx.snapshot.target import check_call, place
-from zerofx.snapshot.tensor_files import Entry, TensorSource
+
+log = logging.getLogger("zerofx")
+
+Name = str | tuple[str, int]
+Names = Mapping[str, Name] | Callable[[str], Name | None] | None
+_ADAPTER = "adapter_model"  # how PEFT's files are called
+_SAVED_MODULES = "modules_to_save"
+# Options that say how an optimizer computes, not what: those of the given one are kept.
+_OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "step"})
+# Options by which kinds of optimizers, and so their states, are told apart.
+_TELLING = ("betas", "momentum")
 
 
 class Keys(NamedTuple):
@@ -25,18 +47,26 @@ class Keys(NamedTuple):
 
 
 def load_weights(
-    model: CompiledModule, source: str | os.PathLike[str], *, strict: bool = True
+    model: CompiledModule,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    names: Names = None,
 ) -> Keys:
-    """Load parameters and buffers from safetensors; a collective call, all ranks make it.
+    """Load parameters and buffers from a checkpoint; a collective call, all ranks make it.
 
     Every rank reads from the files only what it owns, and that in parts of a few MiB, straight to
     where it lives: no host ever holds the model, or a whole tensor. Values are cast to the model's
-    formats. Everything is checked on all ranks before anything is changed.
+    formats. Everything is checked on all ranks before anything is changed. No file is run.
 
-    source: a ".safetensors" file, a ".safetensors.index.json", or a directory that has either (the
-        form in which Hugging Face models and `zerofx.export` lie). All ranks need to see it.
+    source: safetensors (a file, an index, or the directory of a Hugging Face model or of
+        `zerofx.export`), a PEFT adapter, a file of torch.save, or a folder of DeepSpeed (ZeRO or
+        universal), of torch.distributed.checkpoint (FSDP2), or of Megatron (torch_dist). What it is
+        is found out. All ranks need to see it. See docs/checkpoints.md.
     strict: the files must have the names of the model and no others. Of a shared parameter one of
         its names is enough.
+    names: a mapping or a function from the model's names to those in the files, if they differ. A
+        pair (name, i) is slice i of a tensor in which layers are stacked. None leaves one alone.
 
     Raises:
         SnapshotError: names or shapes differ, or a file is not whole; names file and tensor.
@@ -48,38 +78,61 @@ def load_weights(
             f"{source}: load_weights takes what zerofx.compile returned, and this is a plain "
             f"{type(model).__name__}; use safetensors.torch.load_model"
         )
+    check_names(names)
     path = Path(os.path.abspath(source))
-    job = _Job(model, path, strict)
+    job = Fill(model, path, names, strict=strict)
     world, what = model._zerofx.engine.world, f"zerofx.load_weights from {path}"
     world.agree("zerofx.load_weights", f"source={path.name};strict={strict}")
     read_settled(world, what, job)
     return job.keys
 
 
-def names_of(world: World, source: str | os.PathLike[str]) -> list[str]:
-    """Return the names of all tensors at a place; a collective call.
+def check_names(names: object) -> None:
+    """Raise unless `names` says how names of the model are written in the files.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if names is not None and not isinstance(names, Mapping) and not callable(names):
+        raise ArgumentError(
+            f"names is of type {type(names).__name__}. Give a mapping from the model's names to "
+            "those in the files, or a function that returns them"
+        )
+
+
+def names_of(world: World, source: str | os.PathLike[str], model: nn.Module) -> list[str]:
+    """Return the names of all tensors that a checkpoint has for a model; a collective call.
 
     Raises:
         SnapshotError: there are none for some rank, or a file is not whole.
     """
     path = Path(os.path.abspath(source))
-    job = _Look(path)
+    job = _Look(path, _all_names(model))
     read_settled(world, f"a look at {path}", job)
     return job.names
 
 
+def _all_names(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers, of shared ones all."""
+    both = model.named_parameters, model.named_buffers
+    return [name for each in both for name, _ in each(remove_duplicate=False)]
+
+
 class _Files:
-    """The safetensors files at a place, open on this rank."""
+    """The files at a place, open on this rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._opened: TensorSource | None = None
+        self._opened: OpenCheckpoint | None = None
 
-    def open(self) -> list[tuple[str, str]]:
+    def _open(self, wanted: Collection[str]) -> list[tuple[str, str]]:
         """Open the files; return what they have."""
-        self._opened = TensorSource(place(self._path))
+        self._opened = open_source(place(self._path), wanted)
         entries = self._source.entries
-        return [(name, f"{e.path.name}:{e.offset} {e.describe()}") for name, e in entries.items()]
+        return [
+            (name, f"{e.path.name}:{getattr(e, 'offset', 0)} {describe(e)}")
+            for name, e in entries.items()
+        ]
 
     def close(self) -> None:
         """Let go of the files."""
@@ -88,7 +141,7 @@ class _Files:
             self._opened = None
 
     @property
-    def _source(self) -> TensorSource:
+    def _source(self) -> OpenCheckpoint:
         assert self._opened is not None
         return self._opened
 
@@ -97,6 +150,14 @@ class _Look(_Files):
     """A look at the names of the tensors."""
 
     names: list[str]
+
+    def __init__(self, path: Path, wanted: Collection[str]) -> None:
+        super().__init__(path)
+        self._wanted = wanted
+
+    def open(self) -> list[tuple[str, str]]:
+        """Open the files; return what they have."""
+        return self._open(self._wanted)
 
     def check(self) -> None:
         """Take the names of what was there when every rank had opened its files."""
@@ -107,16 +168,67 @@ class _Look(_Files):
         """Change nothing: a look reads no values."""
 
 
-class _Job(_Files):
-    """One rank's part: check, which changes nothing, and fill."""
+class Fill(_Files):
+    """One rank's part of a load: check, which changes nothing, and fill.
 
-    def __init__(self, model: CompiledModule, path: Path, strict: bool) -> None:
+    optimizers: whose states are loaded too.
+    """
+
+    def __init__(
+        self,
+        model: CompiledModule,
+        path: Path,
+        names: Names,
+        *,
+        strict: bool = True,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
         super().__init__(path)
-        self._model, self._strict = model, strict
+        self._model, self._strict, self._names = model, strict, names
         self._store = model._zerofx.engine.store
-        self._found: dict[str, Entry] = {}  # by canonical name
+        self._found: dict[str, StoredTensor] = {}  # by canonical name
+        self._states = [_States(model, each) for each in optimizers]
         self.keys = Keys([], [])
+        self.extra: dict[str, Any] = {}
 
+    # -- names ------------------------------------------------------------------------------------
+    def _in_files(self, name: str, adapter: str | None) -> Name | None:
+        """Return how a name of the model is written in the files; None if it is not there."""
+        if callable(self._names):
+            return self._names(name)
+        if self._names is not None:
+            return self._names.get(name, name)
+        return name if adapter is None else _in_adapter(name, adapter)
+
+    def _adapter(self) -> str | None:
+        """Return the model's adapter that the files are of, if they are of one."""
+        if not self._is_adapter or self._names is not None:
+            return None
+        adapters = getattr(self._model, "peft_config", None)
+        if not isinstance(adapters, dict) or not adapters:
+            raise SnapshotError(
+                f"{self._path} is a PEFT adapter, and {type(self._model).__name__} has none. Give "
+                "the model its adapters before zerofx.compile: peft.get_peft_model(model, config)"
+            )
+        if len(adapters) > 1 and "default" not in adapters:
+            raise SnapshotError(
+                f"{self._path} is a PEFT adapter, and the model has {', '.join(adapters)}. Say "
+                "which by names=, a function from the model's names to those in the files"
+            )
+        return "default" if "default" in adapters else str(next(iter(adapters)))
+
+    def open(self) -> list[tuple[str, str]]:
+        """Open the files; return what they have."""
+        self._is_adapter = _is_adapter(self._path)
+        adapter = self._adapter()
+        self._wanted: dict[str, tuple[str, int | None]] = {}
+        for name in _all_names(self._model):
+            found = self._in_files(name, adapter)
+            if found:
+                self._wanted[name] = found if isinstance(found, tuple) else (found, None)
+        return self._open({name for name, _ in self._wanted.values()})
+
+    # -- check ------------------------------------------------------------------------------------
     def check(self) -> None:
         """Find every parameter and buffer in the files.
 
@@ -133,42 +245,64 @@ class _Job(_Files):
             alias: known[id(tensor)]
             for each in (self._model.named_parameters, self._model.named_buffers)
             for alias, tensor in each(remove_duplicate=False)
-            if id(tensor) in known
+            if id(tensor) in known and alias in self._wanted
         }
         entries = self._source.entries
         for alias, name in names.items():
-            if alias in entries:
-                self._found.setdefault(name, entries[alias])
-        missing = [name for name in held if name not in self._found]
-        self.keys = Keys(missing, [name for name in entries if name not in names])
+            key, index = self._wanted[alias]
+            if key in entries and name not in self._found:
+                entry = entries[key]
+                self._found[name] = entry if index is None else slice_of(entry, index)
+        used = {self._wanted[alias][0] for alias in names}
+        expected = set(names.values()) if self._is_adapter else held
+        missing = [name for name in held if name in expected and name not in self._found]
+        self.keys = Keys(missing, [name for name in entries if name not in used])
         differ = [
-            f"{name} is {entry.describe()} in {entry.path.name} and {list(held[name].shape)} in "
+            f"{name} is {describe(entry)} in {entry.path.name} and {list(held[name].shape)} in "
             "the model"
             for name, entry in self._found.items()
-            if entry.shape != tuple(held[name].shape)
+            if tuple(entry.shape) != tuple(held[name].shape)
         ]
-        way_out = ""
+        hint = ""
         if self._strict and (self.keys.missing_keys or self.keys.unexpected_keys):
-            way_out = "; strict=False leaves such names alone"
+            hint = "; strict=False leaves such names alone"
             differ += [f"{name} is only in the model" for name in self.keys.missing_keys]
             differ += [f"{name} is only in the files" for name in self.keys.unexpected_keys]
         if differ:
             what = f"{self._path}: the files are of another model"
-            raise SnapshotError(f"{what}: {few(differ)}{way_out}")
+            raise SnapshotError(f"{what} ({self._source.found}): {few(differ)}{hint}")
+        for name, entry in self._found.items():
+            for start, stop in self._ranges(name, entry):
+                entry.check(start, stop)
+        canonical = {self._wanted[alias]: name for alias, name in names.items()}
+        for each in self._states:
+            each.check(self._path, self._source, canonical)
+        self.extra = self._source.extra
+        log.info("zerofx: %s is a %s", self._path, self._source.found)
 
+    def _ranges(self, name: str, entry: StoredTensor) -> Iterable[tuple[int, int]]:
+        """Return the flat elements that this rank reads of a tensor."""
+        if name in self._store.params:
+            return self._store.pieces[name].ranges
+        return [(0, math.prod(entry.shape))]
+
+    # -- fill -------------------------------------------------------------------------------------
     @torch.no_grad()
     def fill(self) -> None:
         """Read what this rank owns; gradients that no_sync has summed before are dropped."""
         try:
             for name, entry in self._found.items():
                 if name in self._store.params:
-                    self._fill_piece(name, entry)
+                    local = self._store.local_view(name)
+                    _fill(local, self._store.pieces[name].ranges, entry)
+                    self._store.homes.release(local)
             for name, buffer in buffers_of(self._model).items():
                 if name in self._found:
                     flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
-                    for first, part in self._found[name].read(0, buffer.numel()):
-                        flat[first : first + len(part)] = part.to(buffer.dtype)
+                    _fill(flat, [(0, buffer.numel())], self._found[name])
                     buffer.copy_(flat.view(buffer.shape))
+            for each in self._states:
+                each.fill()
             self._source.check_unwritten()
             if not self.keys.missing_keys:
                 self._store.ledger.half_made = None
@@ -184,12 +318,185 @@ class _Job(_Files):
             self._store.homes.rest()
             self._model._zerofx.engine.gradients.drop_unsynced()
 
-    def _fill_piece(self, name: str, entry: Entry) -> None:
-        """Fill this rank's ranges of a parameter, which lie one behind another in its shard."""
-        local, at = self._store.local_view(name), 0
-        for start, stop in self._store.pieces[name].ranges:
-            for first, part in entry.read(start, stop):
-                begin = at + first - start
-                local[begin : begin + len(part)].copy_(part)
-            at += stop - start
-        self._store.homes.release(local)
+
+def _fill(local: Tensor, ranges: Iterable[tuple[int, int]], entry: StoredTensor) -> None:
+    """Fill a flat tensor with these ranges of an entry, one after another."""
+    at = 0
+    for start, stop in ranges:
+        for first, part in entry.read(start, stop):
+            begin = at + first - start
+            local[begin : begin + len(part)].copy_(part)
+        at += stop - start
+
+
+class _States:
+    """The states of one optimizer, found in a checkpoint of another library and filled."""
+
+    def __init__(self, model: CompiledModule, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._store = model._zerofx.engine.store
+        self._saved: dict[str, Any] = {}
+        self._found: dict[str, dict[str, StoredTensor]] = {}  # by canonical name
+
+    def check(
+        self, path: Path, source: OpenCheckpoint, names: Mapping[tuple[str, int | None], str]
+    ) -> None:
+        """Find the states of every parameter that the optimizer has.
+
+        names: from how they are written in the files, and the slice, to the model's.
+
+        Raises:
+            SnapshotError: there are none, or they are of another kind of optimizer.
+        """
+        saved, optimizer = source.optimizer, self._optimizer
+        kind = type(optimizer).__name__
+        what = f"{path} ({source.found})"
+        groups = state.group_names(self._store, optimizer)
+        mine = {name for members in groups for name in members}
+        self._found, others, options = {}, {}, {}
+        for (key, index), name in names.items():
+            if name not in mine:
+                continue
+            tensors = saved.tensors.get(key, {})
+            if tensors:
+                self._found[name] = {
+                    k: v if index is None else slice_of(v, index) for k, v in tensors.items()
+                }
+            if saved.values.get(key):
+                others[name] = {k: _as_state(v) for k, v in saved.values[key].items()}
+            if key in saved.options:
+                options[name] = saved.options[key]
+        if not self._found and not others:
+            why = saved.why_not or "it has none"
+            raise SnapshotError(
+                f"{what} has no states for {kind}: {why}. Leave the optimizer out to load the "
+                "weights: zerofx.load_weights(model, path)"
+            )
+        for name, tensors in self._found.items():
+            self._check_one(what, name, tensors)
+        self._check_alike(what, {n: {*self._found.get(n, ()), *others.get(n, ())}
+                                 for n in mine & (self._found.keys() | others.keys())})  # fmt: skip
+        self._saved = {
+            "type": kind,
+            "groups": [
+                {**self._options(what, number, members, options), "params": members}
+                for number, members in enumerate(groups)
+            ],
+            "pieces": {name: list(tensors) for name, tensors in self._found.items()},
+            "others": others,
+        }
+        state.optimizer_targets(self._store, optimizer, self._saved, for_plan=True)
+
+    def _check_alike(self, what: str, keys: Mapping[str, set[str]]) -> None:
+        """Raise unless all parameters have the same states, step counts among them."""
+        kinds = {key for held in keys.values() for key in held}
+        if "exp_avg_sq" in kinds:  # whoever keeps it counts steps
+            kinds.add("step")
+        for name, held in sorted(keys.items()):
+            for key in sorted(kinds - held):
+                raise SnapshotError(
+                    f"{what}: {name} has no {key}, as the state of an optimizer that has "
+                    f"{', '.join(sorted(kinds))}"
+                )
+
+    def _check_one(self, what: str, name: str, tensors: Mapping[str, StoredTensor]) -> None:
+        param = self._store.params[name]
+        here = self._optimizer.state.get(param) or {}
+        shaped = {k for k, v in here.items() if isinstance(v, Tensor) and v.shape == param.shape
+                  and v.ndim}  # fmt: skip
+        if shaped and param.ndim and shaped != tensors.keys():
+            raise SnapshotError(
+                f"{what}: {name} has the states {', '.join(sorted(tensors))}, and "
+                f"{type(self._optimizer).__name__} has {', '.join(sorted(shaped))}. Give the kind "
+                "of optimizer that was saved"
+            )
+        for key, entry in tensors.items():
+            if math.prod(entry.shape) != math.prod(param.shape):
+                raise SnapshotError(
+                    f"{what}: {key} of {name} is {describe(entry)}, and the parameter "
+                    f"{list(param.shape)}"
+                )
+            for start, stop in self._store.pieces[name].ranges:
+                entry.check(start, stop)
+
+    def _options(
+        self,
+        what: str,
+        number: int,
+        members: Iterable[str],
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """Return a group's options: those that were saved, and the given ones where none were.
+
+        Raises:
+            SnapshotError: its parameters were saved with different ones, or those of another kind.
+        """
+        given = {k: v for k, v in self._optimizer.param_groups[number].items() if k != "params"}
+        found: dict[str, Any] = {}
+        told_by = ""
+        for name in members:
+            if not options.get(name):
+                continue
+            kept = {k: v for k, v in options[name].items() if k in given and k not in _OWN_OPTIONS}
+            kind = type(self._optimizer).__name__
+            for key in _TELLING:
+                if (key in options[name]) != (key in given):
+                    has = "has" if key in options[name] else "lacks"
+                    raise SnapshotError(
+                        f"{what} {has} {key} for {name}, so its optimizer was no {kind}. Give the "
+                        "kind of optimizer that was saved"
+                    )
+            if told_by and kept != found:
+                other = next(k for k in kept if kept[k] != found.get(k))
+                raise SnapshotError(
+                    f"{what}: {told_by} and {name} were saved with {other} = {found.get(other)} "
+                    f"and {kept[other]}, and are both in group {number} of {kind}. Build the "
+                    "optimizer with the groups that it had"
+                )
+            found, told_by = kept, name
+        return {**given, **found}
+
+    def fill(self) -> None:
+        """Read the states that this rank owns, and give them to the optimizer."""
+        store, optimizer = self._store, self._optimizer
+        state.make_far_states(store, optimizer, self._saved["pieces"])
+        targets = state.optimizer_targets(store, optimizer, self._saved)
+        for name, tensors in targets.items():
+            for key, target in tensors.items():
+                entry = self._found[name][key]
+                piece = piece_of(target)
+                if piece is not None and is_cut(target):
+                    local, ranges = piece.local(target), piece.ranges
+                else:
+                    local, ranges = target.detach(), ((0, target.numel()),)
+                _fill(local.view(-1), ranges, entry)
+                store.homes.release(local)
+        names = [group["params"] for group in self._saved["groups"]]
+        whole_states.check_kept_whole(optimizer, self._saved)
+        state.load_optimizer(store, optimizer, names, self._saved, targets)
+
+
+def _as_state(value: Any) -> Any:
+    """Return a number as optimizers keep it: a tensor of its own, which steps count up."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.tensor(float(value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+# -- PEFT ------------------------------------------------------------------------------------------
+def _is_adapter(path: Path) -> bool:
+    """Return whether there is an adapter, and no whole model, at a path."""
+    if path.is_dir():
+        return any(path.glob(f"{_ADAPTER}.*")) and not any(path.glob("model*.safetensors"))
+    return path.name.startswith(f"{_ADAPTER}.")
+
+
+def _in_adapter(name: str, adapter: str) -> str | None:
+    """Return what PEFT calls a parameter in the file of an adapter; None for the base model's."""
+    words = name.split(".")
+    if adapter not in words:
+        return None
+    at = words.index(adapter)
+    if at and words[at - 1] == _SAVED_MODULES:
+        return ".".join(words[: at - 1] + words[at + 1 :])
+    return ".".join(words[:at] + words[at + 1 :])

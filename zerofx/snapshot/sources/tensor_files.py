@@ -6,24 +6,18 @@ its bytes begin and end behind the header), and the tensors, dense and in rows.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import re
 import struct
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zerofx import schema
 from zerofx.errors import SnapshotError
 from zerofx.schema import Form, FormError
-from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
+from zerofx.snapshot.sources.source import Entry, OpenCheckpoint
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,9 +40,7 @@ DTYPES = {
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 _MOST_INDEX_BYTES = 1 << 30
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100 << 20  # safetensors' own limit
-_AT_ONCE_BYTES = 8 << 20
 _NUMBERED = re.compile(rf"(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(SUFFIX)}")
-_SECOND_LOOK_S = 0.1  # after a fault, before files are found to be unchanged
 
 
 _ENTRY = schema.record(
@@ -63,111 +55,16 @@ _METADATA = schema.optional(schema.mapping(schema.text(), schema.text()))
 _INDEX = schema.record({"weight_map": schema.mapping(schema.text(), schema.file_name)})
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor: in which open file, of what kind, and from which byte of that on."""
-
-    held: HeldFiles
-    path: Path
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """The offset after its last byte."""
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
-
-    def describe(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, values) of the flat elements start:stop, a part at a time.
-
-        Raises:
-            SnapshotError: the file has ended before; names it and the offset.
-        """
-        size = self.dtype.itemsize
-        step = max(_AT_ONCE_BYTES // size, 1)
-        file = self.held.stream(str(self.path))
-        for first in range(start, stop, step):
-            part = torch.empty(min(step, stop - first), dtype=self.dtype)
-            at = self.offset + first * size
-            file.seek(at)
-            got = file.readinto(part.view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
-            if got != part.nbytes:
-                raise SnapshotError(
-                    f"{self.path}: {self.name} should have {part.nbytes} bytes at offset {at}, "
-                    f"but only {got} are there"
-                )
-            yield first, part
-
-
-class TensorSource:
-    """A file, the files of an index, or a directory that has either, held open until `close`.
+class TensorSource(OpenCheckpoint):
+    """A file, the files of an index, or a directory that has either.
 
     A directory has an index, or one or more safetensors files without one.
-
-    Raises:
-        SnapshotError: there is none, one is not whole, or a name is there twice.
-        Replaced: an export replaced the files while they were opened.
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
-        self._source = Path(source)
-        self._held = HeldFiles()
-        self._listed = self._listing()
-        try:
-            self.entries: dict[str, Entry] = self._found()  # every tensor by name
-            self.check_current()
-        except (OSError, SnapshotError) as error:
-            self._raise(error)
-        except BaseException:
-            self.close()
-            raise
+    found = "safetensors files"
 
-    def _raise(self, error: OSError | SnapshotError) -> NoReturn:
-        """Raise an error, or `Replaced` if it may come of an export that is under way."""
-        try:
-            time.sleep(_SECOND_LOOK_S)
-            self.check_current()
-        finally:
-            self.close()
-        if is_stale(error):
-            raise Replaced(f"{self._source}: {error}") from error
-        if isinstance(error, SnapshotError):
-            raise error
-        where = error.filename or self._source
-        raise SnapshotError(f"{where}: {error.strerror or error}") from error
-
-    def close(self) -> None:
-        """Let go of all files."""
-        self._held.close()
-
-    def check_current(self) -> None:
-        """Raise unless the files that are open are still the ones there.
-
-        An export removes the index before the first file of it and writes the index last: if the
-        index is still there once all files are open, they are all of one export.
-
-        Raises:
-            Replaced: names what changed.
-        """
-        self._held.check_names()
-        self.check_unwritten()
-        if self._listing() != self._listed:
-            raise Replaced(f"files came to {self._source} or went while it was read")
-
-    def check_unwritten(self) -> None:
-        """Raise `Replaced` if a file was written to since it was opened."""
-        self._held.check_unwritten()
-
-    def _listing(self) -> list[str]:
-        """Return the names of files in a directory on which its tensors depend."""
-        with contextlib.suppress(NotADirectoryError, FileNotFoundError):
-            return sorted(n for n in os.listdir(self._source) if n.endswith((INDEX, SUFFIX)))
-        return []
+    def _is_part(self, name: str) -> bool:
+        return name.endswith((INDEX, SUFFIX))
 
     def _found(self) -> dict[str, Entry]:
         path = self._source
@@ -185,7 +82,7 @@ class TensorSource:
         if not files:
             raise SnapshotError(
                 f"{path}: no *{SUFFIX} file is there; give a directory that has them, one such "
-                f"file, or a *{INDEX}"
+                f"file, a *{INDEX}, or a checkpoint of another kind (docs/checkpoints.md)"
             )
         _check_numbers(files)
         found: dict[str, Entry] = {}
