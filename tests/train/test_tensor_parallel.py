@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
             compare(found, expected, tolerance)
 
 
-def states() -> list[Any]:
+def states(folder: str) -> list[Any]:
     """Give a whole state out, take it in again, and try what is not there yet."""
     model = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -113,6 +114,10 @@ def states() -> list[Any]:
     other = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
     other.load_state_dict(state)
     again = other.state_dict()
+    zerofx.export(folder, model)
+    third = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
+    zerofx.load_weights(third, folder)
+    from_files = third.state_dict()
     said = []
     for refused in (
         lambda: zerofx.save("run", model, optimizer),
@@ -126,20 +131,22 @@ def states() -> list[Any]:
             said.append(str(error))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     numel = sum(p.to_local().numel() for p in model.parameters())
-    return [state, again, moments, shapes, numel, said]
+    return [state, again, from_files, moments, shapes, numel, said]
 
 
-def test_states_go_out_and_in_whole(pool: Pool) -> None:
+def test_states_go_out_and_in_whole(pool: Pool, tmp_path: Path) -> None:
     expected = make("llama")
     stepper = torch.optim.AdamW(expected.parameters(), lr=1e-3)
     expected(**batch("llama")).loss.backward()
     stepper.step()
-    for state, again, moments, shapes, numel, said in pool.run(2, states):
+    found = pool.run(2, states, str(tmp_path / "model"))
+    for state, again, from_files, moments, shapes, numel, said in found:
         assert shapes == {n: tuple(p.shape) for n, p in expected.named_parameters()}
         assert numel < 0.6 * sum(p.numel() for p in expected.parameters())
         for key, theirs in expected.state_dict().items():
             torch.testing.assert_close(state[key], theirs, rtol=0, atol=1e-4, msg=key)
             assert torch.equal(state[key], again[key]), key
+            assert torch.equal(state[key], from_files[key]), key
         first = next(iter(stepper.state.values()))["exp_avg"]
         name = next(n for n, p in expected.named_parameters())
         held = moments["state"][name] if name in moments["state"] else moments["state"][0]

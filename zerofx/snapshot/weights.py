@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, SnapshotError
 from zerofx.model.module import CompiledModule
-from zerofx.runtime.tensors.piece import is_cut, piece_of
+from zerofx.runtime.tensors.piece import ParameterPiece, is_cut, piece_of
 from zerofx.snapshot import state, whole_states
 from zerofx.snapshot.held import Replaced, is_stale, read_settled
 from zerofx.snapshot.sources.recognise import open_source
@@ -282,7 +282,7 @@ class Fill(_Files):
 
     def _ranges(self, name: str, entry: StoredTensor) -> Iterable[tuple[int, int]]:
         """Return the flat elements that this rank reads of a tensor."""
-        if name in self._store.params:
+        if name in self._store.params and self._store.pieces[name].tensor_part is None:
             return self._store.pieces[name].ranges
         return [(0, math.prod(entry.shape))]
 
@@ -294,7 +294,7 @@ class Fill(_Files):
             for name, entry in self._found.items():
                 if name in self._store.params:
                     local = self._store.local_view(name)
-                    _fill(local, self._store.pieces[name].ranges, entry)
+                    _fill_piece(local, self._store.pieces[name], entry)
                     self._store.homes.release(local)
             for name, buffer in buffers_of(self._model).items():
                 if name in self._found:
@@ -327,6 +327,16 @@ def _fill(local: Tensor, ranges: Iterable[tuple[int, int]], entry: StoredTensor)
             begin = at + first - start
             local[begin : begin + len(part)].copy_(part)
         at += stop - start
+
+
+def _fill_piece(local: Tensor, piece: ParameterPiece, entry: StoredTensor) -> None:
+    """Fill what a rank owns of a parameter; of one that is cut, out of the whole."""
+    if piece.tensor_part is None:
+        _fill(local, piece.ranges, entry)
+        return
+    whole = torch.empty(piece.shape.numel(), dtype=local.dtype)
+    _fill(whole, [(0, whole.numel())], entry)
+    local.copy_(piece.cut(whole))
 
 
 class _States:

@@ -216,9 +216,10 @@ class CastCopy:
 class ParameterPiece(ABC):
     """The flat elements of one parameter that this rank owns: a range, or one of each tile.
 
-    `ranges` are half-open and count elements of the flattened parameter, in the order in which they
-    lie in memory; `shard_offset` counts elements of the rank's flat shard of `bucket`, the first
-    tile's where there are tiles. Gradients and optimizer states of a parameter share its piece.
+    `own` are half-open ranges of elements of the flattened parameter (of the part that this rank's
+    tensor axis gives it, where there is one), in the order in which they lie in memory;
+    `shard_offset` counts elements of the rank's flat shard of `bucket`, the first tile's where there
+    are tiles. Gradients and optimizer states of a parameter share its piece.
 
     is_cut: the tensors are sharded; otherwise this rank owns all elements, and they are plain.
     """
@@ -227,7 +228,7 @@ class ParameterPiece(ABC):
     bucket: Bucket
     param: ParamSlice
     shard_offset: int
-    ranges: tuple[Range, ...]
+    own: tuple[Range, ...]
     length: int
     shape: torch.Size
     _specs: dict[torch.dtype, Any] = field(default_factory=dict, repr=False)
@@ -277,8 +278,19 @@ class ParameterPiece(ABC):
 
     @property
     def tensor_part(self) -> Part | None:
-        """How the parameter is cut over the tensor axis; then `ranges` are of a rank's part."""
+        """How the parameter is cut over the tensor axis; then `own` is of a rank's part."""
         return self.param.part
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Which elements of the flattened parameter this rank owns.
+
+        Raises:
+            ShardError: it is cut over a tensor axis, and what it owns is scattered.
+        """
+        if self.tensor_part is not None:
+            refuse_parts(self.ledger.layout, f"what asks for ranges of {self.name}", "gather it")
+        return self.own
 
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
@@ -286,7 +298,7 @@ class ParameterPiece(ABC):
         if part is not None:
             whole = full.view(part.shape)
             full = part.of(whole, self.ledger.world.axis("tensor").rank).reshape(-1)
-        return cut(full, self.ranges)
+        return cut(full, self.own)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -299,7 +311,7 @@ class ParameterPiece(ABC):
 
     def says(self) -> str:
         """Name the elements that this rank owns, for errors."""
-        return say(self.ranges)
+        return say(self.own)
 
     def spec(self, dtype: torch.dtype) -> Any:
         """Return the DTensorSpec of a tensor of this shape (made once per dtype)."""
@@ -319,7 +331,8 @@ class ParameterPiece(ABC):
         """
         return self is other or (
             self.shape == other.shape
-            and self.ranges == other.ranges
+            and self.own == other.own
+            and self.tensor_part == other.tensor_part
             and self.ledger.layout.shard_size == other.ledger.layout.shard_size
             and all(
                 self.ranges_of(r) == other.ranges_of(r)
