@@ -35,6 +35,7 @@ __all__ = [
     "is_called_by_checkpoint",
     "is_called_by_distribution",
     "is_called_by_stager",
+    "is_called_to_generate",
     "is_within_checkpoint",
     "reducer_of",
     "unwrapped",
@@ -82,6 +83,14 @@ def is_called_by_distribution() -> bool:
 def is_called_by_stager() -> bool:
     """Tell whether `async_save`'s copy called what a `__torch_function__` handler answers."""
     return _is_in(_STAGER, 3)
+
+
+def is_called_to_generate() -> bool:
+    """Tell whether transformers asks for the mark of FSDP, but not from its Trainer.
+
+    The Trainer would handle the gradients of such a model by methods of FSDP2.
+    """
+    return _is_in("transformers", 2) and not _is_in("transformers.trainer", 3)
 
 
 # -- what it has touched --------------------------------------------------------------------------

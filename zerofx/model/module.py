@@ -26,7 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture.original import MODEL, SLOT, original, set_class
-from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint
+from zerofx.compat.callers import (
+    applied,
+    is_called_by,
+    is_called_by_checkpoint,
+    is_called_to_generate,
+)
 from zerofx.compat.modules import (
     Entries,
     call_entries,
@@ -212,12 +217,25 @@ class CompiledModule(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """A mark that FullyShardedDataParallel and fully_shard put on what they are to shard."""
-        return False
+        """A mark that FullyShardedDataParallel and fully_shard put on what they are to shard.
+
+        transformers asks for it in order to generate: where forwards are common to all ranks, a
+        rank whose sequences have ended calls them on with the others.
+        """
+        return self._zerofx.world.size > 1 and is_called_to_generate()
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         raise self._zerofx.is_parallel("FullyShardedDataParallel (or fully_shard)")
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the ranks save together: what transformers' Trainer asks a sharded model.
+
+        It then calls save_pretrained on all ranks, and refuses at once to save the optimizer,
+        which it does on one rank alone; `zerofx.integrations.transformers` does.
+        """
+        return self._zerofx.world.size > 1
 
     @property
     def _distribute_module_applied(self) -> bool:
