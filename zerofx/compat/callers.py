@@ -30,6 +30,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 __all__ = [
     "DTensor",
     "applied",
+    "asking",
     "distributed_by",
     "is_called_by",
     "is_called_by_checkpoint",
@@ -56,6 +57,11 @@ def _is_in(module: str, depth: int) -> bool:
 def is_called_by(module: str) -> bool:
     """Tell whether the function that asks was called by torch's `module`, or by one inside it."""
     return _is_in(module, 2)
+
+
+def asking(module: str) -> Any:
+    """Return the object whose method in `module` called the function that asks; else None."""
+    return sys._getframe(2).f_locals.get("self") if _is_in(module, 2) else None
 
 
 def is_called_by_checkpoint() -> bool:

@@ -12,7 +12,9 @@ also be given to `accelerator.prepare` itself; only `save_state` then needs this
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import accelerate
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 from packaging.version import Version
 from torch import nn
 
@@ -29,7 +31,7 @@ import zerofx
 from zerofx.api import PlanLike
 from zerofx.errors import ArgumentError, PlanError
 from zerofx.hardware import Hardware
-from zerofx.plan.fields import load_mapping, nearest
+from zerofx.plan.fields import covers, load_mapping, nearest
 from zerofx.plan.parts import Precision
 from zerofx.plan.plan import Plan, as_plan
 
@@ -76,9 +78,7 @@ def prepare(
         check_compiled(model, plan, plan_of(accelerator, model._zerofx.plan))
     else:
         found = plan_of(accelerator, plan)
-        model = zerofx.compile(
-            model, found, optimizer=optimizer, device=accelerator.device, hardware=hardware
-        )
+        model = compile_for(accelerator, model, found, optimizer, hardware)
     given = () if optimizer is None else (_with_snapshot(accelerator, model, optimizer),)
     # The model itself is not registered: save_state would gather all of it on every host.
     prepared = accelerator.prepare(*given, *others) if given or others else ()
@@ -101,6 +101,61 @@ def check_compiled(model: zerofx.CompiledModule, plan: PlanLike, wanted: Plan) -
                 f"the model was compiled with Plan({name}={value!r}), but the arguments mean "
                 f"{fields[name]!r}. Compile it with Plan({name}={fields[name]!r}), or change them"
             )
+
+
+def compile_for(
+    accelerator: Accelerator,
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Any = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
+) -> Any:
+    """Compile a model whose calls run under the accelerator's autocast, if it has one.
+
+    Parameters are gathered in the format of `mixed_precision` if operators take them in it, and
+    autocast decides as it does without zerofx: the rounding is that of the library.
+    """
+    if accelerator.native_amp and plan.precision.modules is None:
+        plan = replace(plan, precision=replace(plan.precision, modules=_wide(model)))
+    compiled: Any = zerofx.compile(
+        model, plan, optimizer=optimizer, device=accelerator.device, hardware=hardware
+    )
+    if accelerator.native_amp:
+        forward = compiled.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with accelerator.autocast():
+                return forward(*args, **kwargs)
+
+        compiled.forward = convert_outputs_to_fp32(run)
+    return compiled
+
+
+def _wide(model: nn.Module) -> dict[str, str] | None:
+    """Return the parameters that autocast leaves in fp32, by patterns of their names.
+
+    They are those of embeddings, of modules without a matrix (norms), and of modules around others
+    (class tokens, positions). A tied one is wide if it is so in one place.
+    """
+    wide: set[str] = set()
+    named = list(model.named_modules(remove_duplicate=False))
+    for path, module in named:
+        own = dict(module.named_parameters(recurse=False))
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        is_around = any(next(child.parameters(), None) is not None for child in module.children())
+        if is_embedding or is_around or all(p.dim() < 2 for p in own.values()):
+            wide |= {f"{path}.{key}" if path else key for key in own}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    shared = {id(params[name]) for name in wide}
+    wide = {name for name, param in params.items() if id(param) in shared}
+    found: dict[str, str] = {}
+    for name in sorted(wide):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # all layers in one
+        if any(covers(pattern, other) for other in params.keys() - wide):
+            pattern = name
+        found[pattern] = "fp32"
+    return found or None
 
 
 class _Optimizer(AcceleratedOptimizer):

@@ -186,12 +186,8 @@ class TrainerMixin:
         """Compile the model where the Trainer would wrap it; its optimizer is made by then."""
         if isinstance(model, zerofx.CompiledModule):
             return model
-        return zerofx.compile(
-            model,
-            self.plan,
-            optimizer=self.optimizer,
-            device=self.args.device,
-            hardware=self.hardware,
+        return accelerate.compile_for(
+            self.accelerator, model, self.plan, self.optimizer, self.hardware
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

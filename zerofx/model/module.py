@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from zerofx.capture.original import MODEL, SLOT, original, set_class
 from zerofx.compat.callers import (
     applied,
+    asking,
     is_called_by,
     is_called_by_checkpoint,
     is_called_to_generate,
@@ -40,7 +41,7 @@ from zerofx.compat.modules import (
     own_parameters,
     put_call_entries,
 )
-from zerofx.errors import ArgumentError, ShardError
+from zerofx.errors import ArgumentError, PlanError, ShardError
 from zerofx.ir.program import Planned
 from zerofx.model.full_state import state_of
 from zerofx.model.namespace import (
@@ -97,7 +98,6 @@ class CompiledModule(nn.Module):
     """
 
     _zerofx: Namespace  # the model's own attribute, whatever `zerofx` is
-    _is_accelerate_prepared = True  # Trainer and accelerate do not wrap it
 
     def __new__(cls, model: nn.Module, setting: Setting, engine: Engine) -> NoReturn:
         raise ArgumentError(
@@ -227,6 +227,27 @@ class CompiledModule(nn.Module):
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         raise self._zerofx.is_parallel("FullyShardedDataParallel (or fully_shard)")
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What accelerate asks before it would wrap the model: it is to leave it as it is.
+
+        Raises:
+            PlanError: the accelerator's mixed precision would be left out with that.
+        """
+        mixed = getattr(asking("accelerate.accelerator"), "mixed_precision", "no")
+        compute = self._zerofx.plan.precision.compute
+        if mixed not in ("no", compute):
+            raise PlanError(
+                f"mixed_precision = {mixed!r} (bf16 and fp16 of TrainingArguments) has no effect on "
+                f"a model that was compiled with Plan(precision={compute!r}). Compile it with "
+                f"Plan(precision={mixed!r}), or give the plain model to zerofx.integrations"
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take no notice of accelerate's own mark."""
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
