@@ -24,8 +24,8 @@ import accelerate
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
-from packaging.version import Version
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import zerofx
 from zerofx.api import PlanLike
@@ -40,7 +40,7 @@ _SNAPSHOT = "zerofx"  # the key of a state dict that is in the snapshot beside
 
 def check_version(library: str, found: str, least: str, below: str) -> None:
     """Raise an ArgumentError unless a library is of a supported version."""
-    if not Version(least) <= Version(found) < Version(below):
+    if not least <= TorchVersion(found) < below:
         raise ArgumentError(
             f"{library} {found} is not supported. Supported are {least} and later, below {below}. "
             f"Install one of them: pip install '{library}>={least},<{below}'"
@@ -215,8 +215,8 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
         )
     if accelerator.parallelism_config is not None:
         raise PlanError(
-            "Accelerator.parallelism_config is not supported: all ranks are data-parallel. Leave it "
-            "out; Plan(shard_axis_size=...) shards within groups of ranks"
+            "Accelerator.parallelism_config is not supported: all ranks are data-parallel. Leave "
+            "it out; Plan(shard_axis_size=...) shards within groups of ranks"
         )
     found = with_precision(found, accelerator.mixed_precision, accelerator.scaler)
     _check_dynamo(accelerator.state.dynamo_plugin, found)
@@ -417,10 +417,12 @@ def _stage(value: Any) -> dict[str, Any]:
     return {"stage": _STAGES[name]}
 
 
+# By transformers' and accelerate's names, old and new; FSDP1 numbers its strategies.
 _STAGES = {
-    **{"true": 3, "full_shard": 3, "1": 3, "false": 2, "shard_grad_op": 2, "2": 2},
-    **{"no_shard": 0, "3": 0},
-}
+    "true": 3, "full_shard": 3, "1": 3,
+    "false": 2, "shard_grad_op": 2, "2": 2,
+    "no_shard": 0, "3": 0,
+}  # fmt: skip
 
 
 def _is_on(value: Any) -> bool:

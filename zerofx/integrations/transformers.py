@@ -110,7 +110,7 @@ class TrainerMixin:
     """
 
     def __init__(
-        self,
+        self: Any,
         *args: Any,
         plan: PlanLike = None,
         hardware: Hardware | str | os.PathLike[str] | None = None,
@@ -120,7 +120,6 @@ class TrainerMixin:
         if given is not None:
             check_arguments(given)
         super().__init__(*args, **kwargs)
-        self: Any
         self.hardware = hardware
         self.ds_config = _read_ds_config(self.args, self.model, self.args.max_steps)
         self.plan = self._plan_of_arguments(plan)
@@ -191,9 +190,7 @@ class TrainerMixin:
         )
 
     # -- checkpoints ----------------------------------------------------------------------------
-    def save_model(
-        self: Any, output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights with `save_pretrained`; all ranks call it, rank 0 writes."""
         if not isinstance(self.model, zerofx.CompiledModule):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]

@@ -239,8 +239,8 @@ class CompiledModule(nn.Module):
         compute = self._zerofx.plan.precision.compute
         if mixed not in ("no", compute):
             raise PlanError(
-                f"mixed_precision = {mixed!r} (bf16 and fp16 of TrainingArguments) has no effect on "
-                f"a model that was compiled with Plan(precision={compute!r}). Compile it with "
+                f"mixed_precision = {mixed!r} (bf16 and fp16 of TrainingArguments) has no effect "
+                f"on a model that was compiled with Plan(precision={compute!r}). Compile it with "
                 f"Plan(precision={mixed!r}), or give the plain model to zerofx.integrations"
             )
         return True

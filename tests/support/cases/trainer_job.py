@@ -63,12 +63,11 @@ class Tokens(Dataset[dict[str, Any]]):
 
 def gpt() -> Any:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=1,
-            eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        )  # fmt: skip
-    )
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=1,
+        eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def arguments_of(run: Run, out: Path) -> dict[str, Any]:

@@ -313,10 +313,10 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise ShardError(
-            f"{ctx.name} got a gradient through full_tensor(), which would be lost. Call the module "
-            "that has the parameter. If a library has replaced forward after zerofx.compile, "
-            "compile the model after that, as the trainers of zerofx.integrations do. To read the "
-            "parameter only, use full_tensor().detach()"
+            f"{ctx.name} got a gradient through full_tensor(), which would be lost. Call the "
+            "module that has the parameter. If a library has replaced forward after "
+            "zerofx.compile, compile the model after that, as the trainers of zerofx.integrations "
+            "do. To read the parameter only, use full_tensor().detach()"
         )
 
 
