@@ -35,7 +35,7 @@ from zerofx.plan.fields import covers, load_mapping, nearest
 from zerofx.plan.parts import Precision
 from zerofx.plan.plan import Plan, as_plan
 
-_SNAPSHOT = "zerofx"  # the key of a state dict that is in the snapshot beside
+_SNAPSHOT = "zerofx"  # the key of a state dict that is in a snapshot instead
 
 
 def check_version(library: str, found: str, least: str, below: str) -> None:
@@ -404,6 +404,8 @@ def plan_from_fsdp(section: Mapping[str, Any]) -> Plan:
         elif name not in _SCHEDULED:
             known = nearest(name, [*_FSDP, *_SCHEDULED])
             raise PlanError(f"fsdp_config: {name} is unknown{known}")
+    if "offload" in fields and fields["stage"] < 3:  # parameters are whole on the device
+        fields["offload"] = {"optimizer": "cpu"}
     return Plan(**fields)
 
 
