@@ -1,10 +1,10 @@
 """transformers' Trainer over zerofx: it trains, evaluates and saves, and a second one resumes.
 
 $ torchrun --standalone --nproc-per-node 2 examples/trainer.py
-step 10  loss 4.6
-step 20  loss 3.8
-evaluation 3.8, of 2 ranks at stage 3
-resumed at step 10, step 20  loss 3.8
+step 10  loss 5.0
+step 20  loss 4.1
+evaluation 4.0, of 2 ranks at stage 3
+resumed at step 10, step 20  loss 4.1
 """
 
 import tempfile

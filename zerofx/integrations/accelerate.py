@@ -31,7 +31,8 @@ import zerofx
 from zerofx.api import PlanLike
 from zerofx.errors import ArgumentError, PlanError
 from zerofx.hardware import Hardware
-from zerofx.plan.fields import covers, load_mapping, nearest
+from zerofx.model.module import CompiledModule
+from zerofx.plan.fields import Patterns, covers, load_mapping, nearest
 from zerofx.plan.parts import Precision
 from zerofx.plan.plan import Plan, as_plan
 
@@ -55,7 +56,7 @@ check_version("accelerate", accelerate.__version__, "1.10", "2")
 
 def prepare(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: Any,
     optimizer: Any = None,
     *others: Any,
     plan: PlanLike = None,
@@ -74,7 +75,7 @@ def prepare(
     Raises:
         PlanError: a switch of the accelerator cannot be honoured, or contradicts the plan.
     """
-    if isinstance(model, zerofx.CompiledModule):
+    if isinstance(model, CompiledModule):
         check_compiled(model, plan, plan_of(accelerator, model._zerofx.plan))
     else:
         found = plan_of(accelerator, plan)
@@ -87,7 +88,7 @@ def prepare(
     return model if not prepared else (model, *prepared)
 
 
-def check_compiled(model: zerofx.CompiledModule, plan: PlanLike, wanted: Plan) -> None:
+def check_compiled(model: CompiledModule, plan: PlanLike, wanted: Plan) -> None:
     """Raise a PlanError if a compiled model has another plan than a library's switches ask for."""
     own = model._zerofx.plan
     if plan is not None and as_plan(plan) != own:
@@ -132,7 +133,7 @@ def compile_for(
     return compiled
 
 
-def _wide(model: nn.Module) -> dict[str, str] | None:
+def _wide(model: nn.Module) -> Patterns | None:
     """Return the parameters that autocast leaves in fp32, by patterns of their names.
 
     They are those of embeddings, of modules without a matrix (norms), and of modules around others
@@ -155,7 +156,7 @@ def _wide(model: nn.Module) -> dict[str, str] | None:
         if any(covers(pattern, other) for other in params.keys() - wide):
             pattern = name
         found[pattern] = "fp32"
-    return found or None
+    return Patterns(found) if found else None
 
 
 class _Optimizer(AcceleratedOptimizer):

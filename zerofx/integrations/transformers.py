@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 import zerofx
 from zerofx.api import PlanLike
 from zerofx.errors import ArgumentError, PlanError
 from zerofx.hardware import Hardware
 from zerofx.integrations import accelerate, deepspeed
+from zerofx.model.module import CompiledModule
 from zerofx.plan.ds_config import DsConfig, read_ds_config
 from zerofx.plan.plan import Plan, as_plan
 
@@ -123,7 +123,7 @@ class TrainerMixin:
         self.hardware = hardware
         self.ds_config = _read_ds_config(self.args, self.model, self.args.max_steps)
         self.plan = self._plan_of_arguments(plan)
-        if isinstance(self.model, zerofx.CompiledModule):
+        if isinstance(self.model, CompiledModule):
             accelerate.check_compiled(self.model, plan, self.plan)
 
     @property
@@ -147,7 +147,7 @@ class TrainerMixin:
         if len(there) > 1:
             raise PlanError(f"{' and '.join(there)} are given. Give one plan")
         (found,) = there.values() if there else (None,)
-        if found is None and isinstance(self.model, zerofx.CompiledModule):
+        if found is None and isinstance(self.model, CompiledModule):
             found = self.model._zerofx.plan
         result = accelerate.plan_of(self.accelerator, as_plan(found))
         if args.activation_checkpointing:
@@ -183,7 +183,7 @@ class TrainerMixin:
 
     def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Compile the model where the Trainer would wrap it; its optimizer is made by then."""
-        if isinstance(model, zerofx.CompiledModule):
+        if isinstance(model, CompiledModule):
             return model
         return accelerate.compile_for(
             self.accelerator, model, self.plan, self.optimizer, self.hardware
@@ -192,7 +192,7 @@ class TrainerMixin:
     # -- checkpoints ----------------------------------------------------------------------------
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the full weights with `save_pretrained`; all ranks call it, rank 0 writes."""
-        if not isinstance(self.model, zerofx.CompiledModule):
+        if not isinstance(self.model, CompiledModule):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         state = zerofx.full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
@@ -235,11 +235,11 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-class Trainer(TrainerMixin, transformers.Trainer):
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer over zerofx: Trainer(model, args, ..., plan=zerofx.Plan(stage=3))."""
 
 
-class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer over zerofx; see `TrainerMixin`."""
 
 
@@ -351,20 +351,19 @@ def from_pretrained(
     return compiled.eval()
 
 
-def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write weights, config and generation config for `from_pretrained`; a collective call.
 
     Weights are gathered one bucket at a time, in the names of the model itself: no host ever holds
     the model. `model.save_pretrained(folder, is_main_process=rank == 0)` works too, and has the
     whole model on every host.
     """
-    if not isinstance(model, zerofx.CompiledModule):
+    if not isinstance(model, CompiledModule):
         raise ArgumentError(
             f"model is a plain {type(model).__name__}. Call model.save_pretrained(folder)"
         )
     zerofx.export(Path(folder), model)
     if model._zerofx.world.rank == 0:
-        found: Any = model
-        found.config.save_pretrained(folder)
-        if getattr(found, "generation_config", None) is not None:
-            found.generation_config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
