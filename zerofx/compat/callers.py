@@ -39,6 +39,7 @@ __all__ = [
     "is_called_to_generate",
     "is_within_checkpoint",
     "reducer_of",
+    "saving_state",
     "unwrapped",
 ]
 
@@ -62,6 +63,15 @@ def is_called_by(module: str) -> bool:
 def asking(module: str) -> Any:
     """Return the object whose method in `module` called the function that asks; else None."""
     return sys._getframe(2).f_locals.get("self") if _is_in(module, 2) else None
+
+
+def saving_state() -> Any:
+    """Return the Accelerator whose `save_state` asks for a model's state dict; else None."""
+    asker = sys._getframe(2)
+    is_get_state_dict = _is_in("accelerate.accelerator", 2)
+    if not is_get_state_dict or asker.f_back is None or asker.f_back.f_code.co_name != "save_state":
+        return None
+    return asker.f_locals.get("self")
 
 
 def is_called_by_checkpoint() -> bool:

@@ -32,6 +32,7 @@ from zerofx.compat.callers import (
     is_called_by,
     is_called_by_checkpoint,
     is_called_to_generate,
+    saving_state,
 )
 from zerofx.compat.modules import (
     Entries,
@@ -181,6 +182,8 @@ class CompiledModule(nn.Module):
         """
         if is_called_by_checkpoint() and not (args or kwargs):
             return self._zerofx.sharded_state_dict()
+        if self._zerofx.world.size > 1 and (accelerator := saving_state()) is not None:
+            _check_optimizers(accelerator)
         return state_of(self, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
@@ -295,6 +298,20 @@ class CompiledModule(nn.Module):
         engine = Engine(copied, scaler, poison, delayed)
         later = copy.deepcopy(call_entries(self), memo)
         return keep_class(made, own.setting, engine, own.table, later)
+
+
+def _check_optimizers(accelerator: Any) -> None:
+    """Raise before an Accelerator's `save_state` writes files of which rank 0 could fill a part.
+
+    Raises:
+        ShardError: it would write an optimizer that it prepared itself on rank 0 alone.
+    """
+    if any(not hasattr(each, "snapshot") for each in accelerator._optimizers):
+        raise ShardError(
+            "Accelerator.save_state writes optimizers on rank 0 alone, which has a part of their "
+            "states. Prepare the loop by zerofx.integrations.accelerate.prepare, or save with "
+            "zerofx.save(dir, model, optimizer)"
+        )
 
 
 # -- From the user's class to that of the compiled model -------------------------------------------

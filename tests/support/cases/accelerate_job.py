@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from trainer_job import GLOBAL_BATCH, Tokens, gpt
 
 import zerofx
+from zerofx.errors import ShardError
 from zerofx.integrations import accelerate
 
 
@@ -77,6 +79,10 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
             logged.append({"step": step, "loss": float(mean), "grad_norm": float(norm)})
         if step == 10 and run.resume is None and run.kind != "given" and (number + 1) % 4 == 0:
             accelerator.save_state(str(out / run.name / "state"))
+    if run.kind == "given":
+        with pytest.raises(ShardError, match="save_state writes optimizers on rank 0 alone"):
+            accelerator.save_state(str(out / run.name / "state"))
+        assert not [*(out / run.name / "state").iterdir()]
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, str(out / run.name))
     accelerator.free_memory()
