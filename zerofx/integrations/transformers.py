@@ -150,8 +150,9 @@ class TrainerMixin:
         if found is None and isinstance(self.model, CompiledModule):
             found = self.model._zerofx.plan
         result = accelerate.plan_of(self.accelerator, as_plan(found))
-        if args.activation_checkpointing:
-            result = _with_recomputation(result, args.activation_checkpointing_kwargs or {})
+        for name in ("activation_checkpointing", "gradient_checkpointing"):  # its name before 5.23
+            if getattr(args, name, None):
+                result = _with_recomputation(result, getattr(args, f"{name}_kwargs") or {})
         if result.update == "in-backward":
             for name, neutral in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
                 if getattr(args, name) != neutral:
