@@ -48,7 +48,7 @@ def check_version(library: str, found: str, least: str, below: str) -> None:
         )
 
 
-check_version("accelerate", accelerate.__version__, "1.10", "2")
+check_version("accelerate", accelerate.__version__, "1.15", "2")
 
 
 # -- A loop ----------------------------------------------------------------------------------------

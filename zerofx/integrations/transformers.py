@@ -150,9 +150,9 @@ class TrainerMixin:
         if found is None and isinstance(self.model, CompiledModule):
             found = self.model._zerofx.plan
         result = accelerate.plan_of(self.accelerator, as_plan(found))
-        for name in ("activation_checkpointing", "gradient_checkpointing"):  # its name before 5.23
+        for name, options in _CHECKPOINTING.items():
             if getattr(args, name, None):
-                result = _with_recomputation(result, getattr(args, f"{name}_kwargs") or {})
+                result = _with_recomputation(result, getattr(args, options) or {})
         if result.update == "in-backward":
             for name, neutral in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
                 if getattr(args, name) != neutral:
@@ -276,6 +276,12 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
         "It updates parameters in hooks; Plan(update='in-backward') does that for zerofx.optim",
     ),
 )
+
+
+_CHECKPOINTING = {
+    "activation_checkpointing": "activation_checkpointing_kwargs",
+    "gradient_checkpointing": "gradient_checkpointing_kwargs",  # before 5.23
+}
 
 
 def _plain(value: Any) -> Any:
