@@ -35,6 +35,12 @@ NOT_TORCH = {
     "_get_grad": "the getter of a property",
     "_init_weights": "transformers",
     "_is_accelerate_prepared": "accelerate",
+    "_load_best_model": "transformers",
+    "_load_from_checkpoint": "transformers",
+    "_load_optimizer_and_scheduler": "transformers",
+    "_save_optimizer_and_scheduler": "transformers",
+    "_wrap_model": "transformers",
+    "_optimizers": "accelerate",
     "_values": "a slot of Spill",
     "_grad": "a plain attribute of ShardedTensor, which hides that of Tensor",
 }

@@ -76,10 +76,23 @@ def _keeps(module: nn.Module) -> bool:
 
 
 def cast_inputs(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """Return a call's tensors, those of 32 or 16 bits floating-point in the compute format."""
+    """Return a call's tensors, those of 32 or 16 bits floating-point in the compute format.
+
+    One without dimensions stays as it is. It does not widen what it is computed with, and may be a
+    count that 16 bits cannot hold, such as the tokens by which transformers divides its loss. Under
+    torch.autocast all do: it casts for the operators that want it, and leaves sums along the model
+    (residual streams, norms, losses) wide.
+    """
     if dtype is None:
         return tuple(tensors)
-    return tuple(t.to(dtype) if t.dtype in LOW_OR_SINGLE else t for t in tensors)
+    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return False
+    return tensor.dim() > 0 and tensor.dtype in LOW_OR_SINGLE
 
 
 def cast_modules(

@@ -30,13 +30,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 __all__ = [
     "DTensor",
     "applied",
+    "asking",
     "distributed_by",
     "is_called_by",
     "is_called_by_checkpoint",
     "is_called_by_distribution",
     "is_called_by_stager",
+    "is_called_to_generate",
     "is_within_checkpoint",
     "reducer_of",
+    "saving_state",
     "unwrapped",
 ]
 
@@ -55,6 +58,20 @@ def _is_in(module: str, depth: int) -> bool:
 def is_called_by(module: str) -> bool:
     """Tell whether the function that asks was called by torch's `module`, or by one inside it."""
     return _is_in(module, 2)
+
+
+def asking(module: str) -> Any:
+    """Return the object whose method in `module` called the function that asks; else None."""
+    return sys._getframe(2).f_locals.get("self") if _is_in(module, 2) else None
+
+
+def saving_state() -> Any:
+    """Return the Accelerator whose `save_state` asks for a model's state dict; else None."""
+    asker = sys._getframe(2)
+    is_get_state_dict = _is_in("accelerate.accelerator", 2)
+    if not is_get_state_dict or asker.f_back is None or asker.f_back.f_code.co_name != "save_state":
+        return None
+    return asker.f_locals.get("self")
 
 
 def is_called_by_checkpoint() -> bool:
@@ -82,6 +99,14 @@ def is_called_by_distribution() -> bool:
 def is_called_by_stager() -> bool:
     """Tell whether `async_save`'s copy called what a `__torch_function__` handler answers."""
     return _is_in(_STAGER, 3)
+
+
+def is_called_to_generate() -> bool:
+    """Tell whether transformers asks for the mark of FSDP, but not from its Trainer.
+
+    The Trainer would handle the gradients of such a model by methods of FSDP2.
+    """
+    return _is_in("transformers", 2) and not _is_in("transformers.trainer", 3)
 
 
 # -- what it has touched --------------------------------------------------------------------------

@@ -547,12 +547,12 @@ def initialize(
         params = [p for p in model.parameters() if p.requires_grad]
     made: Any = optimizer
     if optimizer is None and found.optimizer is not None:
-        made = _make_optimizer(found.optimizer, params)
+        made = make_optimizer(found.optimizer, params)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         made = optimizer(params)
     compiled = zerofx.compile(model, plan or found.plan, optimizer=made, hardware=hardware)
     if lr_scheduler is None and found.scheduler is not None and made is not None:
-        lr_scheduler = _make_scheduler(found.scheduler, made)
+        lr_scheduler = make_scheduler(found.scheduler, made)
     elif callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(made)
     engine = DeepSpeedEngine(compiled, made, lr_scheduler, found, sizes, collate_fn)
@@ -582,13 +582,15 @@ def _from_environment() -> int:
     return int(text) if text.isdigit() else 1  # zerofx.compile says what is wrong with it
 
 
-def _make_optimizer(chosen: Chosen, params: Any) -> torch.optim.Optimizer:
+def make_optimizer(chosen: Chosen, params: Any) -> torch.optim.Optimizer:
+    """Make the optimizer that a ds_config names, over parameters or groups."""
     own = chosen.kind if chosen.kind in optim.__all__ else None
     kind = getattr(optim, own) if own else getattr(torch.optim, chosen.kind)
     return _made(kind, "optimizer", chosen, params)
 
 
-def _make_scheduler(chosen: Chosen, optimizer: torch.optim.Optimizer) -> Any:
+def make_scheduler(chosen: Chosen, optimizer: torch.optim.Optimizer) -> Any:
+    """Make the scheduler that a ds_config names."""
     kind = _SCHEDULES.get(chosen.kind) or getattr(torch.optim.lr_scheduler, chosen.kind)
     return _made(kind, "scheduler", chosen, optimizer)
 

@@ -26,7 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.capture.original import MODEL, SLOT, original, set_class
-from zerofx.compat.callers import applied, is_called_by, is_called_by_checkpoint
+from zerofx.compat.callers import (
+    applied,
+    asking,
+    is_called_by,
+    is_called_by_checkpoint,
+    is_called_to_generate,
+    saving_state,
+)
 from zerofx.compat.modules import (
     Entries,
     call_entries,
@@ -35,7 +42,7 @@ from zerofx.compat.modules import (
     own_parameters,
     put_call_entries,
 )
-from zerofx.errors import ArgumentError, ShardError
+from zerofx.errors import ArgumentError, PlanError, ShardError
 from zerofx.ir.program import Planned
 from zerofx.model.full_state import state_of
 from zerofx.model.namespace import (
@@ -92,7 +99,6 @@ class CompiledModule(nn.Module):
     """
 
     _zerofx: Namespace  # the model's own attribute, whatever `zerofx` is
-    _is_accelerate_prepared = True  # Trainer and accelerate do not wrap it
 
     def __new__(cls, model: nn.Module, setting: Setting, engine: Engine) -> NoReturn:
         raise ArgumentError(
@@ -176,6 +182,8 @@ class CompiledModule(nn.Module):
         """
         if is_called_by_checkpoint() and not (args or kwargs):
             return self._zerofx.sharded_state_dict()
+        if self._zerofx.world.size > 1 and (accelerator := saving_state()) is not None:
+            _check_optimizers(accelerator)
         return state_of(self, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModule:
@@ -212,12 +220,46 @@ class CompiledModule(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """A mark that FullyShardedDataParallel and fully_shard put on what they are to shard."""
-        return False
+        """A mark that FullyShardedDataParallel and fully_shard put on what they are to shard.
+
+        transformers asks for it in order to generate: where forwards are common to all ranks, a
+        rank whose sequences have ended calls them on with the others.
+        """
+        return self._zerofx.world.size > 1 and is_called_to_generate()
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         raise self._zerofx.is_parallel("FullyShardedDataParallel (or fully_shard)")
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What accelerate asks before it would wrap the model: it is to leave it as it is.
+
+        Raises:
+            PlanError: the accelerator's mixed precision would be left out with that.
+        """
+        mixed = getattr(asking("accelerate.accelerator"), "mixed_precision", "no")
+        compute = self._zerofx.plan.precision.compute
+        if mixed not in ("no", compute):
+            raise PlanError(
+                f"mixed_precision = {mixed!r} (bf16 and fp16 of TrainingArguments) has no effect "
+                f"on a model that was compiled with Plan(precision={compute!r}). Compile it with "
+                f"Plan(precision={mixed!r}), or give the plain model to zerofx.integrations"
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take no notice of accelerate's own mark."""
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the ranks save together: what transformers' Trainer asks a sharded model.
+
+        It then calls save_pretrained on all ranks, and refuses at once to save the optimizer,
+        which it does on one rank alone; `zerofx.integrations.transformers` does.
+        """
+        return self._zerofx.world.size > 1
 
     @property
     def _distribute_module_applied(self) -> bool:
@@ -256,6 +298,20 @@ class CompiledModule(nn.Module):
         engine = Engine(copied, scaler, poison, delayed)
         later = copy.deepcopy(call_entries(self), memo)
         return keep_class(made, own.setting, engine, own.table, later)
+
+
+def _check_optimizers(accelerator: Any) -> None:
+    """Raise before an Accelerator's `save_state` writes files of which rank 0 could fill a part.
+
+    Raises:
+        ShardError: it would write an optimizer that it prepared itself on rank 0 alone.
+    """
+    if any(not hasattr(each, "snapshot") for each in accelerator._optimizers):
+        raise ShardError(
+            "Accelerator.save_state writes optimizers on rank 0 alone, which has a part of their "
+            "states. Prepare the loop by zerofx.integrations.accelerate.prepare, or save with "
+            "zerofx.save(dir, model, optimizer)"
+        )
 
 
 # -- From the user's class to that of the compiled model -------------------------------------------

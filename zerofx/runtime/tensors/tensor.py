@@ -161,8 +161,16 @@ class ShardedTensor(DTensor):
         return local_tensor(self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole plain tensor; all ranks must call it together."""
-        return self.zfx.whole(local_tensor(self))
+        """Return the whole plain tensor; all ranks must call it together.
+
+        It is no part of a program, so that a gradient does not find its way back to the shards. One
+        that reaches it raises, where it would be lost.
+        """
+        whole = self.zfx.whole(local_tensor(self))
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return whole
+        anchor = torch.empty(0, requires_grad=True)
+        return cast(torch.Tensor, _Whole.apply(anchor, whole, self.zfx.name))  # type: ignore[no-untyped-call]
 
     # None of these goes through __torch_function__.
 
@@ -292,6 +300,24 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             f"has global shape {list(piece.shape)}; give the full tensor"
         ) from None
     return piece.cut(full.reshape(-1))
+
+
+class _Whole(torch.autograd.Function):
+    """A whole parameter that is read, not trained: what it is used for has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, whole: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise ShardError(
+            f"{ctx.name} got a gradient through full_tensor(), which would be lost. Call the "
+            "module that has the parameter. If a library has replaced forward after "
+            "zerofx.compile, compile the model after that, as the trainers of zerofx.integrations "
+            "do. To read the parameter only, use full_tensor().detach()"
+        )
 
 
 @torch.no_grad()
