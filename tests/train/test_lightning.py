@@ -103,7 +103,8 @@ def ranks() -> int:
 def trainer_of(strategy: Any, folder: str | None = None, **options: Any) -> pl.Trainer:
     callbacks: list[Any] = []
     if folder is not None:
-        callbacks = [ModelCheckpoint(folder, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)]
+        at_end = {"every_n_epochs": 1, "save_top_k": -1, "save_on_train_epoch_end": True}
+        callbacks = [ModelCheckpoint(folder, "{step}", **at_end)]
     given: dict[str, Any] = {
         "accelerator": "cpu", "devices": ranks(), "logger": False, "callbacks": callbacks,
         "enable_progress_bar": False, "enable_model_summary": False,
@@ -188,9 +189,7 @@ RUNS = {"trainer": fitted, "fabric": looped}
 
 def both(folder: str, plan: dict[str, Any], steps: int) -> Any:
     """Return what Trainer and Fabric do under DDP, and under zerofx."""
-    return {
-        name: (run("ddp", None, steps), run(plan, folder, steps)) for name, run in RUNS.items()
-    }
+    return {name: (run("ddp", None, steps), run(plan, folder, steps)) for name, run in RUNS.items()}
 
 
 def goes_on(name: str, plan: dict[str, Any], path: str) -> Any:
@@ -274,7 +273,7 @@ def test_fp16_is_scaled_by_lightnings_scaler() -> None:
 
 
 def test_formats_that_contradict_are_named() -> None:
-    with pytest.raises(PlanError, match="bf16-mixed.*computes in fp16"):
+    with pytest.raises(PlanError, match=r"bf16-mixed.*computes in fp16"):
         fitted({"precision": "fp16"}, None, 1, precision="bf16-mixed")
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(PlanError, match="loss_scale='external'"):

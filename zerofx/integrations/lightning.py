@@ -66,11 +66,10 @@ from lightning.fabric.strategies import (  # noqa: E402
 )
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
-
 
 # -- What both strategies do -----------------------------------------------------------------------
 
@@ -112,7 +111,7 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
 
 
 class _Former:
-    """The parameters that modules had before they were compiled, while somebody holds on to them."""
+    """The parameters that modules had before they were compiled, while somebody holds them."""
 
     def __init__(self) -> None:
         self._params: list[tuple[weakref.ref[nn.Parameter], str]] = []
@@ -161,8 +160,8 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
     """Trains a LightningModule by zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
 
     The module is compiled after `configure_model`, before `configure_optimizers`. A checkpoint is a
-    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage; a file of another
-    strategy's can be loaded too.
+    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage. A file of another
+    strategy can be loaded too.
 
     plan: what `zerofx.compile` takes. Default: stage 3.
     hardware: as `zerofx.compile` takes it.
@@ -443,7 +442,9 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
-    def no_backward_sync(self, module: CompiledModule, enabled: bool) -> AbstractContextManager[Any]:
+    def no_backward_sync(
+        self, module: CompiledModule, enabled: bool
+    ) -> AbstractContextManager[Any]:
         """Sum gradients of micro-batches; the first backward outside reduces the sum."""
         return module._zerofx.no_sync() if enabled else nullcontext()
 
@@ -473,7 +474,8 @@ class _Parts:
             and any(id(p) in held for group in value.param_groups for p in group["params"])
         }
         self.optimizers = list(self._optimizers.values())
-        self._rest = {k: v for k, v in state.items() if k != self._key and k not in self._optimizers}
+        known = {self._key, *self._optimizers}
+        self._rest = {key: value for key, value in state.items() if key not in known}
 
     def others(self) -> dict[str, Any]:
         """Return all other values as they are saved."""
@@ -505,6 +507,4 @@ def _is_stateful(value: object) -> bool:
 
 
 ZeroFXStrategy.register_strategies(StrategyRegistry)
-STRATEGY_REGISTRY.register(
-    "zerofx", ZeroFXFabricStrategy, description="ZeRO by zerofx, stage 3"
-)
+STRATEGY_REGISTRY.register("zerofx", ZeroFXFabricStrategy, description="ZeRO by zerofx, stage 3")
