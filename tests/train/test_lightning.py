@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import logging
 import os
@@ -29,9 +30,14 @@ with warnings.catch_warnings():
     import lightning.pytorch as pl
     from lightning import Fabric
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins import MixedPrecision
 
-    from zerofx.integrations.lightning import ZeroFXFabricStrategy, ZeroFXStrategy
+    from zerofx.integrations.lightning import (
+        LightningMeter,
+        ZeroFXFabricStrategy,
+        ZeroFXStrategy,
+    )
 
 ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 ROWS = torch.randint(0, 50, (160, 9), generator=torch.Generator().manual_seed(1))
@@ -362,6 +368,30 @@ def test_testing_after_training_and_a_new_start(tmp_path: Path) -> None:
         assert meta.validate(built, rows_in_order(), f"{tmp_path}/step=40.ckpt", verbose=False) == [
             found
         ]
+
+
+# -- live numbers ----------------------------------------------------------------------------------
+
+
+def test_lightnings_loggers_get_the_meters_numbers(tmp_path: Path) -> None:
+    model = Net()
+    with quiet():
+        logger = CSVLogger(str(tmp_path), "", "", flush_logs_every_n_steps=1)
+        trainer = trainer_of(
+            ZeroFXStrategy(ATEN), max_steps=4, log_every_n_steps=2, logger=logger,
+            callbacks=[LightningMeter("cpu-box", tokens=lambda batch: batch[0].numel())],
+            accumulate_grad_batches=2,
+        )  # fmt: skip
+        trainer.fit(model, rows_in_order())
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["zerofx/seconds"]]
+    assert [row["step"] for row in rows] == ["2", "4"]
+    for row in rows:
+        seconds = float(row["zerofx/seconds"])
+        assert float(row["zerofx/samples_per_s"]) * seconds == pytest.approx(16)
+        assert float(row["zerofx/tokens_per_s"]) * seconds == pytest.approx(16 * 9)
+        assert float(row["zerofx/model_flops"]) > 0 and float(row["zerofx/mfu"]) > 0
+    assert model._engine.tally is None
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from zerofx.errors import ArgumentError, OptimizerError, PlanError, SnapshotErro
 from zerofx.hardware import Hardware
 from zerofx.model.module import CompiledModule
 from zerofx.plan.plan import as_plan
+from zerofx.tools.meter import Meter
 
 _OLDEST = (2, 5)
 
@@ -66,9 +67,10 @@ from lightning.fabric.strategies import (  # noqa: E402
 )
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
-from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch import Callback, Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.data import extract_batch_size  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
 # -- What both strategies do -----------------------------------------------------------------------
@@ -160,8 +162,8 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
     """Trains a LightningModule by zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
 
     The module is compiled after `configure_model`, before `configure_optimizers`. A checkpoint is a
-    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage. A file of another
-    strategy can be loaded too.
+    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage. Files of other
+    strategies can be loaded too.
 
     plan: what `zerofx.compile` takes. Default: stage 3.
     hardware: as `zerofx.compile` takes it.
@@ -504,6 +506,63 @@ class _Parts:
 
 def _is_stateful(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+# -- Live numbers ----------------------------------------------------------------------------------
+
+
+class LightningMeter(Callback):  # type: ignore[misc]
+    """Gives the numbers of `zerofx.meter` to the Trainer's loggers, as `Trainer(callbacks=[...])`.
+
+    They are means since the last time, every `log_every_n_steps` steps, for TensorBoard, W&B, CSV
+    or any other logger of Lightning's.
+
+    hardware: what the rate for MFU comes from; without it there is no MFU.
+    samples, tokens: of a batch. By default Lightning's count, and the size of `input_ids`.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware | str | os.PathLike[str] | None = None,
+        samples: Callable[[Any], int] | None = None,
+        tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        self._hardware = hardware
+        self._of_batch = samples or extract_batch_size, tokens or _input_ids
+        self._meter: Meter | None = None
+        self._logged = self._samples = self._tokens = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begin to count."""
+        compiled = (each for each in pl_module.modules() if isinstance(each, CompiledModule))
+        self._meter = Meter(next(compiled, pl_module), self._hardware)
+        self._logged, self._samples, self._tokens = trainer.global_step, 0, 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count a batch, and log after each `log_every_n_steps`-th update."""
+        assert self._meter is not None
+        samples, tokens = self._of_batch
+        self._samples += samples(batch)
+        self._tokens += tokens(batch)
+        if trainer.global_step - self._logged >= trainer.log_every_n_steps:
+            self._logged = trainer.global_step
+            numbers = self._meter.step(samples=self._samples, tokens=self._tokens)
+            self._samples = self._tokens = 0
+            for logger in trainer.loggers:
+                logger.log_metrics(self._meter.loggable(numbers), step=trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Count no more."""
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
+
+def _input_ids(batch: Any) -> int:
+    """Return the number of tokens of a batch as transformers' collators make it; else 0."""
+    return batch["input_ids"].numel() if isinstance(batch, Mapping) and "input_ids" in batch else 0
 
 
 ZeroFXStrategy.register_strategies(StrategyRegistry)
