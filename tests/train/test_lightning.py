@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from lightning import Fabric
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 
     from zerofx.integrations.lightning import (
         LightningMeter,
@@ -417,6 +417,8 @@ def test_switches_that_cannot_be_honoured_are_named(tmp_path: Path) -> None:
         ZeroFXStrategy({"stage": 4})
     with pytest.raises(ArgumentError, match="sync_batchnorm"):
         fitted({}, None, 1, sync_batchnorm=True)
+    with pytest.raises(ArgumentError, match="AsyncCheckpointIO writes"):
+        fitted({}, None, 1, plugins=[AsyncCheckpointIO()])
     with pytest.raises(ArgumentError, match=r"torch\.compile"):
         fitted({}, None, 1, model=torch.compile(Net()))
     with pytest.raises(OptimizerError, match="SGD still refers to the parameter embed"):

@@ -68,6 +68,7 @@ from lightning.fabric.strategies import (  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 from lightning.pytorch import Callback, Trainer  # noqa: E402
+from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.data import extract_batch_size  # noqa: E402
@@ -158,7 +159,7 @@ def _empty_init(device: torch.device, empty_init: bool | None) -> AbstractContex
 # -- Trainer ---------------------------------------------------------------------------------------
 
 
-class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
+class ZeroFXStrategy(DDPStrategy):
     """Trains a LightningModule by zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
 
     The module is compiled after `configure_model`, before `configure_optimizers`. A checkpoint is a
@@ -226,7 +227,12 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
         Raises:
             ArgumentError: names it.
         """
-        module = self.lightning_module
+        module, is_file = self.lightning_module, self._state_dict_type == "full"
+        if not is_file and not isinstance(self.checkpoint_io, TorchCheckpointIO):
+            raise ArgumentError(
+                f"{type(self.checkpoint_io).__name__} writes checkpoints that are files. Leave it "
+                "out, or give ZeroFXStrategy(state_dict_type='full')"
+            )
         if self._layer_sync is not None:
             raise ArgumentError(
                 "Trainer(sync_batchnorm=True): zerofx captures no SyncBatchNorm. Leave it out; "
@@ -244,7 +250,7 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Sum gradients of micro-batches; the first backward outside reduces the sum."""
-        return self.model._zerofx.no_sync()  # type: ignore[no-any-return]
+        return self.model._zerofx.no_sync()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -292,7 +298,7 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
         """Load a snapshot, into module and optimizers; or read a file of another strategy's."""
         self._is_loaded = os.path.isdir(checkpoint_path)
         if not self._is_loaded:
-            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(checkpoint_path, weights_only)
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         found = zerofx.load(checkpoint_path, self.model, self.optimizers if is_fitting else None)
         if _CHECKPOINT not in found:
@@ -300,7 +306,7 @@ class ZeroFXStrategy(DDPStrategy):  # type: ignore[misc]
                 f"{checkpoint_path} was not saved by Lightning's Trainer, so that nothing is known "
                 "of its loops. Load it with zerofx.load in on_fit_start, without ckpt_path"
             )
-        return found[_CHECKPOINT]  # type: ignore[no-any-return]
+        return found[_CHECKPOINT]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Cut a file's values to the shards; those of a snapshot are there already."""
@@ -333,7 +339,7 @@ def _refuse(name: str, value: object) -> None:
 # -- Fabric ----------------------------------------------------------------------------------------
 
 
-class ZeroFXFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
+class ZeroFXFabricStrategy(FabricDDPStrategy):
     """Trains modules by zerofx in a loop of one's own: `Fabric(strategy=ZeroFXFabricStrategy())`.
 
     `fabric.setup(module, optimizer)` compiles the module, and has the optimizer step its shards.
@@ -431,7 +437,7 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
             What was saved and is not in `state`.
         """
         if not os.path.isdir(path):
-            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, CompiledModule):
             return zerofx.load(path, state)
         if not isinstance(state, Mapping) or not state:
@@ -443,7 +449,7 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         return parts.fill(zerofx.load(path, parts.module, parts.optimizers or None), strict)
 
 
-class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
+class _NoSync(_BackwardSyncControl):
     def no_backward_sync(
         self, module: CompiledModule, enabled: bool
     ) -> AbstractContextManager[Any]:
@@ -511,7 +517,7 @@ def _is_stateful(value: object) -> bool:
 # -- Live numbers ----------------------------------------------------------------------------------
 
 
-class LightningMeter(Callback):  # type: ignore[misc]
+class LightningMeter(Callback):
     """Gives the numbers of `zerofx.meter` to the Trainer's loggers, as `Trainer(callbacks=[...])`.
 
     They are means since the last time, every `log_every_n_steps` steps, for TensorBoard, W&B, CSV

@@ -20,7 +20,7 @@ from zerofx.hardware import Hardware
 from zerofx.tools.meter import Meter
 
 
-class TrainerMeter(TrainerCallback):  # type: ignore[misc]
+class TrainerMeter(TrainerCallback):
     """Logs the means of `zerofx.meter`'s numbers since the last time, every `logging_steps` steps.
 
     Samples are counted as full batches; tokens if `include_num_input_tokens_seen` is set.
