@@ -87,7 +87,7 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
     Raises:
         PlanError: the plan has another precision, or Lightning's is not for zerofx.
     """
-    name = getattr(plugin, "precision", None)
+    name: Any = getattr(plugin, "precision", None)
     chosen = plan.precision
     wanted = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(name, "fp32")
     if name not in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"):
