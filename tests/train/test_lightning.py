@@ -480,5 +480,5 @@ def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from zerofx.integrations import lightning
 
     monkeypatch.setattr(lightning.importlib.metadata, "version", lambda name: "2.1.4")
-    with pytest.raises(ImportError, match=r"lightning 2\.1\.4 is installed.*needs 2\.5 or newer"):
+    with pytest.raises(ImportError, match=r"lightning 2\.1\.4 is installed.*needs 2\.6 or newer"):
         lightning._check_version()

@@ -35,7 +35,7 @@ from zerofx.model.module import CompiledModule
 from zerofx.plan.plan import as_plan
 from zerofx.tools.meter import Meter
 
-_OLDEST = (2, 5)
+_OLDEST = (2, 6)
 
 
 def _check_version() -> None:
