@@ -11,6 +11,7 @@ ended, loss 4.831
 import os
 import signal
 import sys
+from pathlib import Path
 
 import ray
 import torch
@@ -30,7 +31,7 @@ def train(config):  # on each worker, whose process group Ray has made
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     extra = zerofx.resume(config["folder"], model, optimizer)
     first = extra["step"] if extra else 0
-    log = open(f"{config['folder']}.txt" if rank == 0 else os.devnull, "a", buffering=1)
+    log = open(config["log"] if rank == 0 else os.devnull, "a", buffering=1)  # noqa: SIM115
     print(f"started at step {first}", file=log)
     for step in range(first, 20):
         if rank == 1 and first == 0 and step == config["kill_at"]:
@@ -47,13 +48,14 @@ def train(config):  # on each worker, whose process group Ray has made
 
 
 if __name__ == "__main__":
-    config = {"folder": os.path.abspath(sys.argv[1]), "kill_at": int(sys.argv[2])}
+    folder = os.path.abspath(sys.argv[1])
+    config = {"folder": folder, "log": f"{folder}.txt", "kill_at": int(sys.argv[2])}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     failures = FailureConfig(max_failures=2)
     TorchTrainer(
         train,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=f"{config['folder']}-ray", failure_config=failures),
+        run_config=RunConfig(storage_path=f"{folder}-ray", failure_config=failures),
     ).fit()
-    print(open(f"{config['folder']}.txt").read())
+    print(Path(config["log"]).read_text())

@@ -227,7 +227,7 @@ def test_training_is_as_under_ddp(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_runs_go_on_at_another_world_size_and_stage(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(2, both, str(tmp_path), {"stage": 3}, 20)
+    found = pool.run(2, both, str(tmp_path), {"stage": 3}, 20, timeout_s=250)
     check_both(found, 20)
     for ranks, stage in ((1, 1), (2, 2)):
         for name, saved in (("trainer", "step=10.ckpt"), ("fabric", "fabric")):
@@ -264,7 +264,7 @@ def in_formats(steps: int) -> Any:
 
 @pytest.mark.slow
 def test_errors_of_bf16_are_those_of_the_library(pool: Pool) -> None:
-    for of_rank in pool.run(2, in_formats, 20):
+    for of_rank in pool.run(2, in_formats, 20, timeout_s=250):
         for theirs, mine in of_rank.values():
             assert all(0 < m <= 1.5 * t for m, t in zip(mine, theirs, strict=True)), (mine, theirs)
 
@@ -346,7 +346,7 @@ def of_others(folder: str) -> None:
 
 @pytest.mark.slow
 def test_files_of_other_strategies_are_read_and_written(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, of_others, str(tmp_path))
+    pool.run(2, of_others, str(tmp_path), timeout_s=250)
 
 
 def test_testing_after_training_and_a_new_start(tmp_path: Path) -> None:
