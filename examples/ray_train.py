@@ -1,4 +1,4 @@
-"""Ray Train on its own local cluster: a worker dies, Ray starts all anew, and they go on.
+"""Ray Train on its own local cluster: a worker dies, Ray starts both again, and they go on.
 
 Needs ray[train]. Worker 1 kills itself once, at the step that is given.
 
@@ -29,8 +29,7 @@ def train(config):  # on each worker, whose process group Ray has made
     model = zerofx.compile(model, zerofx.Plan(stage=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    extra = zerofx.resume(config["folder"], model, optimizer)
-    first = extra["step"] if extra else 0
+    first = (zerofx.resume(config["folder"], model, optimizer) or {"step": 0})["step"]
     log = open(config["log"] if rank == 0 else os.devnull, "a", buffering=1)  # noqa: SIM115
     print(f"started at step {first}", file=log)
     for step in range(first, 20):
