@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zerofx.snapshot import save as save
     from zerofx.tools.meter import meter as meter
     from zerofx.tools.predict import predict as predict
+    from zerofx.tools.progress import progress as progress
     from zerofx.tools.record.record import record as record
     from zerofx.tools.search import search as search
 
@@ -59,6 +60,7 @@ _HOME = {
     "Offload": "zerofx.plan.plan",
     "meter": "zerofx.tools.meter",
     "predict": "zerofx.tools.predict",
+    "progress": "zerofx.tools.progress",
     "record": "zerofx.tools.record.record",
     "search": "zerofx.tools.search",
     "save": "zerofx.snapshot",

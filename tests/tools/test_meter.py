@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
+from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -107,3 +110,30 @@ def test_what_it_does_not_take() -> None:
     model = zerofx.compile(nn.Linear(2, 2), zerofx.Plan(kernels="aten", precision="bf16"))
     with pytest.raises(UnpricedError, match="bf16"):
         zerofx.meter(model, hardware="dgx2-v100-32gb")
+
+
+# -- the line of a loop ----------------------------------------------------------------------------
+
+
+def test_a_line_shows_the_numbers_and_the_values() -> None:
+    model = zerofx.compile(nn.Linear(8, 8), {"kernels": "aten"})
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True)
+    with zerofx.progress(model, total=3, hardware="cpu-box", console=console) as line:
+        for _ in range(3):
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            line.step(samples=4, tokens=4000, loss=loss)
+    shown = out.getvalue()
+    assert "3/3" in shown and f"loss {loss.item():.4g}" in shown
+    assert re.search(r"[\d.]+ [kM]? ?tokens/s  [\d.]+ [kM]? ?samples/s  [\d.]+ [kMG]FLOP/s", shown)
+    assert "MFU" in shown and "waiting 0%" in shown and "skipped" not in shown
+    assert line.meter.loggable(line.numbers)["zerofx/wait_share"] == 0
+    assert model._engine.tally is None  # it counts no more
+
+
+def test_a_line_that_breaks_off_leaves_the_error() -> None:
+    model = zerofx.compile(nn.Linear(8, 8), {"kernels": "aten"})
+    console = Console(file=io.StringIO())
+    with pytest.raises(KeyError), zerofx.progress(model, console=console):
+        raise KeyError

@@ -391,7 +391,10 @@ def methods_reading(kind: type, params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-_SET_UP = ("__", "extra_repr", "reset", "_reset", "init", "_init", "load", "_load", "forward")
+_SET_UP = (
+    *("__", "extra_repr", "reset", "_reset", "init", "_init", "load", "_load", "forward"),
+    *("configure", "_configure"),  # optimizers, which take parameters as they are
+)
 
 
 def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

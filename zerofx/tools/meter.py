@@ -112,6 +112,16 @@ class Meter:
         self._own_s += time.perf_counter() - now
         return found
 
+    @staticmethod
+    def loggable(numbers: Numbers) -> dict[str, float]:
+        """Return those of the numbers that are there, as loggers take them: `zerofx/<name>`."""
+        return {f"zerofx/{k}": v for k, v in numbers.items() if v is not None and k != "step"}
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train the model."""
+        return int(self._world.rank)
+
     @property
     def own_us(self) -> float:
         """The microseconds a step that the meter has taken, without pricing programs."""

@@ -466,6 +466,19 @@ def test_overrides_of_the_class_are_kept() -> None:
     assert model.load_state_dict(Prefixed().state_dict()) is None
 
 
+class Configured(Rooted):
+    """Makes an optimizer of the parameter that it registers itself."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], lr=0.1)
+
+
+def test_methods_that_configure_see_the_parameters_themselves() -> None:
+    _, model = pair(Configured)
+    made = model.configure_optimizers()
+    assert made.param_groups[0]["params"][0] is model.weight and not model.programs
+
+
 def test_what_is_compiled_is_captured_and_refused() -> None:
     _, model = pair()
     program = zerofx.capture(model, (X,))

@@ -218,8 +218,8 @@ class ParameterPiece(ABC):
 
     `own` are half-open ranges of elements of the flattened parameter (of the part that this rank's
     tensor axis gives it, where there is one), in the order in which they lie in memory;
-    `shard_offset` counts elements of the rank's flat shard of `bucket`, the first tile's where there
-    are tiles. Gradients and optimizer states of a parameter share its piece.
+    `shard_offset` counts elements of the rank's flat shard of `bucket`, the first tile's where
+    there are tiles. Gradients and optimizer states of a parameter share its piece.
 
     is_cut: the tensors are sharded; otherwise this rank owns all elements, and they are plain.
     """
