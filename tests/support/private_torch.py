@@ -29,6 +29,7 @@ PACKAGE = ROOT / "zerofx"
 # Attributes that are not torch's, although the rules below take them for it.
 NOT_TORCH = {
     "_bit_generator": "numpy",
+    "_compiler_ctx": "lightning",
     "_current_frames": "Python",
     "_getframe": "Python",
     "_replace": "Python",
