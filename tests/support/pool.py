@@ -234,7 +234,16 @@ def _job(function: str, args: tuple, store: str, rank: int, size: int) -> Any:
         os.environ.update(environment)
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
         gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Let torch forget results of DTensors, whose meshes have groups that are gone."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -5,6 +5,7 @@ Meta stands for the device: what is on it can be told from the host's.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +38,12 @@ class Spy:
 
 def piece() -> Any:
     ledger = SimpleNamespace(world=Spy(), layout=SimpleNamespace(shard_size=2))
-    return SimpleNamespace(
-        name="w", ledger=ledger, shape=torch.Size([6]), length=3, ranges_of=lambda rank: ((0, 3),)
-    )
+    made = SimpleNamespace(
+        name="w", ledger=ledger, shape=torch.Size([6]), length=3, tensor_part=None,
+        ranges_of=lambda rank: ((0, 3),),
+    )  # fmt: skip
+    made._of_shards = partial(ParameterPiece._of_shards, made)
+    return made
 
 
 def norms_of_what_is_on_the_host() -> None:
@@ -52,10 +56,10 @@ def the_whole_of_a_parameter() -> None:
 
 def the_whole_state() -> None:
     bucket = SimpleNamespace(index=0, label=lambda: "w", numel=6, dtype=torch.float32)
-    layout = SimpleNamespace(buckets=[bucket])
+    layout = SimpleNamespace(buckets=[bucket], shard_size=2)
     homes = SimpleNamespace(fetch=lambda shard: shard, nvme=None)
     store = SimpleNamespace(
-        world=Spy(), layout=layout, shards=[torch.ones(3)], is_sharded=True, settle=list,
+        world=Spy(), layout=layout, shards=[torch.ones(3)], settle=list,
         ledger=SimpleNamespace(check_whole=str), homes=homes,
     )  # fmt: skip
     next(iter_full_state(store))  # type: ignore[arg-type]

@@ -57,11 +57,11 @@ def load(
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
+    job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     refuse_parts(
-        model.zerofx.layout, "zerofx.load",
+        job.store.layout, "zerofx.load",
         "load a full state dict with model.load_state_dict, or zerofx.load_weights",
     )  # fmt: skip
-    job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.load", job.digest())
     check_names(names)
     found = _found(job)

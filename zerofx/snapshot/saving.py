@@ -67,8 +67,8 @@ def save(
     """
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
     series.check_options(step, keep)
-    refuse_parts(model.zerofx.layout, "zerofx.save", _BY_HAND)
     job = _Save(target.place(folder), model, optimizer, extra, step, keep)
+    refuse_parts(job.store.layout, "zerofx.save", _BY_HAND)
     world, what = job.world, f"zerofx.save to {job.folder}"
     options = f"step={step};keep={keep};background={background}"
     world.agree("zerofx.save", f"{job.digest()};{options}")

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.compat.callers import is_called_by_distribution
 from zerofx.compat.tensors import (
@@ -329,10 +329,12 @@ def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
             f"has global shape {list(piece.shape)}; give one of the same shape"
         )
     piece.ledger.world.agree(f"{doing} of a DTensor", piece.name)
-    # Not by an operator of the DTensor: torch remembers its result with the mesh of an equal call,
-    # whose groups may be those of a process group that is gone.
-    mesh = value.device_mesh
-    local = value.to_local().to(mesh.device_type)
+    mesh, local = value.device_mesh, value.to_local()
+    local = local.to(mesh.device_type)
+    # torch takes equal meshes for one, and may give this value the mesh of another model over the
+    # same ranks, another one on each rank. What is cut as torch cuts it over our ranks, we gather.
+    if mesh == piece.ledger.mesh and tuple(value.placements) == (Shard(0),):
+        return piece.whole_of_rows(local)
     there = DTensor.from_local(
         local, mesh, value.placements, shape=value.shape, stride=value.stride()
     )
