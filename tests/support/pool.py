@@ -107,6 +107,14 @@ class Pool:
         _raise_failures(function, answers, stacks, world_size, timeout_s)
         return [answers[rank][1] for rank in range(world_size)]
 
+    def renew(self) -> None:
+        """Let the next jobs run in new processes.
+
+        For tests of what torch keeps for the life of a process: its meshes find their groups by
+        names, which come again with every process group that is made.
+        """
+        self.close()
+
     def close(self) -> None:
         """End every worker."""
         for world_size in list(self._teams):
