@@ -139,6 +139,20 @@ def place_of(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
     return role, what.name if role is Role.BUFFER else what.index
 
 
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a call reads, each as often as it is read, in the order of holes."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def shape_of(val: Any) -> Any:
+    """Return the shape of a fake tensor, one for each of several, () for what is no tensor."""
+    if isinstance(val, (list, tuple)):
+        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
+    return tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+
+
 def filled(argument: Any, tensors: Sequence[Any]) -> Any:
     """Return arguments with their holes filled."""
     if isinstance(argument, Hole):

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.meta import Hole, Placed, Role, filled, info, value
+from zerofx.ir.meta import Hole, Placed, Role, filled, info, shape_of, tensors_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
 from zerofx.ir.spec import Kind, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import SAME_VALUES
-from zerofx.layout.placements import Cut, P, Partial, Placement, R, fits, local_shape
+from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape
 
 _aten = torch.ops.aten
 AXIS = "tensor"
@@ -598,10 +598,6 @@ def is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def is_partial(placement: Placement) -> bool:
-    return isinstance(placement, Partial)
-
-
 def check_placed(program: Planned) -> None:
     """Check how the values of a program lie, where the pass `place` has cut any.
 
@@ -637,12 +633,14 @@ class _Typing:
             elif node.op == "placeholder":
                 self._note(node, *self._given(node))
             elif node.op == "get_attr":
-                self._note(node, R, _shape(node))
+                self._note(node, R, shape_of(value(node)))
             elif is_item(node):
                 source, index = node.args
                 shape = self.shapes[source]  # type: ignore[index]
                 lies = self.lies[source]  # type: ignore[index]
-                self._note(node, item(lies, index), shape[index] if shape else _shape(node))  # type: ignore[arg-type,index]
+                self._note(
+                    node, item(lies, index), shape[index] if shape else shape_of(value(node))
+                )  # type: ignore[arg-type,index]
             elif (spec := spec_of(node)) is not None and info(node).placed is None:
                 self._op(node, spec)
             elif spec is not None and spec.lies is not None:
@@ -661,10 +659,10 @@ class _Typing:
         where = info(node)
         if where.role is Role.PARAM:
             part = self.program.params[where.name].part
-            return (part.cut, part.shape) if part else (R, _shape(node))
+            return (part.cut, part.shape) if part else (R, shape_of(value(node)))
         if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
             return self.saved[where.index]
-        return R, _shape(node)
+        return R, shape_of(value(node))
 
     def _op(self, node: fx.Node, spec: Any) -> None:
         """Note what an op of zerofx gives that changes no value."""
@@ -674,7 +672,7 @@ class _Typing:
             full, offset, _ = node.args
             piece = self.at.get((info(full).index, offset))
             part = piece.part if piece is not None else None
-            self._note(node, part.cut if part else R, part.shape if part else _shape(node))
+            self._note(node, part.cut if part else R, part.shape if part else shape_of(value(node)))
             return
         if spec.kind is Kind.PACK:
             self._packed(node)
@@ -684,7 +682,7 @@ class _Typing:
         if source is not None:
             self._note(node, self.lies[source], self.shapes[source])
         else:
-            self._note(node, R, _shape(node))
+            self._note(node, R, shape_of(value(node)))
 
     def _packed(self, node: fx.Node) -> None:
         grads: Any
@@ -716,7 +714,7 @@ class _Typing:
         self._note(node, found, self.shapes[source])
 
     def _call(self, node: fx.Node) -> None:
-        placed, tensors = info(node).placed, _tensors(node)
+        placed, tensors = info(node).placed, tensors_of(node)
         if placed is None or placed.target is None:
             self._plain(node, tensors)
             return
@@ -746,7 +744,7 @@ class _Typing:
         if all(self.lies[t] == R for t in tensors):
             val = value(node)
             is_one = isinstance(val, torch.Tensor)
-            self._note(node, R if is_one else (R,) * len(val), _shape(node))
+            self._note(node, R if is_one else (R,) * len(val), shape_of(value(node)))
         elif node.target in SAME_VALUES and len(tensors) == 1 and _is_copy(node, tensors[0]):
             self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
         else:
@@ -805,12 +803,6 @@ class _Typing:
         return kept
 
 
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found
-
-
 def _is_cut(gives: Any) -> bool:
     return isinstance(gives, Placement) and hasattr(gives, "dim")
 
@@ -836,12 +828,3 @@ def _plain_list(argument: Any) -> Any:
 
 def _is_copy(node: fx.Node, source: fx.Node) -> bool:
     return list(value(node).shape) == list(value(source).shape)
-
-
-def _shape(node: fx.Node) -> Any:
-    val = value(node)
-    if isinstance(val, torch.Tensor):
-        return tuple(val.shape)
-    if isinstance(val, (list, tuple)):
-        return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
-    return ()

@@ -20,7 +20,18 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
-from zerofx.ir.meta import UPDATES, Info, OutputInfo, Phase, Role, filled, info, place_of, value
+from zerofx.ir.meta import (
+    UPDATES,
+    Info,
+    OutputInfo,
+    Phase,
+    Role,
+    filled,
+    info,
+    place_of,
+    tensors_of,
+    value,
+)
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import spec_of
 
@@ -121,7 +132,7 @@ class Numbering:
             return digest(f"item {source} {args(node)[1]}")
         placed = info(node).placed
         if placed is not None and placed.target is not None:
-            if placed.is_same:
+            if placed.is_same and placed.target in SAME_VALUES:
                 return self.of[args(node)[0]]
             return self.whole_call(node)
         if node.target in SAME_VALUES and _form(value(node)) == _form(value(args(node)[0])):
@@ -132,8 +143,7 @@ class Numbering:
         """Return the digest of the call on whole values that a node is a part of."""
         placed = info(node).placed
         assert placed is not None
-        tensors: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), lambda n: tensors.append(n))
+        tensors = tensors_of(node)
         whole = _Erased(placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors))
         return self._called(node, whole)
 

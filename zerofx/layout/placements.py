@@ -85,16 +85,21 @@ def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
     return in_order_of(parts[0], whole.reshape(shape))
 
 
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions of a tensor as they lie in memory, the slowest first."""
+    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+
+
 def in_order_of(like: Tensor, x: Tensor) -> Tensor:
     """Return `x` dense, with its dimensions in memory in the order of those of `like`."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+    order = memory_order(like)
     inverse = [order.index(d) for d in range(like.dim())]
     return x.permute(order).contiguous().permute(inverse)
 
 
 def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
     """Return the strides of a dense value of `shape` that is laid out as `like` is."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+    order = memory_order(like)
     strides = [0] * len(shape)
     step = 1
     for dim in reversed(order):

@@ -34,6 +34,8 @@ from zerofx.ir.meta import (
     info,
     nbytes,
     set_info,
+    shape_of,
+    tensors_of,
     value,
 )
 from zerofx.ir.placing import AXIS, Operand, Way, WholeCall, is_item, item, ways, whole_way
@@ -143,7 +145,7 @@ class Place(Pass):
             sent += walk.sent
             whole += walk.whole
         for what, times in whole.most_common():
-            log.info("%s: %s has no rule and runs whole %d times", program.model_name, what, times)
+            log.info("%s: %s runs whole on every rank, %d times", program.model_name, what, times)
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
         number = sum(p.part is not None for p in cut.values())
         return Report(True, f"{number} parameters cut over {ranks} ranks; {told}")
@@ -157,7 +159,8 @@ class Placing:
     """Builds one rank's graph from the whole one, node by node.
 
     new: whole node -> one rank's; lies: how it lies. made: conversions that exist.
-    sent: the conversions that send, by name. whole: operators without a rule that were run whole.
+    sent: the conversions that send, by name. whole: calls of cut values that no way fits, which run
+        whole, with their lines.
     """
 
     program: Planned
@@ -214,8 +217,7 @@ class Placing:
     def _copied(self, node: fx.Node, lies: Placement) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = dict(node.meta)
-        shape = tuple(value(node).shape) if isinstance(value(node), torch.Tensor) else None
-        set_info(new, placed=Placed(lies, shape))
+        set_info(new, placed=Placed(lies, shape_of(value(node))))
         return new
 
     def _output(self) -> None:
@@ -267,8 +269,7 @@ class Placing:
         new = self.graph.call_function(node.target, (self.new[source], index))  # type: ignore[index,arg-type]
         new.name, new.meta = node.name, dict(node.meta)
         new.meta["val"] = value(self.new[source])[index]  # type: ignore[index]
-        shape = tuple(value(node).shape) if isinstance(value(node), torch.Tensor) else None
-        set_info(new, placed=Placed(lies, shape))
+        set_info(new, placed=Placed(lies, shape_of(value(node))))
         self.new[node], self.lies[node] = new, lies
 
     def _call(self, node: fx.Node) -> None:
@@ -280,17 +281,12 @@ class Placing:
             set_info(new, placed=self._placed(node, gives, whole))
             return
         way = self._choose(node, whole)
-        given = [self.to(a, need) for a, need in zip(self._tensors(node), way.needs, strict=True)]
+        given = [self.to(a, need) for a, need in zip(tensors_of(node), way.needs, strict=True)]
         local = filled(way.args if way.args is not None else whole.args, given)
         named = filled(whole.kwargs, given)
         target = getattr(ops, way.op) if way.op else node.target
         self.new[node] = self._emit(node, target, local, named, way.gives, whole)
         self.lies[node] = way.gives
-
-    def _tensors(self, node: fx.Node) -> list[fx.Node]:
-        found: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-        return found
 
     def _whole(self, node: fx.Node) -> WholeCall:
         operands: list[Operand] = []
@@ -314,13 +310,13 @@ class Placing:
             return whole_way(whole)
         found = list(ways(whole))
         if len(found) == 1 and any(isinstance(o.now, Cut) for o in whole.operands):
-            self.whole[str(node.target)] += 1
+            self.whole[f"{node.target} ({info(node).line})"] += 1
         costs = [self._cost(node, whole, way) for way in found]
         return found[costs.index(min(costs))]
 
     def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:
         """Return what a way sends, in bytes, with what it computes more than once as bytes too."""
-        tensors = self._tensors(node)
+        tensors = tensors_of(node)
         cost = sum(self._move(a, need) for a, need in zip(tensors, way.needs, strict=True))
         made = nbytes(value(node))
         is_product = node.target in _PRODUCTS
@@ -442,14 +438,9 @@ class Placing:
         return made
 
     def _placed(self, node: fx.Node, gives: Any, whole: WholeCall) -> Placed:
-        val = value(node)
-        if isinstance(val, (list, tuple)):
-            shape: Any = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
-        else:
-            shape = tuple(val.shape)
         first = next(iter(node.all_input_nodes), None)
         is_same = node.target in SAME_VALUES and _form(node) == _form(first)
-        return Placed(gives, shape, node.target, whole.args, whole.kwargs, is_same)
+        return Placed(gives, shape_of(value(node)), node.target, whole.args, whole.kwargs, is_same)
 
     def _called(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
         """Append a call; a view that the strides of a part do not allow looks into a dense copy.

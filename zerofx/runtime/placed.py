@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.layout.placements import Cut, join, part
+from zerofx.layout.placements import Cut, in_order_of, join, memory_order, part
 
 if TYPE_CHECKING:
     from zerofx.comm.collectives import Axis
@@ -23,25 +23,14 @@ def _axis(engine: Any, name: str) -> Axis:
 
 def _gathered(axis: Axis, x: Tensor, label: str) -> list[Tensor]:
     """Return the values that all ranks have of `x`, laid out as it is."""
-    dense = _dense(x)
+    dense = in_order_of(x, x)
     flat = dense.new_empty(axis.size * dense.numel())
     axis.all_gather(flat, _flat(dense), label).wait()
     return [_shaped(each, dense) for each in flat.view(axis.size, -1)]
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return `x` without holes or overlaps in memory, its dimensions in the same order."""
-    order = _order(x)
-    inverse = [order.index(d) for d in range(x.dim())]
-    return x.permute(order).contiguous().permute(inverse)
-
-
-def _order(x: Tensor) -> list[int]:
-    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
-
-
 def _flat(dense: Tensor) -> Tensor:
-    return dense.permute(_order(dense)).reshape(-1)
+    return dense.permute(memory_order(dense)).reshape(-1)
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
@@ -51,7 +40,7 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def reduce_values(engine: Any, x: Tensor, axis: str) -> Tensor:
     """Return the sum of all ranks' `x`."""
-    dense = _dense(x)
+    dense = in_order_of(x, x)
     out = dense.clone() if dense.data_ptr() == x.data_ptr() else dense
     _axis(engine, axis).all_reduce(_flat(out), 1.0, "all-reduce of a value").wait()
     return out

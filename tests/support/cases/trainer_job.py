@@ -45,7 +45,7 @@ class Run:
 
 
 class Tokens(Dataset[dict[str, Any]]):
-    """Random tokens with masked labels, different in number, and a column that nobody takes."""
+    """Random tokens, masked labels, different in number, and a column that no model takes."""
 
     def __init__(self, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -1,9 +1,10 @@
-"""place: cut over the tensor axis, models that nobody wrote for it compute what they did."""
+"""place: cut over the tensor axis, models that were not written for it compute what they did."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import zerofx
 from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import hardware_for
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import Role, info, set_info, value
 from zerofx.ir.placing import AXIS
 from zerofx.ir.program import JOINT, Planned
 from zerofx.ir.verify import verify
@@ -206,6 +207,17 @@ def test_wrong_conversions_are_refused(sequence: bool) -> None:
             verify(mutant)
             pytest.fail(f"{what} is accepted")
     assert tried > 10
+
+
+def test_a_call_cannot_pass_for_a_copy_of_its_argument() -> None:
+    program = proved("llama", {"parallel": {"tensor": 2}, "kernels": "aten"}, 2, until="place")
+    node = next(n for n in program.graph(JOINT).nodes if n.target is torch.ops.aten.neg.default)
+    set_info(node, placed=replace(info(node).placed, is_same=True))
+    verify(program)  # what the note says of it counts for nothing
+    node.target = torch.ops.aten.abs.default
+    set_info(node, placed=replace(info(node).placed, target=node.target))
+    with pytest.raises(ProgramError, match="does not compute what was captured"):
+        verify(program)
 
 
 def test_memory_and_time_are_told() -> None:
