@@ -41,7 +41,7 @@ def interrupted(after_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < after_s + 2
+    assert time.monotonic() - started < after_s + SLACK_S
 
 
 @pytest.fixture

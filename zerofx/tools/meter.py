@@ -89,7 +89,7 @@ class Meter:
         meter's last step, None on a CPU. predicted_bytes: the largest peak that is predicted for a
         program that has run, at the largest sizes that it is made for.
         """
-        now = time.perf_counter()
+        now, began = time.perf_counter(), time.thread_time()
         seconds = now - self._began
         is_host = self._world.device.type == "cpu"
         waited_s = self._world.waited_s
@@ -109,7 +109,7 @@ class Meter:
             "predicted_bytes": max((c.peak_bytes for c in self._costs.values()), default=None),
         }
         self._flops, self._waited_s, self._began = 0.0, waited_s, now
-        self._own_s += time.perf_counter() - now
+        self._own_s += time.thread_time() - began
         return found
 
     @staticmethod
@@ -124,7 +124,7 @@ class Meter:
 
     @property
     def own_us(self) -> float:
-        """The microseconds a step that the meter has taken, without pricing programs."""
+        """The microseconds of processor time that a step of the meter takes, without pricing."""
         return 1e6 * self._own_s / max(1, self._step)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Meter:
         return peak
 
     def _note(self, executable: Any, call: Any, half: str) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         cost = self._costs.get(executable)
         if cost is None:
             program = next(
@@ -147,11 +147,11 @@ class Meter:
                 if bound.executable is executable
             )
             cost = self._costs[executable] = _Cost(program)
-            began = time.perf_counter()
+            began = time.thread_time()
         if half == "forward" and cost.symbols:
             call.sizes = cost.sizes_of(call.leaves)
         self._flops += cost.flops(half, call.sizes)
-        self._own_s += time.perf_counter() - began
+        self._own_s += time.thread_time() - began
 
 
 class _Cost:

@@ -115,7 +115,7 @@ AGAIN = [Again((0,), 1), Again((1,), 0), Again((0, 1), 0), Again((0, 1), 1)]
 def start_again(made_by: str, port: int) -> list[str]:
     """Compile, and once more where that raised, on two ranks; return what was raised at first."""
     rank = int(os.environ["RANK"])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ZEROFX_TIMEOUT_S="6")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ZEROFX_TIMEOUT_S="30")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(made_by == "torchrun")
     said = []
     for again in AGAIN:
@@ -129,7 +129,7 @@ def start_again(made_by: str, port: int) -> list[str]:
             zerofx.compile(model, plan | {"shape": 1} if rank in again.refusing else plan)
         compiled: Any = zerofx.compile(model, plan)
         compiled(torch.ones(2, 4)).sum().backward()
-        assert time.monotonic() - started < 5, "a rank was waited for in vain"
+        assert time.monotonic() - started < 25, "a rank was waited for in vain"
         said.append(f"{info.typename}: {info.value}")
         del compiled
     return said
