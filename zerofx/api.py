@@ -32,6 +32,7 @@ from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
+from zerofx.passes.cut_stages import with_positions
 from zerofx.passes.place import with_parts
 from zerofx.passes.placement import (
     compute_dtype,
@@ -104,7 +105,8 @@ def compile(
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
         ignored = find_ignored(model, checked.ignored_params)
-        layout = make_layout(model, checked, world.size, described)
+        position = world.axis("pipeline").rank
+        layout = make_layout(model, checked, world.size, described, position)
         digest = f"{describe(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
         world.agree(f"zerofx.compile of {type(model).__name__}", digest)
@@ -122,7 +124,7 @@ def compile(
         )  # fmt: skip
         for each in built:
             swap_optimizer(each, store.replaced)
-        setting = Setting(checked, world.size, described, layout)
+        setting = Setting(checked, world.size, described, layout, position=position)
         engine = Engine(store, scaler, checked.debug, delayed=checked.offload.delayed)
         compiled = keep_class(model, setting, engine)
         if weights is not None:
@@ -208,13 +210,17 @@ def _connect(
         return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
 
     is_stage_0 = plan.stage == 0
-    if mesh is not None and plan.parallel.tensor > 1:
+    parallel = plan.parallel
+    if mesh is not None and parallel.is_used:
+        axis = "tensor" if parallel.tensor > 1 else "pipeline"
         raise PlanError(
-            f"mesh was given, and Plan.parallel.tensor is {plan.parallel.tensor}: zerofx makes the "
-            "mesh of all ranks itself where it cuts layers. Leave mesh out"
+            f"mesh was given, and Plan.parallel.{axis} is {getattr(parallel, axis)}: zerofx makes "
+            "the mesh of all ranks itself where it divides layers. Leave mesh out"
         )
-    tensor = plan.parallel.tensor
-    world = World.connect(here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, tensor)
+    world = World.connect(
+        here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
+        parallel.pipeline,
+    )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so
         plan = replace(plan, shard_axis_size=world.shard_size)
@@ -234,8 +240,13 @@ def _either(hardware: Any, machine: Any) -> Any:
     return machine if hardware is None else hardware
 
 
-def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardware) -> Layout:
-    """Return how a model's parameters lie in buckets: decided before any capture."""
+def make_layout(
+    model: nn.Module, plan: Plan, world_size: int, hardware: Hardware, position: int = 0
+) -> Layout:
+    """Return how a model's parameters lie in buckets: decided before any capture.
+
+    position: of the pipeline stage whose rank asks.
+    """
     units = find_units(model, plan.units)
     precision = plan.precision
     computes = compute_dtypes(model, compute_dtype(precision), module_dtypes(precision))
@@ -244,7 +255,7 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardwar
     held = [param for name, param in params.items() if name not in ignored]
     described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))
-    described = with_parts(described, plan.parallel)
+    described = with_positions(with_parts(described, plan.parallel), plan.parallel)
     persist = plan.persist_below
     bucket = plan.bucket_bytes
     return plan_layout(
@@ -253,6 +264,7 @@ def make_layout(model: nn.Module, plan: Plan, world_size: int, hardware: Hardwar
         world_size,
         hardware.persist_below_bytes if persist is None else persist,
         hardware.bucket_bytes if bucket is None else bucket,
+        position,
     )
 
 
@@ -265,6 +277,7 @@ def rewrite(
     accumulation: int = 1,
     no_sync: bool = False,
     hardware: Hardware | str | os.PathLike[str] | None = None,
+    position: int = 0,
 ) -> Planned:
     """Run the passes of a plan on a captured program, for any world size; no process group.
 
@@ -272,6 +285,8 @@ def rewrite(
         memory budget is solved for, and memory is counted for.
     hardware: what to plan for: a description, a preset's name or a file. Default: cpu-box. machine:
         its name of before.
+    position: of the pipeline stage whose program is wanted, from 0. The captured call is that of a
+        micro-batch then.
 
     Returns:
         A new Program with communication, its history one entry a pass. The given one is unchanged.
@@ -283,8 +298,13 @@ def rewrite(
         )
     checked = as_plan(plan if plan is not None else program.planned().plan)
     described = hardware_for("cpu", _either(hardware, machine))
+    if position not in range(checked.parallel.pipeline):
+        raise PlanError(
+            f"position is {position}, and Plan.parallel.pipeline is {checked.parallel.pipeline}: "
+            "stages are counted from 0"
+        )
     loop = Loop(accumulation, no_sync)
-    return run(program, Setting(checked, world_size, described, loop=loop))
+    return run(program, Setting(checked, world_size, described, loop=loop, position=position))
 
 
 def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Planned:

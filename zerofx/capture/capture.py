@@ -29,14 +29,15 @@ from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
 from zerofx.capture.swap import Meta, StateSwap, annotated
-from zerofx.capture.units import find_unit_of_module, find_units
+from zerofx.capture.units import find_units
 from zerofx.collector import paused_collector
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
-from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo
+from zerofx.ir.names import find_unit_of_module
+from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo, Use
 from zerofx.ir.settle import settle
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.styles import styles_of
@@ -368,10 +369,14 @@ def describe_params(
     """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    styles = styles_of(model)
-    for name, param in model.named_parameters(remove_duplicate=False):
+    styles, known = styles_of(model), set(units.values())
+    uses: dict[int, list[Use]] = {}
+    for number, (name, param) in enumerate(model.named_parameters(remove_duplicate=False)):
         groups.setdefault(id(param), []).append(name)
         tensors[id(param)] = param
+        module = name.rpartition(".")[0]
+        unit = find_unit_of_module(module, known) or module
+        uses.setdefault(id(param), []).append(Use(number, unit, _layer_of(model, name)))
     return {
         names[0]: ParamInfo(
             name=names[0],
@@ -384,6 +389,7 @@ def describe_params(
             layer=_layer_of(model, names[0]),
             style=next((s for n in names if (s := styles.get(n.rpartition(".")[0]))), ""),
             outputs=_outputs_of(model, names[0]),
+            uses=tuple(uses[key]),
         )
         for key, names in groups.items()
     }

@@ -10,6 +10,7 @@ from torch import nn
 
 from zerofx.compat.modules import own_parameters
 from zerofx.errors import CaptureError
+from zerofx.ir.names import find_unit_of_module
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -38,13 +39,6 @@ def find_units(model: nn.Module, patterns: str | Sequence[str] = "auto") -> dict
         first.setdefault(id(param), name)
         found[name] = find_unit_of_module(first[id(param)].rpartition(".")[0], units)
     return found
-
-
-def find_unit_of_module(name: str, units: Collection[str]) -> str:
-    """Return the unit that a module lies in: itself or its nearest ancestor in `units`, or ""."""
-    while name and name not in units:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:

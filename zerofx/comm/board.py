@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 REASON_BYTES, BREAK_BYTES, BUSY_BYTES, ENTRY_BYTES = 1984, 512, 512, 4096
+_LEVEL = 1 << 24  # above the launches of any one call
 _PID, _STARTED, _STATE, _LAUNCHED, _CALL, _BEATS, _BROKEN = range(7)  # the words of a row
 _WORDS_BYTES = 8 * (_BROKEN + 2)  # of broken calls there are two, as of entries
 _REASON = _WORDS_BYTES, REASON_BYTES
@@ -165,6 +166,10 @@ class MemoryBoard:
         count = self._words[self._launched] + 1
         self._words[self._launched] = count
         return count
+
+    def level(self) -> None:
+        """Raise this rank's count to where it is the same on all ranks, whatever each launched."""
+        self._words[self._launched] = (self._words[self._launched] // _LEVEL + 1) * _LEVEL
 
     def launched(self, rank: int) -> int:
         """Return how many collectives `rank` has launched."""

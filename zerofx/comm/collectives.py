@@ -19,7 +19,7 @@ from zerofx.policy.borrowing import Scratch
 
 STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")  # of a program's graphs
-COUNTED = (*KINDS, "all_to_all")
+COUNTED = (*KINDS, "all_to_all", "send")
 
 
 @dataclass(slots=True)
@@ -113,6 +113,14 @@ class Axis:
         """
         receives[0].copy_(sends[0])
         return DONE
+
+    def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
+        """Send `buf` to rank `to` of this axis, which receives as many bytes."""
+        raise AssertionError(f"{label}: an axis of one rank sends nothing")
+
+    def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
+        """Fill `buf` with what rank `source` of this axis sends next of as many bytes."""
+        raise AssertionError(f"{label}: an axis of one rank receives nothing")
 
     def rest(self, frees: Callable[[int], bool]) -> None:
         """Free the receive buffers for whose bytes `frees` holds, if no collective has them."""

@@ -166,6 +166,21 @@ class GlooAxis(Axis):
         receives[self.rank].copy_(sends[self.rank])
         return GroupWork(self._lane, label, handles)
 
+    def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
+        self._lane.count("send", buf.nbytes)
+        try:
+            handle = self._gather_wire.send([buf], to, _tag(buf))
+        except RuntimeError as error:  # the connection is closed already
+            raise self._lane.watch.explain(0, label, error) from error
+        return GroupWork(self._lane, label, [handle])
+
+    def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
+        try:
+            handle = self._gather_wire.recv([buf], source, _tag(buf))
+        except RuntimeError as error:
+            raise self._lane.watch.explain(0, label, error) from error
+        return GroupWork(self._lane, label, [handle])
+
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]
 

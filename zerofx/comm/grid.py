@@ -71,15 +71,17 @@ def _roles(mesh: DeviceMesh) -> tuple[int, int] | None:
 
 
 def rank_grid(
-    mesh: DeviceMesh | None, shard_size: int | None, replicates: bool = False, tensor: int = 1
-) -> Tensor:
-    """Return the global ranks as a [replicate, shard, tensor] grid.
+    mesh: DeviceMesh | None, shard_size: int | None, replicates: bool = False, tensor: int = 1,
+    pipeline: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the global ranks as a [pipeline, replicate, shard, tensor] grid.
 
     A mesh without names is 1-D (shard) or 2-D (replicate, shard); names may give the axes in
     either order. Without a mesh, all ranks are used in contiguous groups of `shard_size`.
 
     replicates: nothing is sharded (stage 0): the shard axis has one rank, whatever the mesh.
-    tensor: neighbouring ranks that share each layer, without a mesh.
+    tensor: neighbouring ranks that share each layer, without a mesh. pipeline: stages that the
+        model is divided into, each with as many ranks, without a mesh.
 
     Raises:
         PlanError: the mesh cannot be the grid, does not have this rank, or `shard_size` does not
@@ -87,19 +89,21 @@ def rank_grid(
     """
     if mesh is None:
         world = dist.get_world_size()
-        if world % tensor:
+        if world % (tensor * pipeline):
+            said = {"tensor": tensor, "pipeline": pipeline}
+            axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
-                f"Plan.parallel.tensor is {tensor}, which does not divide the {world} ranks; start "
-                "a multiple of it"
+                f"Plan.parallel has {axes}, which does not divide the {world} ranks; start a "
+                f"multiple of {tensor * pipeline}"
             )
-        size = world // tensor
+        size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size
         if size % per_group:
             raise PlanError(
                 f"shard_axis_size is {per_group}, which does not divide the {size} ranks; "
                 f"choose one of {[n for n in range(1, size + 1) if size % n == 0]}"
             )
-        return torch.arange(world).reshape(-1, per_group, tensor)
+        return torch.arange(world).reshape(pipeline, -1, per_group, tensor)
     check_mesh(mesh)
     ranks = mesh.mesh
     if dist.get_rank() not in ranks:
@@ -108,7 +112,7 @@ def rank_grid(
             "Call zerofx.compile on the ranks of the mesh only, or pass a mesh that has this one"
         )
     if replicates:
-        return ranks.reshape(-1, 1, 1)
+        return ranks.reshape(1, -1, 1, 1)
     if mesh.ndim == 2:
         roles = _roles(mesh)
         assert roles is not None, "check_mesh let it through"
@@ -126,4 +130,4 @@ def rank_grid(
             f"shard_axis_size is {shard_size} but the mesh's shard axis has {grid.shape[1]} "
             "ranks; leave one of the two out"
         )
-    return grid.unsqueeze(-1)
+    return grid[None, ..., None]

@@ -362,7 +362,8 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
     Raises:
         DesyncError: a rank did not come, or has raised; names it.
     """
-    ranks = (grid.squeeze(-1) if grid.shape[-1] == 1 else grid).tolist()  # as users give it
+    shown = grid.squeeze(0) if grid.shape[0] == 1 else grid
+    ranks = (shown.squeeze(-1) if grid.shape[-1] == 1 else shown).tolist()  # as users give it
     me = dist.get_rank()
     at = [int(i) for i in (grid == me).nonzero()[0]]
     everyone = grid.flatten().tolist()

@@ -67,6 +67,15 @@ class NcclAxis(Axis):
         handle = dist.all_to_all(list(receives), list(sends), group=self._reduces, async_op=True)
         return GroupWork(self._lane, label, [handle])
 
+    def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
+        self._lane.count("send", buf.nbytes)
+        handle = dist.isend(buf, group=self._gathers, group_dst=to)
+        return GroupWork(self._lane, label, [handle])
+
+    def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
+        handle = dist.irecv(buf, group=self._gathers, group_src=source)
+        return GroupWork(self._lane, label, [handle])
+
 
 def _scale(buf: Tensor, scale: float) -> None:
     if scale != 1.0:

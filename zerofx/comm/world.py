@@ -1,8 +1,9 @@
 """Who this rank is, and its collectives: one World per compiled model.
 
-Ranks form a grid of (replicate, shard, tensor), numbered as `layout.Mesh` says. Values are sharded
-over the shard axis; the replicate axis holds copies of the same shards; the ranks of the tensor
-axis share each layer, and have the same samples.
+Ranks form a grid of (pipeline, replicate, shard, tensor), numbered as `layout.Mesh` says. Values
+are sharded over the shard axis; the replicate axis holds copies of the same shards; the ranks of
+the tensor axis share each layer, those of the pipeline axis have layers of their own, and both have
+the same samples.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class World:
         start: groups.StartUp | None = None,
         replicates: bool = False,
         tensor: int = 1,
+        pipeline: int = 1,
     ) -> World:
         """Return the world this process is in; a collective call where there are several ranks.
 
@@ -119,7 +121,7 @@ class World:
         process. `mesh` is 1-D (shard) or 2-D (replicate, shard); without one all ranks are used, in
         contiguous groups of `shard_size` that hold the shards, replicated across the groups. If
         `replicates`, nothing is sharded, and all ranks of the mesh are replicas. `tensor`
-        neighbouring ranks share each layer.
+        neighbouring ranks share each layer; the model is divided into `pipeline` stages.
         `algorithm` chooses how gloo moves the bytes of each collective. `start`: the start-up that
         this is a part of, if the other ranks are to be told of what raises after this too.
 
@@ -130,7 +132,9 @@ class World:
         """
         if start is None:
             with groups.StartUp(mesh) as start:
-                return cls.connect(device, mesh, shard_size, algorithm, start, replicates, tensor)
+                return cls.connect(
+                    device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline
+                )
         timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
         if not dist.is_initialized():
@@ -139,18 +143,19 @@ class World:
                     "mesh was given, but this process has no process group. Launch it with "
                     "torchrun, or leave mesh out"
                 )
-            if tensor > 1:
-                raise PlanError(
-                    f"Plan.parallel.tensor is {tensor} but this is a single process; launch "
-                    "it with torchrun, or leave parallel out"
-                )
+            for axis, size in (("tensor", tensor), ("pipeline", pipeline)):
+                if size > 1:
+                    raise PlanError(
+                        f"Plan.parallel.{axis} is {size} but this is a single process; launch "
+                        "it with torchrun, or leave parallel out"
+                    )
             if shard_size not in (None, 1):
                 raise PlanError(
                     f"shard_axis_size is {shard_size} but this is a single process; launch it with "
                     "torchrun, or leave shard_axis_size out"
                 )
             return cls.single(device)
-        grid = rank_grid(mesh, shard_size, replicates, tensor)
+        grid = rank_grid(mesh, shard_size, replicates, tensor, pipeline)
         others = groups.other_axes(mesh)
         if grid.numel() == 1:
             return cls.single(device, others)
@@ -296,6 +301,14 @@ class World:
     def letters(self) -> Letters | None:
         """Return what threads of all ranks tell each other things by; None for one rank."""
         return None if self._agreement is None else self._agreement.letters(self.size)
+
+    def level(self) -> None:
+        """End a call in which ranks launch different collectives: their counts are equal again.
+
+        Until then a rank that is ahead of others in that is not taken for one that waits in vain.
+        """
+        if self._agreement is not None:
+            self._agreement.board.level()
 
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that an exception has ended the call that was last agreed on.

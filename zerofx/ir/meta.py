@@ -79,6 +79,8 @@ class Info:
     is_random: the node draws from a generator (directly), so it must never be recomputed.
     place: "schedule.py:41", the line of an emitted directory that the node was loaded from.
     placed: of a program whose values are cut over an axis, how this one lies.
+    digest: of a value that another pipeline stage has made, that of its expression.
+    draw: which draw of its phase a random node makes in the whole model, 0 for as they are counted.
     """
 
     phase: Phase = Phase.FORWARD
@@ -94,6 +96,8 @@ class Info:
     is_random: bool = False
     place: str = ""
     placed: Placed | None = None
+    digest: str = ""
+    draw: int = 0
 
 
 @dataclass(frozen=True)

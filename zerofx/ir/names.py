@@ -44,3 +44,10 @@ def op_stem(node: fx.Node) -> str:
     if spec.stem:
         return f"{spec.stem}_{where.index}"
     return identifier(where.name) if spec.kind is Kind.VIEW else ""
+
+
+def find_unit_of_module(name: str, units: Collection[str]) -> str:
+    """Return the unit that a module lies in: itself or its nearest ancestor in `units`, or ""."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name

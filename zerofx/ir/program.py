@@ -39,6 +39,7 @@ class Fact(Enum):
     CAPTURED = auto()
     TIED_MERGED = auto()
     PLACED = auto()
+    STAGES_CUT = auto()
     SPLIT = auto()
     REGIONS_CUT = auto()
     BUCKETS_ASSIGNED = auto()
@@ -58,6 +59,19 @@ NO_BUCKETS = Layout(buckets=(), mesh=Mesh.of())  # before they are assigned
 
 
 @dataclass(frozen=True)
+class Use:
+    """One name of a parameter: its number among all names of the model, and the layer it is in.
+
+    unit: that of the layer itself, which of a tied parameter may be another one than the first's.
+    layer: as of `ParamInfo`.
+    """
+
+    number: int
+    unit: str
+    layer: str
+
+
+@dataclass(frozen=True)
 class ParamInfo:
     """One parameter as captured; tied names all map to the first (`canonical`).
 
@@ -65,7 +79,8 @@ class ParamInfo:
     layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
     parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and
     `outputs` which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut;
-    then `shape` is that of a rank's part.
+    then `shape` is that of a rank's part. uses: under which of its names which layer has it.
+    positions: of the pipeline stages that hold it.
     """
 
     name: str
@@ -80,6 +95,8 @@ class ParamInfo:
     style: str = field(default="", compare=False)
     outputs: int = field(default=-1, compare=False)
     part: Part | None = None
+    uses: tuple[Use, ...] = field(default=(), compare=False)
+    positions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:
@@ -190,6 +207,52 @@ class Loop:
 
     accumulation: int = 1
     no_sync: bool = False
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value that one pipeline stage makes and a later one reads, or a gradient on its way back.
+
+    source, target: positions of the stages. graph: in which of a stage's graphs it is sent and
+    received. output, leaf: its numbers among what the source's graph returns and the target's
+    takes. value: a fake of it. digest: of its expression, which `verify` finds on both sides.
+    """
+
+    name: str
+    source: int
+    target: int
+    graph: str
+    output: int
+    leaf: int
+    value: torch.Tensor = field(compare=False, repr=False)
+    digest: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which part of a pipeline a program is: the pipeline stage at `position`, of `size`.
+
+    wires: all of the pipeline, in the order in which each stage sends and takes them.
+    results: the user's outputs, each with the stage that makes it. trained: the parameters that any
+    stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
+    are numbered from there.
+    """
+
+    position: int = 0
+    size: int = 1
+    wires: tuple[Wire, ...] = ()
+    results: tuple[Wire, ...] = ()
+    trained: tuple[str, ...] = ()
+    num_leaves: int = 0
+    num_outputs: int = 0
+
+    def taken(self, graph: str) -> tuple[Wire, ...]:
+        """Return what this stage's graph receives."""
+        return tuple(w for w in self.wires if w.graph == graph and w.target == self.position)
+
+    def sent(self, graph: str) -> tuple[Wire, ...]:
+        """Return what this stage's graph sends."""
+        return tuple(w for w in self.wires if w.graph == graph and w.source == self.position)
 
 
 @dataclass(frozen=True)
@@ -341,6 +404,7 @@ class Planned(Program):
     decisions: what the budget decided, each with its reason.
     loop: what memory is counted for, and the budget was solved for.
     pool: the slots that other programs of the model need too.
+    stage: which part of a pipeline it is; the only one where the plan has no pipeline.
     """
 
     plan: Plan
@@ -356,6 +420,7 @@ class Planned(Program):
     decisions: tuple[Decision, ...] = ()
     loop: Loop = field(default_factory=Loop)
     pool: Pool = field(default_factory=Pool)
+    stage: Stage = field(default_factory=Stage)
 
     @property
     def is_laid_out(self) -> bool:

@@ -121,6 +121,8 @@ class Numbering:
             return self._saved[where.index] if is_known else digest(f"saved {where.index}")
         if where.role is Role.SHARD:
             return ("bucket", where.index)
+        if where.digest:
+            return where.digest
         assert where.role is not None, f"placeholder {where.name} has no role"
         return leaf_digest(where.role, where.name, where.index)
 
@@ -154,7 +156,7 @@ class Numbering:
             return self._transposed(whole, text)
         if where.is_random:
             # two draws differ though their expressions are equal: the how-manieth draw tells
-            draw = self._draws[where.phase] = self._draws.get(where.phase, 0) + 1
+            draw = self._draws[where.phase] = where.draw or self._draws.get(where.phase, 0) + 1
             text += f" {where.phase.value} draw {draw}"
         return digest(text)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -70,6 +70,8 @@ class Bucket:
     dtype: of the shards, which hold the master weights, and of the gradients that the user sees.
     compute_dtype: of the gathered copy. reduce_dtype: in which gradients travel and are summed.
     home, source: the tiers of the shard with all that belongs to it, and of what gathers read.
+    positions: along the pipeline axis, of the ranks that hold it: several, where tied layers of
+        several pipeline stages read it.
     """
 
     index: int
@@ -83,6 +85,7 @@ class Bucket:
     reduce_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
     home: Tier = Tier.DEVICE
     source: Tier = Tier.DEVICE
+    positions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype"):
@@ -126,7 +129,7 @@ class Bucket:
 
 # The axes of the grid of ranks, the slowest first: along the last one, ranks are numbered 0, 1, 2.
 # Along the data axes each rank has samples of its own; along the others all have the same ones.
-AXES = ("replicate", "shard", "tensor")
+AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA_AXES = ("replicate", "shard")
 
 
@@ -170,10 +173,14 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """All buckets of a model, and over how many ranks of each mesh axis they lie."""
+    """All buckets of a model, and over how many ranks of each mesh axis they lie.
+
+    position: which pipeline stage's share `shard_numel` and the like speak of: that of this rank.
+    """
 
     buckets: tuple[Bucket, ...]
     mesh: Mesh
+    position: int = field(default=0, compare=False, repr=False)
 
     @cached_property
     def shard_size(self) -> int:
@@ -185,10 +192,24 @@ class Layout:
         """Over how many ranks the layers themselves are cut."""
         return self.mesh.along("tensor")
 
+    @cached_property
+    def pipeline_size(self) -> int:
+        """Over how many ranks the model is divided, layer by layer."""
+        return self.mesh.along("pipeline")
+
     @property
     def is_cut(self) -> bool:
         """Whether a rank has less than all of some parameter."""
-        return self.shard_size > 1 or self.tensor_size > 1
+        return self.shard_size > 1 or self.tensor_size > 1 or self.pipeline_size > 1
+
+    def has(self, bucket: Bucket) -> bool:
+        """Tell whether the ranks of this pipeline stage hold a bucket."""
+        return self.pipeline_size == 1 or self.position in bucket.positions
+
+    @property
+    def own_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that the ranks of this pipeline stage hold."""
+        return tuple(filter(self.has, self.buckets))
 
     @cached_property
     def replicate_size(self) -> int:
@@ -211,8 +232,8 @@ class Layout:
         return self.shard_size == 1 and is_own_format and not bucket.is_away
 
     def shard_numel(self, bucket: Bucket) -> int:
-        """Return the elements of `bucket` that one rank owns."""
-        return bucket.numel // self.shard_size
+        """Return the elements of `bucket` that one rank owns: of another pipeline stage's, none."""
+        return bucket.numel // self.shard_size if self.has(bucket) else 0
 
     def shard_bounds(self, bucket: Bucket, shard_rank: int) -> tuple[int, int]:
         """Return the half-open element range of the flat bucket that `shard_rank` owns."""

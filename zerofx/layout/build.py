@@ -28,6 +28,7 @@ class UnitParam:
     reduce_dtype: torch.dtype | None = None
     tile: Tile | None = None  # it is that tile of a parameter
     part: Part | None = None  # `shape` is that of a rank's part
+    positions: tuple[int, ...] = (0,)  # of the pipeline stages that hold it
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -78,29 +79,32 @@ def make_bucket(
         numel=per_rank * shard_size,
         persistent=persistent,
         trainable=any(p.requires_grad for p in members),
+        positions=members[0].positions,
     )
 
 
 def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
-    tensor_size: int = 1,
+    tensor_size: int = 1, pipeline_size: int = 1,
 ) -> Layout:  # fmt: skip
-    """Return the unmerged layout: one bucket a unit, format and trainability.
+    """Return the unmerged layout: one bucket a unit, format, trainability and pipeline stage.
 
     Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
     """
     groups: dict[tuple, list[UnitParam]] = {}
     for p in params:
         if p.nbytes < persist_below and p.tile is None:
-            key = ("", p.formats, p.requires_grad, True)
+            key = ("", p.formats, p.requires_grad, True, p.positions)
         else:
-            key = (p.unit, p.formats, p.requires_grad, False)
+            key = (p.unit, p.formats, p.requires_grad, False, p.positions)
         groups.setdefault(key, []).append(p)
     buckets = [
         make_bucket(i, members, shard_size, persistent=key[3])
         for i, (key, members) in enumerate(groups.items())
     ]
-    mesh = Mesh.of(shard=shard_size, replicate=replicate_size, tensor=tensor_size)
+    mesh = Mesh.of(
+        pipeline=pipeline_size, replicate=replicate_size, shard=shard_size, tensor=tensor_size
+    )
     return Layout(tuple(buckets), mesh)
 
 
@@ -123,6 +127,7 @@ def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) 
             and last[0].tile is None
             and last[0].formats == (b.dtype, b.compute_dtype, b.reduce_dtype)
             and any(p.requires_grad for p in last) == b.trainable
+            and last[0].positions == b.positions
             and size[-1] + b.full_bytes <= bucket_bytes
         )
         if fits:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zerofx.capture.call import IgnoredPlace, ignored_of, with_ignored
+from zerofx.capture.call import IgnoredPlace, flatten, ignored_of, unflatten, with_ignored
 from zerofx.capture.explain import shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes
 from zerofx.capture.original import MODEL, Entry, Original, original
@@ -39,9 +39,10 @@ from zerofx.model.islands import Island
 from zerofx.model.programs import Programs, ProgramTable, load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.placement import compute_dtype, module_dtypes
-from zerofx.plan.parts import LossScale
+from zerofx.plan.parts import LossScale, Parallel
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
+from zerofx.policy.schedules import num_micro_batches
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 
@@ -172,6 +173,38 @@ def _form(value: Any) -> Any:
     return kind
 
 
+# -- A batch in micro-batches ----------------------------------------------------------------------
+
+
+def micro_batches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], parallel: Parallel
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the arguments of each micro-batch of a call, in order.
+
+    Tensors whose dimension 0 is as long as that of the first one are cut along it; the others, and
+    what is no tensor, go to all of them.
+
+    Raises:
+        PlanError: the batch cannot be cut into as many as the plan asks for; names both numbers.
+    """
+    leaves, spec = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    batch = len(tensors[0]) if tensors else 0
+    num = num_micro_batches(parallel.micro_batches, batch, parallel.pipeline)
+    if not num:
+        raise PlanError(
+            f"Plan.parallel.micro_batches = {parallel.micro_batches!r} does not divide the batch "
+            f"of {batch} samples (dimension 0 of the first tensor among the arguments). Give a "
+            "batch that it divides, or leave micro_batches out"
+        )
+
+    def piece(leaf: Any, i: int) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch
+        return leaf[i * batch // num : (i + 1) * batch // num] if is_cut else leaf
+
+    return [unflatten([piece(leaf, i) for leaf in leaves], spec) for i in range(num)]
+
+
 # -- What zerofx adds to a model -------------------------------------------------------------------
 
 
@@ -274,6 +307,8 @@ class Namespace:
                 "a compiled call; use them inside forward, which is captured with them, or on the "
                 "uncompiled model"
             )
+        if self.plan.parallel.pipeline > 1:
+            return self._run_pipeline(entry, args, kwargs)
         known = self._islands.get(entry)
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
@@ -300,6 +335,28 @@ class Namespace:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
+
+    def _run_pipeline(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of a model that is divided into pipeline stages, a micro-batch at a time.
+
+        Without gradients, all of the batch is one.
+        """
+        if entry != MODEL:
+            raise PlanError(
+                f"{entry.describe(self.model)} is called by itself, and with "
+                f"Plan.parallel.pipeline = {self.plan.parallel.pipeline} a rank has a part of the "
+                "layers only. Call the model"
+            )
+        pieces = [(args, kwargs)]
+        if torch.is_grad_enabled():
+            pieces = micro_batches(args, kwargs, self.plan.parallel)
+        key = signature_key(self.table.state(entry), *pieces[0]), self._handles(entry)
+        try:
+            program = self.table.find(key, *pieces[0])
+        except Exception as error:
+            shorten(error)
+            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        return program.run(pieces)
 
     def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
         """Return the parameters that the programs of an entry take as inputs."""
@@ -409,7 +466,8 @@ class Namespace:
         stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
         drops the sum, and anything else raises. At stages 2 and 3, and where the optimizer is
         offloaded, whole gradients are never held: there each backward reduces into the shards,
-        which is the same sum, and this changes nothing.
+        which is the same sum, and this changes nothing. Nor does it with a pipeline, which reduces
+        once a call.
 
         Raises:
             GradientError: the plan updates parameters inside every backward.
@@ -421,7 +479,9 @@ class Namespace:
                 "accumulate"
             )
         gradients, before = self.engine.gradients, self.engine.gradients.no_sync
-        gradients.no_sync = reduction.is_put_off(self.engine.layout, self.plan.stage)
+        gradients.no_sync = self.plan.parallel.pipeline == 1 and reduction.is_put_off(
+            self.engine.layout, self.plan.stage
+        )
         try:
             yield
         finally:

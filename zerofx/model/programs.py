@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from zerofx.capture import call as trees
@@ -28,7 +29,7 @@ from zerofx.compat.tracing import without_dispatch_modes
 from zerofx.errors import ArgumentError, BudgetError
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, nbytes, value
-from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved
+from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved, Wire
 from zerofx.ir.settle import with_sizes
 from zerofx.ir.sizes import Sizes, Symbol, at, form, names_in
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
@@ -46,7 +47,12 @@ from zerofx.model.budget import (
     warn_of_regions,
     warn_of_slots,
 )
-from zerofx.model.digest import collective_digest, describe_graph, graph_hashes
+from zerofx.model.digest import (
+    collective_digest,
+    describe_graph,
+    describe_layout,
+    graph_hashes,
+)
 from zerofx.model.emitted import write_to_cache
 from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
@@ -56,7 +62,9 @@ from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
+from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.pipeline import Crossing, Part, Pipeline
 from zerofx.runtime.regions.cache import prepare_regions
 from zerofx.runtime.regions.load import import_file
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
@@ -80,12 +88,23 @@ class Bound:
         self._model = model
         self.last_use = -1
         calling = program.calling
+        self._pipeline = None
         self._leaves = executable.contract.outputs
+        if program.stage.size > 1:
+            self._pipeline = Pipeline(executable, part_of(program))
+            self._leaves = self._pipeline.outputs
         self._num_outputs = calling.out_spec.num_leaves
         self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outs = self.executable(_leaves(args, kwargs))
+        return self._result(self.executable(_leaves(args, kwargs)))
+
+    def run(self, micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+        """Run a call of a pipeline, given the arguments of each of its micro-batches."""
+        assert self._pipeline is not None, "the program is no part of a pipeline"
+        return self._result(self._pipeline([_leaves(*each) for each in micro_batches]))
+
+    def _result(self, outs: list[Tensor]) -> Any:
         calling = self.program.calling
         for change in calling.left:
             change.apply(self._model)
@@ -102,6 +121,35 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     if all(type(v) is Tensor for v in flat):
         return flat
     return trees.flatten((args, kwargs))[0]
+
+
+def part_of(program: Planned) -> Part:
+    """Return what a rank's runtime needs to know of the pipeline that a program is a stage of."""
+    stage, parallel = program.stage, program.plan.parallel
+
+    def crossing(wire: Wire) -> Crossing:
+        v = wire.value
+        return Crossing(
+            wire.name, wire.source, wire.target, wire.graph, wire.output, wire.leaf,
+            tuple(v.shape), v.stride(), v.dtype,
+        )  # fmt: skip
+
+    graphs = (FORWARD, BACKWARD)
+    held = {p.owner: b.positions for b in program.layout.buckets for p in b.params}
+    wires = [(*map(str, (w.name, w.source, w.target, w.graph, w.digest)),) for w in stage.wires]
+    return Part(
+        position=stage.position,
+        schedule=parallel.schedule,
+        size=stage.size,
+        taken={graph: tuple(map(crossing, stage.taken(graph))) for graph in graphs},
+        sent={graph: tuple(map(crossing, stage.sent(graph))) for graph in graphs},
+        results=tuple(map(crossing, stage.results)),
+        trained=stage.trained,
+        shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
+        loss=program.calling.loss,
+        puts_off=reduction.is_put_off(program.layout, program.plan.stage),
+        digest=f"{wires} {describe_layout(program.layout, program.plan)}",
+    )
 
 
 # -- What the functions of a program take and give, as the runtime needs to know it ----------------
@@ -584,6 +632,8 @@ class ProgramTable:
         read: list[Tensor] = []
         left: list[Change] = []
         options = capture_options(plan)
+        if plan.parallel.pipeline > 1 and torch.is_grad_enabled():
+            options["outputs"] = "loss"  # the rest stays where it is computed
         if not entry.is_model:
             options |= {"differentiate": "all", "outputs": "all"}
         captured = self._captured(

@@ -34,8 +34,9 @@ class AssignBuckets(Pass):
     def run(self, program: Planned) -> Report:
         params = unit_params(program.params.values(), self.plan.precision)
         layout = self.layout or plan_layout(
-            params, self.plan, self.world_size, self.persist_below, self.bucket_bytes
-        )
+            params, self.plan, self.world_size, self.persist_below, self.bucket_bytes,
+            program.stage.position,
+        )  # fmt: skip
         program.layout = layout
         program.world_size = self.world_size
         units = {p.unit for p in params}

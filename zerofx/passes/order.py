@@ -15,6 +15,7 @@ from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.base import Fact, Pass
 from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
+from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.keep_gathered import KeepGathered
@@ -43,7 +44,8 @@ class Setting:
     choices: what the plan's budget decided; None takes the plan's fields as they stand.
     loop: the steps that the budget is for. pool: slots that are there for other programs.
     margin_bytes: of the budget, left for what compiled regions take beyond their operators.
-    pipeline: the passes to run, as text; empty for all of them.
+    pipeline: the passes to run, as text; empty for all of them. position: of the pipeline stage
+    whose program it is for.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Setting:
     pool: Pool = field(default_factory=Pool)
     margin_bytes: int = 0
     pipeline: str = ""
+    position: int = 0
 
     def __post_init__(self) -> None:
         whole(1)("world_size", self.world_size)
@@ -78,6 +81,8 @@ PREPARE: list[Make] = [
     lambda s: MergeTied(),
     # behind the reference, which is of whole values; before anything counts what a rank holds
     lambda s: Place(parallel=s.plan.parallel),
+    # behind place: a stage's values are cut as the whole model's are; before all that counts them
+    lambda s: CutStages(parallel=s.plan.parallel, position=s.position),
 ]
 PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
@@ -107,7 +112,7 @@ PLACE: list[Make] = [
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
     # after shard-parameters: it reads the shard placeholders
-    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.tensor),
+    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.num_shared),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

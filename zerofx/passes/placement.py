@@ -21,23 +21,29 @@ from zerofx.plan.plan import Plan, Precision
 
 
 def plan_layout(
-    params: Iterable[UnitParam], plan: Plan, world_size: int, persist_below: int, bucket_bytes: int
-) -> Layout:
+    params: Iterable[UnitParam], plan: Plan, world_size: int, persist_below: int, bucket_bytes: int,
+    position: int = 0,
+) -> Layout:  # fmt: skip
     """Return the buckets of a model: a function of model, plan, machine table and world only.
 
     Stage 0 is sharded over one rank and replicated over all; stages 1 and 2 keep every parameter
     gathered, so `persist_below` matters at stage 3 only. Under a memory budget units are merged no
     further than the largest one goes, unless the plan says how far: its buffers are there anyway.
+
+    position: of the pipeline stage whose rank asks.
     """
     params = list(params)
     shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
     tensor_size = plan.parallel.tensor
-    layout = unit_layout(params, shard_size, replicate_size, persist, tensor_size)
+    layout = unit_layout(
+        params, shard_size, replicate_size, persist, tensor_size, plan.parallel.pipeline
+    )
     if plan.memory_budget is not None and plan.bucket_bytes is None:
         sizes = [b.full_bytes for b in layout.buckets if not b.persistent]
         bucket_bytes = min(bucket_bytes, max(sizes, default=0))
-    return with_tiers(merge_small(layout, params, bucket_bytes), plan.offload)
+    made = with_tiers(merge_small(layout, params, bucket_bytes), plan.offload)
+    return replace(made, position=position)
 
 
 def with_tiers(layout: Layout, offload: Offload) -> Layout:
@@ -118,6 +124,7 @@ def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitP
             reduce_dtype if p.dtype in LOW_OR_SINGLE else None,
             p.tile,
             p.part,
+            p.positions,
         )
         for p in params
     ]

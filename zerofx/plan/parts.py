@@ -240,25 +240,62 @@ def _placements(where: str, value: Any) -> str | Patterns:
     return one_of("auto")(where, value)
 
 
+def _micro_batches(where: str, value: Any) -> str | int:
+    return value if value == "auto" else whole(1)(where, value)
+
+
+def _cuts(where: str, value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        return value if value == "auto" else (text(where, value),)
+    if not isinstance(value, Sequence) or not value:
+        raise refuse(where, value, "are 'auto' or a list of module names")
+    return tuple(text(where, name) for name in value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model's own layers are cut.
+    """Over how many ranks a model's own layers are cut, and over how many they are divided.
 
     tensor: ranks that share each layer (tensor parallelism); they need the same samples.
     sequence: between layers, each of them has a part of the sequence (sequence parallelism).
     placements: "auto" takes the plan of a transformers model, or knows layers by their names; or
         {name pattern of modules: "colwise", "rowwise", "whole"}, for all others as "auto".
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
+    pipeline: pipeline stages, each some layers of the model and some of the ranks (pipeline
+        parallelism); ranks that differ along it alone need the same samples.
+    schedule: "1f1b" begins the backward of a micro-batch as soon as it can, so that few are under
+        way at a time; "gpipe" runs all forwards, then all backwards.
+    micro_batches: into how many pieces the batch of a training step is cut, along dimension 0 of
+        its inputs. "auto": as many as divide it, four a pipeline stage at most.
+    cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
+        with which the second, third, ... stage begin.
 
-    Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence.
+    Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Huang et
+    al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, for "1f1b".
     """
 
     tensor: int = spec_field(1, whole(1))
     sequence: bool = spec_field(False, flag)
     placements: str | Patterns = spec_field("auto", _placements)
+    pipeline: int = spec_field(1, whole(1))
+    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe"))
+    micro_batches: str | int = spec_field("auto", _micro_batches)
+    cuts: str | tuple[str, ...] = spec_field("auto", _cuts)
 
     def __post_init__(self) -> None:
         read_fields(self, "Plan.parallel")
+        if self.pipeline == 1 and (self.cuts, self.micro_batches) != ("auto", "auto"):
+            name = "micro_batches" if self.cuts == "auto" else "cuts"
+            raise PlanError(
+                f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it is "
+                f"about pipeline stages; set pipeline, or drop {name}"
+            )
+        if self.cuts != "auto" and len(self.cuts) != self.pipeline - 1:
+            raise PlanError(
+                f"Plan.parallel.cuts has {len(self.cuts)} modules and pipeline is "
+                f"{self.pipeline}: name the first module of every pipeline stage but the first, "
+                f"{self.pipeline - 1} in all"
+            )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
@@ -287,7 +324,19 @@ class Parallel:
         }
         if isinstance(self.placements, Patterns):
             chosen["placements"] = dict(self.placements)
+        if isinstance(self.cuts, tuple):
+            chosen["cuts"] = list(self.cuts)
         return chosen or "none"
+
+    @property
+    def is_used(self) -> bool:
+        """Say whether ranks share layers, or have layers of their own."""
+        return self.num_shared > 1
+
+    @property
+    def num_shared(self) -> int:
+        """How many ranks have the same samples, and together the whole model."""
+        return self.tensor * self.pipeline
 
 
 def read_activations(where: str, value: Any) -> str | float | Patterns:

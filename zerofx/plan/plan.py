@@ -180,16 +180,19 @@ class Plan:
         """Return (ranks a bucket is sharded over, copies of each shard) in a world.
 
         Raises:
-            PlanError: parallel.tensor, or shard_axis_size, does not divide world_size; the message
-                names both.
+            PlanError: what ranks share, or shard_axis_size, does not divide world_size; the
+                message names both.
         """
-        tensor = self.parallel.tensor
-        if world_size % tensor:
+        shared = self.parallel.num_shared
+        if world_size % shared:
+            axes = ("pipeline", "tensor")
+            found = {f"parallel.{axis}": getattr(self.parallel, axis) for axis in axes}
+            said = " x ".join(f"{name} = {size}" for name, size in found.items() if size > 1)
             raise PlanError(
-                f"Plan.parallel.tensor = {tensor} does not divide the world of {world_size} ranks; "
-                "use a divisor, or start another number of ranks"
+                f"Plan.{said} does not divide the world of {world_size} ranks; use a divisor, or "
+                "start another number of ranks"
             )
-        world_size //= tensor
+        world_size //= shared
         shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
         if world_size % shard_size:
             raise PlanError(

@@ -51,10 +51,11 @@ def lets_sizes_vary(plan: Plan) -> bool:
     """Tell whether programs of a plan may serve several sizes of their inputs.
 
     A CUDA graph replays one call, fused kernels are chosen by size, values that wait on NVMe have
-    files of one size, and values are cut over a tensor axis at sizes that are known.
+    files of one size, and values are cut over a tensor axis, and sent from one pipeline stage to
+    the next, at sizes that are known.
     """
     is_fixed = plan.cuda_graph or plan.numerics == "fast" or plan.offload.activations == "nvme"
-    is_fixed |= plan.parallel.tensor > 1
+    is_fixed |= plan.parallel.is_used
     return plan.dynamic != "off" and not is_fixed
 
 
@@ -116,8 +117,9 @@ def _against_offload(plan: Plan) -> Iterator[str]:
 
 
 def _against_parallel(plan: Plan) -> Iterator[str]:
-    if plan.parallel.tensor == 1:
+    if not plan.parallel.is_used:
         return
+    axis = "tensor" if plan.parallel.tensor > 1 else "pipeline"
     others = {
         "tiling": plan.tiling != "off",
         "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
@@ -130,8 +132,8 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
     for name, is_set in others.items():
         if is_set:
             yield (
-                f"Plan.parallel.tensor = {plan.parallel.tensor} does not go with {name} yet; leave "
-                "one of the two out"
+                f"Plan.parallel.{axis} = {getattr(plan.parallel, axis)} does not go with {name} "
+                "yet; leave one of the two out"
             )
 
 

@@ -308,9 +308,35 @@ class Gradients:
             for name, param in params.items():
                 param.grad = before.get(name)
 
+    @torch.no_grad()
+    def hand_out(
+        self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor
+    ) -> None:
+        """Add gradients that were kept apart, times `scale` [], to the p.grad of `names`.
+
+        Of a parameter that this rank has nothing of, p.grad is as empty as the parameter.
+        """
+        is_one = scale.device.type == "cpu" and scale.item() == 1.0
+        for name in names:
+            param, piece = self._store.params[name], self._store.pieces[name]
+            made = grads.get(name)
+            if made is None:
+                made = piece.show(torch.zeros_like(self._store.local_view(name)))
+            elif not is_one:
+                piece.local(made).mul_(scale)
+            if param.grad is None:
+                piece.publish(param, made)
+            else:
+                piece.local(param.grad).add_(piece.local(made))
+        self._note_arrived(frozenset(names))
+
     def _publish(self, bucket: int, names: frozenset[str]) -> None:
-        """Set p.grad of these parameters; their hooks run when all of the backward has ended."""
+        """Set p.grad of these parameters."""
         self._store.grads.publish(bucket, names)
+        self._note_arrived(names)
+
+    def _note_arrived(self, names: frozenset[str]) -> None:
+        """Have the hooks of these parameters run when all of the backward has ended."""
         hooked = self._store.ledger.hooks.keys() & names
         if hooked and not self._is_apart:
             if not self._arrived or self._arrived_in != backward_number():

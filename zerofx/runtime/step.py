@@ -171,7 +171,7 @@ class Executable:
             self._agree(f"{kind} of {self.contract.label}", state)
         if not self._has_compared:
             self._compare_inputs(call.leaves)
-        with self._guard(call.leaves), self._own_random("forward"):
+        with self.guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
             )
@@ -196,22 +196,65 @@ class Executable:
             ShardError: on all of them; names the input and what a sampler needs.
         """
         self._has_compared = True
-        axis = self.engine.world.axis("tensor")
-        if axis.size == 1:
-            return
-        mine = torch.stack([_digest(leaf) for leaf in leaves])
-        found = mine.new_empty(axis.size * mine.numel())
-        axis.all_gather(found, mine, "digests of inputs").wait()
-        differ = (found.view(axis.size, -1) != mine).any(0).nonzero().flatten().tolist()
-        if differ:
-            world = self.engine.world
-            raise ShardError(
-                f"{self.contract.label}: input {differ[0]} (counted from 0) differs between the "
-                f"{axis.size} ranks that share each layer (Plan.parallel.tensor), which need the "
-                "same samples. Divide them by DistributedSampler(dataset, num_replicas="
-                "model.zerofx.data_world, rank=model.zerofx.data_rank): here "
-                f"{world.data_size} and {world.data_rank}"
+        for name, what in _SHARING.items():
+            axis = self.engine.world.axis(name)
+            if axis.size == 1:
+                continue
+            mine = torch.stack([_digest(leaf) for leaf in leaves])
+            found = mine.new_empty(axis.size * mine.numel())
+            axis.all_gather(found, mine, "digests of inputs").wait()
+            differ = (found.view(axis.size, -1) != mine).any(0).nonzero().flatten().tolist()
+            if differ:
+                world = self.engine.world
+                raise ShardError(
+                    f"{self.contract.label}: input {differ[0]} (counted from 0) differs between "
+                    f"the {axis.size} ranks that {what} (Plan.parallel.{name}), which need the "
+                    "same samples. Divide them by DistributedSampler(dataset, num_replicas="
+                    "model.zerofx.data_world, rank=model.zerofx.data_rank): here "
+                    f"{world.data_size} and {world.data_rank}"
+                )
+
+    # -- what a pipeline runs -------------------------------------------------------------------
+    def compare_inputs(self, micro_batches: Sequence[Sequence[Any]]) -> None:
+        """Raise at the first call unless ranks that share the model are given the same."""
+        if not self._has_compared:
+            self._compare_inputs([leaf for leaves in micro_batches for leaf in leaves])
+
+    def seed(self) -> int:
+        """Return the seed of what one half of a program draws, as the user's generator has it."""
+        return int(torch.randint(0, 2**62, (), generator=torch.default_generator))
+
+    def run_part_forward(self, leaves: list[Any], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Run forward alone, within `guard` and without agreeing; return outputs and saved."""
+        engine = self.engine
+        with self._seeded("forward", seed):
+            outs, updates, saved = self.forward(
+                engine, engine.store.shards, self.buffers(), leaves
             )
+        engine.away.settle_all()
+        self._apply_updates(Call(leaves), updates)
+        if engine.tally is not None:
+            engine.tally(self, Call(leaves), "forward")
+        return outs, saved
+
+    def run_part_backward(
+        self, saved: list[Tensor], tangents: dict[int, Tensor], seed: int
+    ) -> list[Tensor]:
+        """Run backward alone, likewise; return the gradients of inputs."""
+        engine = self.engine
+        engine.gradients.updates.begin()
+        for leaf, grad in tangents.items():
+            shape, strides, dtype = self.contract.tangents[leaf]
+            if grad.stride() != strides:
+                made = torch.empty_strided(shape, strides, dtype=dtype, device=grad.device)
+                tangents[leaf] = made.copy_(grad)
+        with self._seeded("backward", seed):
+            assert self.backward is not None
+            grads: list[Tensor] = self.backward(engine, engine.store.shards, saved, tangents)
+        engine.rest()
+        if engine.tally is not None:
+            engine.tally(self, Call([]), "backward")
+        return grads
 
     def _watch(self, call: Call, outs: Sequence[Tensor]) -> list[tuple[str, Tensor, int]]:
         """Return what backward needs unchanged, as aliases: they share its version counter."""
@@ -269,7 +312,7 @@ class Executable:
             else:
                 gradients.asked = self._agree_on_asked(used, named, state)
             with apart as found:
-                with self._guard(), torch.no_grad(), self._own_random("backward"):
+                with self.guard(), torch.no_grad(), self._own_random("backward"):
                     assert self.backward is not None
                     grads = self.backward(engine, engine.store.shards, saved, tangents)
                 engine.rest()
@@ -417,7 +460,7 @@ class Executable:
                 target.copy_(new)
 
     @contextlib.contextmanager
-    def _guard(self, leaves: Sequence[Any] = ()) -> Iterator[None]:
+    def guard(self, leaves: Sequence[Any] = ()) -> Iterator[None]:
         """Run with autocast off (the user's casts are in the graph); clean up after a failure.
 
         What the body raises gets the user's line; `leaves` are the inputs that it runs on.
@@ -443,19 +486,33 @@ class Executable:
         if graph not in self.contract.draws or world.size == 1:
             yield
             return
+        with self._seeded(graph, self.seed()):
+            yield
+
+    @contextlib.contextmanager
+    def _seeded(self, graph: str, seed: int) -> Iterator[None]:
+        """Draw what a graph draws from the stream of a seed, which is another one on each rank."""
+        world = self.engine.world
+        if graph not in self.contract.draws:
+            yield
+            return
         generator = _generator(world.device)
-        seed = int(torch.randint(0, 2**62, (), generator=torch.default_generator))
         before = generator.get_state()
         axis = world.axis("tensor")
         if axis.size > 1:  # who shares a layer draws the same for what all of them have
             box = torch.tensor([seed], device=world.device)
             axis.broadcast(box, 0, "seed of what forward draws").wait()
             seed = int(box)
-        generator.manual_seed((seed + world.data_rank * 0x9E3779B97F4A7C15) % 2**63)
+        stream = world.data_rank + world.axis("pipeline").rank * world.data_size
+        generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
         try:
             yield
         finally:
             generator.set_state(before)
+
+
+# The axes along which ranks have the same samples, and what these ranks do.
+_SHARING = {"tensor": "share each layer", "pipeline": "have layers of the model each"}
 
 
 def _digest(leaf: Any) -> Tensor:

@@ -39,10 +39,14 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
         problem = error
     if store.homes.nvme is not None:
         tell(world, what, problem, NvmeError)
-    if store.layout.shard_size == 1:
+    stages = world.axis("pipeline")
+    if store.layout.shard_size == stages.size == 1:
         return shard
     full = torch.empty(bucket.numel, dtype=bucket.dtype, device=world.device)
-    world.all_gather(full, shard.to(world.device)).wait()
+    if store.layout.has(bucket):
+        world.all_gather(full, shard.to(world.device)).wait()
+    if stages.size > 1:
+        stages.broadcast(full, bucket.positions[0], f"bucket {bucket.index} of its stage").wait()
     return full
 
 

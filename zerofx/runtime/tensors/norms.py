@@ -187,12 +187,13 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
     func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")
-    axis = piece.ledger.world.axis("tensor")
     anywhere = found.amax().reshape(1)
-    if axis.size > 1:
-        flags = anywhere.new_empty(axis.size)
-        axis.all_gather(flags, anywhere, "GradScaler.unscale_").wait()
-        anywhere = flags.amax()
+    for name in ("tensor", "pipeline"):
+        axis = piece.ledger.world.axis(name)
+        if axis.size > 1:
+            flags = anywhere.new_empty(axis.size)
+            axis.all_gather(flags, anywhere, "GradScaler.unscale_").wait()
+            anywhere = flags.amax().reshape(1)
     found_inf.copy_(anywhere.reshape(()))
 
 

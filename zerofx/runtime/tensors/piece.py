@@ -350,14 +350,28 @@ class ParameterPiece(ABC):
         devices, also where they live elsewhere; the whole lies where the pieces do.
         """
         ledger = self.ledger
-        world, size = ledger.world, ledger.layout.shard_size
-        part = self.tensor_part
-        if size == 1 and part is None:
+        world, layout = ledger.world, ledger.layout
+        part, stages = self.tensor_part, world.axis("pipeline")
+        if layout.shard_size == stages.size == 1 and part is None:
             return local.clone().view(self.shape)
         world.agree(f"{what} of {self.name}", "")
+        full = local.new_empty(self.shape)
+        if layout.has(self.bucket):
+            full = self._of_stage(local)
+        if stages.size > 1:
+            box = full.to(world.device)
+            stages.broadcast(box.view(-1), self.bucket.positions[0], f"{what} of {self.name}").wait()
+            full = box.to(local.device)
+        return full
+
+    def _of_stage(self, local: Tensor) -> Tensor:
+        """Return the whole parameter, on the ranks of a pipeline stage that holds it."""
+        part, size = self.tensor_part, self.ledger.layout.shard_size
         if part is not None:
             mine = local.clone() if size == 1 else self._of_shards(local, math.prod(part.local))
-            return join_parts(world, mine.view(part.local), part)
+            return join_parts(self.ledger.world, mine.view(part.local), part)
+        if size == 1:
+            return local.clone().view(self.shape)
         return self._of_shards(local, self.shape.numel()).view(self.shape)
 
     def _of_shards(self, local: Tensor, numel: int) -> Tensor:
@@ -430,9 +444,29 @@ def over_parts(
 ) -> Tensor:
     """Return `values` [n], one for each of the pieces, combined over the tensor axis.
 
-    Those of parameters that are whole there are equal on its ranks, and stay. A collective call
-    where the model has such an axis.
+    Those of parameters that are whole there are equal on its ranks, and stay. Of each parameter
+    the value counts that its own pipeline stage has. A collective call where the model has such an
+    axis.
     """
+    world = pieces[0].ledger.world
+    combined = _over_tensor(pieces, values, combine)
+    return combined if world.axis("pipeline").size == 1 else _of_owners(pieces, combined)
+
+
+def _of_owners(pieces: Sequence[ParameterPiece], values: Tensor) -> Tensor:
+    """Return each parameter's value as the first pipeline stage that holds it has it."""
+    world = pieces[0].ledger.world
+    axis = world.axis("pipeline")
+    mine = values.contiguous().to(world.device)
+    found = mine.new_empty(axis.size * mine.numel())
+    axis.all_gather(found, mine.view(-1), "values of other stages' parameters").wait()
+    owners = torch.tensor([p.bucket.positions[0] for p in pieces], device=mine.device)
+    return found.view(axis.size, -1).gather(0, owners[None])[0].to(values.device)
+
+
+def _over_tensor(
+    pieces: Sequence[ParameterPiece], values: Tensor, combine: Callable[[Tensor], Tensor]
+) -> Tensor:
     axis = pieces[0].ledger.world.axis("tensor")
     if axis.size == 1:
         return values

@@ -56,16 +56,17 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
 
 
 def refuse_parts(layout: Layout, what: str, instead: str) -> None:
-    """Raise if a model's layers are cut over a tensor axis: `what` does not know of it yet.
+    """Raise if ranks share a model's layers, or have layers of their own: `what` cannot take it.
 
     Raises:
         ShardError: says what to do instead.
     """
-    if layout.tensor_size > 1:
-        raise ShardError(
-            f"{what} does not know parameters that are cut over a tensor axis yet, and this "
-            f"model's are cut over {layout.tensor_size} ranks (Plan.parallel.tensor); {instead}"
-        )
+    for axis, size in (("tensor", layout.tensor_size), ("pipeline", layout.pipeline_size)):
+        if size > 1:
+            raise ShardError(
+                f"{what} does not know models yet that lie over a {axis} axis, and this one lies "
+                f"over {size} ranks (Plan.parallel.{axis}); {instead}"
+            )
 
 
 def calling_optimizer() -> str | None:

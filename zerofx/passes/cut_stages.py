@@ -1,0 +1,557 @@
+"""cut-stages: keep of a program what one pipeline stage computes; send and receive the rest.
+
+Each unit belongs to one stage, and what a forward computes belongs to the last stage that it needs
+anything of. What follows from inputs and buffers alone (masks, tables of positions) is computed in
+every stage that reads it. A gradient is computed where the forward was, as far as all that it reads
+is there or was received: one activation and one gradient cross each boundary of a transformer.
+
+A stage's program is an ordinary one: what it receives are inputs (in backward: gradients of
+outputs), what it sends are outputs (in backward: gradients of inputs).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import fx
+
+from zerofx.analysis.recompute.activations import halve, is_param_alias
+from zerofx.compat.graphs import LazyGraphModule
+from zerofx.errors import CaptureError, PlanError
+from zerofx.ir.graphs import alias_source, call
+from zerofx.ir.meta import OutputInfo, Phase, Placed, Role, info, set_info, value
+from zerofx.ir.names import find_unit_of_module
+from zerofx.ir.program import (
+    BACKWARD,
+    FORWARD,
+    JOINT,
+    ParamInfo,
+    Planned,
+    Reference,
+    Stage,
+    Wire,
+)
+from zerofx.ir.verify_values import Numbering, label_of
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.plan.fields import nearest
+from zerofx.plan.parts import Parallel
+
+_aten = torch.ops.aten
+
+# -- Which unit is in which stage: decided from the model alone, before any capture ----------------
+
+
+def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str, int]:
+    """Return the position of each unit's pipeline stage, in the order of the model's parameters.
+
+    Raises:
+        PlanError: there are fewer units than stages, or a cut names none, or not in their order.
+    """
+    names: dict[int, tuple[str, float]] = {}
+    for param in params:
+        numel = float(torch.Size(param.shape).numel())
+        for use in param.uses:
+            # an embedding looks rows up, which costs next to nothing
+            names[use.number] = use.unit, 0.0 if use.layer == "embedding" else numel
+    weights: dict[str, float] = {}
+    for _, (unit, numel) in sorted(names.items()):
+        weights[unit] = weights.get(unit, 0.0) + numel
+    units = list(weights)
+    if len(units) < parallel.pipeline:
+        raise PlanError(
+            f"Plan.parallel.pipeline = {parallel.pipeline} stages, and the model has "
+            f"{len(units)} units ({', '.join(units) or 'no parameters'}): a stage has one at "
+            "least. Use fewer stages, or name smaller ones in Plan(units=[...])"
+        )
+    if parallel.cuts == "auto":
+        starts = balanced([*weights.values()], parallel.pipeline)
+    else:
+        starts = [0, *(_start(name, units) for name in parallel.cuts)]
+        if sorted(set(starts)) != starts:
+            raise PlanError(
+                f"Plan.parallel.cuts = {list(parallel.cuts)}: the stages begin at units number "
+                f"{starts}, which must grow, since each stage has one at least. The model's units "
+                f"are {', '.join(units)}"
+            )
+    return {unit: sum(i >= start for start in starts) - 1 for i, unit in enumerate(units)}
+
+
+def _start(name: str, units: list[str]) -> int:
+    """Return the number of the first unit of a module."""
+    for i, unit in enumerate(units):
+        if unit == name or unit.startswith(f"{name}."):
+            return i
+    raise PlanError(f"Plan.parallel.cuts: no unit is named {name!r}{nearest(name, units)}")
+
+
+def balanced(weights: list[float], parts: int) -> list[int]:
+    """Return where `parts` stretches of a sequence begin whose heaviest is as light as can be.
+
+    Each has one element at least. Of several such divisions, the one whose sum of squares is least.
+    """
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    # best[n] of k parts: (the heaviest, sum of squares, where they begin) for the first n elements
+    best = {n: (total[n], total[n] ** 2, [0]) for n in range(1, len(weights) + 1)}
+    for part in range(2, parts + 1):
+        found = {}
+        for n in range(part, len(weights) + 1):
+            options = []
+            for start in range(part - 1, n):
+                heaviest, squares, starts = best[start]
+                own = total[n] - total[start]
+                options.append((max(heaviest, own), squares + own**2, [*starts, start]))
+            found[n] = min(options)
+        best = found
+    return best[len(weights)][2]
+
+
+def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
+    """Return parameters with the pipeline stages that hold them: those whose layers use them."""
+    given = list(params)
+    if parallel.pipeline == 1:
+        return given
+    at = unit_positions(given, parallel)
+    return [replace(p, positions=tuple(sorted({at[u.unit] for u in p.uses}))) for p in given]
+
+
+# -- The pass --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CutStages(Pass):
+    """Keep what the pipeline stage at `position` computes."""
+
+    name: ClassVar[str] = "cut-stages"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.STAGES_CUT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SPLIT})
+
+    parallel: Parallel
+    position: int
+
+    def run(self, program: Planned) -> Report:
+        if self.parallel.pipeline == 1:
+            return Report(False, "one stage")
+        name = JOINT if JOINT in program.graphs else FORWARD
+        check_can_be_cut(program, name)
+        params = with_positions(program.params.values(), self.parallel)
+        program.params = {p.name: p for p in params}
+        at = unit_positions(params, self.parallel)
+        number_draws(program.graph(name))
+        cutting = Cutting(program, name, at, self.parallel.pipeline)
+        cutting.keep(self.position)
+        sent = [w for w in program.stage.wires if w.source == self.position]
+        taken = [w for w in program.stage.wires if w.target == self.position]
+        own = len(program.params)
+        return Report(
+            True,
+            f"stage {self.position} of {self.parallel.pipeline} has {own} of {len(params)} "
+            f"parameters, sends {len(sent)} values and receives {len(taken)}",
+        )
+
+    def options(self) -> dict[str, object]:
+        return {"pipeline": self.parallel.pipeline, "position": self.position}
+
+
+def check_can_be_cut(program: Planned, name: str) -> None:
+    """Refuse what cannot be computed a part of the batch at a time.
+
+    Raises:
+        CaptureError: names what, and what to do instead.
+    """
+    specs = program.outputs[name]
+    for spec in specs:
+        if spec.role in (Role.BUFFER_UPDATE, Role.INPUT_UPDATE) and program.is_training:
+            what = "buffer" if spec.role is Role.BUFFER_UPDATE else "input"
+            raise CaptureError(
+                f"{program.model_name}: forward writes to the {what} {spec.name}, as BatchNorm "
+                "does to its running statistics, and with Plan.parallel.pipeline above 1 it runs "
+                "on a part of the batch at a time. Use layers without running statistics, or "
+                "pipeline = 1"
+            )
+        if spec.role is Role.INPUT_GRAD:
+            raise CaptureError(
+                f"{program.model_name}: input {spec.index} requires a gradient, which a pipeline "
+                "does not hand out. Detach it, or use pipeline = 1"
+            )
+    if program.is_training and program.calling.loss is None:
+        raise CaptureError(
+            f"{program.model_name}: with Plan.parallel.pipeline above 1, forward must return the "
+            "loss: its backward begins before the last part of the batch is through. Give the "
+            "labels to the model, and return the loss from forward"
+        )
+
+
+def number_draws(graph: fx.Graph) -> None:
+    """Note on each node that draws at random which draw of the whole model it is."""
+    count: dict[Phase, int] = {}
+    for node in graph.nodes:
+        where = info(node)
+        if node.op == "call_function" and where.is_random and node.target is not operator.getitem:
+            count[where.phase] = count.get(where.phase, 0) + 1
+            set_info(node, draw=count[where.phase])
+
+
+@dataclass
+class Cutting:
+    """Where each value of a graph is computed, and what therefore crosses from stage to stage.
+
+    stage: of each node that one stage computes. anywhere: what every stage computes that reads it.
+    lies: of a parameter, and of views of one, the positions that have it.
+    """
+
+    program: Planned
+    name: str
+    units: dict[str, int]
+    size: int
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    anywhere: set[fx.Node] = field(default_factory=set)
+    lies: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program, name = self.program, self.name
+        self.graph = program.graph(name)
+        if name == JOINT:
+            self.forward = set(halve(program).parts.forward)
+        else:
+            self.forward = {n for n in self.graph.nodes if n.op == "call_function"}
+        self.results = list(zip(program.outputs[name], program.results(name), strict=True))
+        self.numbering = Numbering(program)
+        self.crossing: dict[tuple[str, int], dict[fx.Node, None]] = {}  # (graph, target) -> values
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self.anywhere.add(node)
+            elif node.op == "call_function" and node in self.forward:
+                self._place(node, self._forward_stage)
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node in self.forward and node in self.stage:
+                for source in self._others(node, self.stage[node]):
+                    self._cross(source, self.stage[node], FORWARD)
+        self.sums = self._sums()
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node not in self.forward:
+                self._place(node, self._backward_stage)
+                if node in self.stage and node not in self.sums:
+                    for source in self._others(node, self.stage[node]):
+                        self._cross(source, self.stage[node], self._graph_of(source, node))
+        self.grads = {  # (parameter, position) -> the summands of its gradient there
+            key: nodes for spec, r in self.results for key, nodes in self._gradients(spec, r)
+        }
+
+    # -- who computes what --------------------------------------------------------------------
+    def _placeholder(self, node: fx.Node) -> None:
+        where = info(node)
+        if where.role is Role.PARAM:
+            self.lies[node] = self.program.params[where.name].positions
+        else:
+            self.anywhere.add(node)
+
+    def _place(self, node: fx.Node, decide: Any) -> None:
+        sources = node.all_input_nodes
+        if not info(node).is_random:
+            if all(a in self.anywhere for a in sources):
+                self.anywhere.add(node)
+                return
+            if is_param_alias(node) and all(a in self.anywhere or a in self.lies for a in sources):
+                self.lies[node] = self.lies[alias_source(node)]
+                return
+        if node.target is operator.getitem:
+            self.stage[node] = self.stage[sources[0]]
+        else:
+            self.stage[node] = decide(node)
+        for source in sources:
+            if source in self.lies and self.stage[node] not in self.lies[source]:
+                self._refuse(node, source)
+
+    def _own(self, node: fx.Node) -> int | None:
+        """Return the stage of the unit whose module runs a node; None outside of all units."""
+        unit = find_unit_of_module(info(node).module, self.units)
+        return self.units.get(unit) if unit else None
+
+    def _forward_stage(self, node: fx.Node) -> int:
+        own, held = self._own(node), [a for a in node.all_input_nodes if a in self.lies]
+        found = [self.stage[a] for a in node.all_input_nodes if a in self.stage]
+        if own is not None:
+            found.append(own)
+        if not found and held:  # it reads parameters alone, outside of all units
+            return min(set.intersection(*(set(self.lies[a]) for a in held)), default=0)
+        return max(found, default=0)
+
+    def _backward_stage(self, node: fx.Node) -> int:
+        own = self._own(node)
+        later = [self.stage[a] for a in node.all_input_nodes if self._is_gradient(a)]
+        reads = [a for a in node.all_input_nodes if a not in self.anywhere and a not in later]
+        reads = [a for a in reads if not self._is_gradient(a)]
+        if own is not None and all(self._has(own, a) for a in reads):
+            wanted = own
+        elif reads:
+            wanted = max(self.stage[a] if a in self.stage else max(self.lies[a]) for a in reads)
+        elif own is not None:
+            wanted = own
+        else:
+            wanted = min(later, default=0)
+        return min([wanted, *later])
+
+    def _is_gradient(self, node: fx.Node) -> bool:
+        return node in self.stage and node not in self.forward
+
+    def _has(self, position: int, node: fx.Node) -> bool:
+        """Tell whether a stage has a value of forward, its own or received."""
+        if node in self.lies:
+            return position in self.lies[node]
+        return self.stage[node] == position or node in self.crossing.get((FORWARD, position), ())
+
+    # -- what crosses -------------------------------------------------------------------------
+    def _others(self, node: fx.Node, position: int) -> list[fx.Node]:
+        """Return what a node reads that another stage computes."""
+        return [a for a in node.all_input_nodes if self.stage.get(a, position) != position]
+
+    def _graph_of(self, source: fx.Node, node: fx.Node) -> str:
+        """Return when what a node of backward reads crosses: with a forward, if it goes forward."""
+        return FORWARD if self.stage[source] < self.stage[node] else BACKWARD
+
+    def _cross(self, source: fx.Node, target: int, graph: str) -> None:
+        if graph == BACKWARD and self._has_received(source, target):
+            return
+        goes_forward = self.stage[source] < target
+        assert goes_forward == (graph == FORWARD), f"{source} goes the wrong way, to stage {target}"
+        if not isinstance(value(source), torch.Tensor):
+            raise CaptureError(
+                f"{self.program.model_name}: {source.name} ({info(source).line}) is no tensor, and "
+                f"crosses from pipeline stage {self.stage[source]} to stage {target}. Choose other "
+                "Plan.parallel.cuts"
+            )
+        self.crossing.setdefault((graph, target), {})[source] = None
+
+    def _has_received(self, source: fx.Node, target: int) -> bool:
+        return source in self.crossing.get((FORWARD, target), ())
+
+    def _gradients(
+        self, spec: OutputInfo, result: Any
+    ) -> Iterator[tuple[tuple[str, int], list[fx.Node]]]:
+        """Yield the summands of a parameter's gradient, by the stage where they are summed."""
+        if spec.role is not Role.GRAD or not isinstance(result, fx.Node):
+            return
+        positions = self.program.params[spec.name].positions
+        summands: dict[int, list[fx.Node]] = {}
+        for node in self._summands(result) if len(positions) > 1 else [result]:
+            at = self.stage.get(node, positions[0])
+            own = max((p for p in positions if p <= at), default=None)
+            if own is None:
+                self._refuse(node, node)
+            if own != at:
+                self._cross(node, own, BACKWARD)
+            summands.setdefault(own, []).append(node)
+        for position, nodes in summands.items():
+            yield (spec.name, position), nodes
+
+    def _sums(self) -> set[fx.Node]:
+        """Return the sums that merge-tied made of gradients of layers in several stages."""
+        found: set[fx.Node] = set()
+        for spec, result in self.results:
+            if spec.role is not Role.GRAD or not isinstance(result, fx.Node):
+                continue
+            stack = [result] if len(self.program.params[spec.name].positions) > 1 else []
+            while stack:
+                node = stack.pop()
+                if node.target is _aten.add.Tensor and not node.kwargs and len(node.users) == 1:
+                    found.add(node)
+                    stack += node.all_input_nodes
+        return found
+
+    def _summands(self, node: fx.Node) -> list[fx.Node]:
+        """Take such a sum apart where its summands are made in several stages."""
+        parts = node.all_input_nodes
+        if node not in self.sums or len({self.stage.get(a) for a in parts}) == 1:
+            return [node]
+        return [each for part in parts for each in self._summands(part)]
+
+    def _refuse(self, node: fx.Node, source: fx.Node) -> NoReturn:
+        where, param = info(node), info(alias_source(source)).name
+        line = f" ({where.line})" if where.line else ""
+        lies = " and ".join(map(str, self.lies.get(source, ())))
+        raise PlanError(
+            f"Plan.parallel: {where.module or 'the model itself'}{line} reads {param or node.name}, "
+            f"which lies in pipeline stage {lies}, and runs in stage {self.stage[node]}, since it "
+            "needs what that stage computes. Choose Plan.parallel.cuts so that both are in one "
+            "stage"
+        )
+
+    # -- a stage's program ----------------------------------------------------------------------
+    def keep(self, position: int) -> None:
+        """Make the program that of one stage."""
+        program = self.program
+        wires, taken, sent = self._wires(position)
+        needed = self._needed(position, sent)
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node in needed:
+                env[node] = graph.node_copy(node)
+                env[node].meta = dict(node.meta)
+        for (kind, source), wire in taken.items():
+            env[source] = self._received(graph, source, wire, kind)
+        for node in self.graph.nodes:
+            if node.op in ("call_function", "get_attr") and node in needed and node not in env:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+                env[node].meta = dict(node.meta)
+        specs, results = self._results(graph, env, position, sent)
+        graph.output(tuple(results))
+        graph.lint()
+        program.graphs[self.name] = LazyGraphModule(program.graphs[self.name], graph)
+        program.outputs[self.name] = tuple(specs)
+        trained = tuple(s.name for s, r in self.results if s.role is Role.GRAD and r is not None)
+        owners = tuple(
+            Wire(
+                s.name, self.stage.get(r, self.size - 1), -1, FORWARD, s.index, s.index,
+                value(r), str(self.numbering.of[r]),
+            )
+            for s, r in self.results
+            if s.role is Role.OUTPUT
+        )  # fmt: skip
+        program.stage = Stage(
+            position, self.size, tuple(wires), owners, trained, *self._counts(program)
+        )
+        program.params = {n: p for n, p in program.params.items() if position in p.positions}
+        self._take_reference(wires, position)
+
+    @staticmethod
+    def _counts(program: Planned) -> tuple[int, int]:
+        return program.calling.in_spec.num_leaves, program.calling.out_spec.num_leaves
+
+    def _wires(
+        self, position: int
+    ) -> tuple[
+        list[Wire], dict[tuple[str, fx.Node], Wire], dict[tuple[str, fx.Node], int]
+    ]:
+        """Number all that crosses; return it, and what one stage takes and sends of it."""
+        num_leaves, num_outputs = self._counts(self.program)
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        ahead = [len(self.crossing.get((FORWARD, at), ())) for at in range(self.size)]
+        wires: list[Wire] = []
+        taken: dict[tuple[str, fx.Node], Wire] = {}
+        sent: dict[tuple[str, fx.Node], int] = {}
+        outputs: dict[tuple[str, int], dict[fx.Node, int]] = {}
+        for graph in (FORWARD, BACKWARD):
+            for target in range(self.size):
+                values = sorted(self.crossing.get((graph, target), ()), key=order.__getitem__)
+                before = num_leaves
+                if graph == BACKWARD:  # gradients of outputs, those that are sent among them
+                    before = num_outputs + len(outputs.get((FORWARD, target), ()))
+                for leaf, source in enumerate(values, before):
+                    at = self.stage[source]
+                    own = outputs.setdefault((graph, at), {})
+                    first = num_outputs if graph == FORWARD else num_leaves + ahead[at]
+                    output = own.setdefault(source, first + len(own))
+                    made = str(self.numbering.of[source])
+                    wire = Wire(
+                        source.name, at, target, graph, output, leaf,
+                        value(source), made,
+                    )  # fmt: skip
+                    wires.append(wire)
+                    if target == position:
+                        taken[graph, source] = wire
+                    if wire.source == position:
+                        sent[graph, source] = output
+        return wires, taken, sent
+
+    def _needed(self, position: int, sent: dict[tuple[str, fx.Node], int]) -> set[fx.Node]:
+        """Return what a stage computes or is given: its own, and what of `anywhere` that reads."""
+        own = [n for n in self.graph.nodes if self.stage.get(n) == position]
+        stack = [n for n in own if n not in self.sums]
+        stack += [n for _, n in sent]
+        stack += [n for (_, at), nodes in self.grads.items() if at == position for n in nodes]
+        stack += [
+            r for s, r in self.results
+            if s.role is Role.OUTPUT and self.stage.get(r, self.size - 1) == position
+        ]  # fmt: skip
+        found: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in found or self.stage.get(node, position) != position:
+                continue
+            found.add(node)
+            stack += node.all_input_nodes
+        return found
+
+    def _received(self, graph: fx.Graph, source: fx.Node, wire: Wire, kind: str) -> fx.Node:
+        node = graph.placeholder(f"from_{wire.source}_{source.name}")
+        node.meta = {"val": value(source)}
+        where = info(source)
+        is_forward = kind == FORWARD
+        set_info(
+            node,
+            role=Role.INPUT if is_forward else Role.TANGENT,
+            phase=Phase.FORWARD if is_forward else Phase.BACKWARD,
+            name=node.name,
+            index=wire.leaf,
+            digest=wire.digest,
+            placed=where.placed and Placed(where.placed.gives, where.placed.shape),
+        )
+        return node
+
+    def _results(
+        self,
+        graph: fx.Graph,
+        env: dict[fx.Node, fx.Node],
+        position: int,
+        sent: dict[tuple[str, fx.Node], int],
+    ) -> tuple[list[OutputInfo], list[Any]]:
+        specs: list[OutputInfo] = []
+        results: list[Any] = []
+
+        def add(role: Role, name: str, index: int, result: Any) -> None:
+            specs.append(OutputInfo(role, name, index))
+            results.append(result)
+
+        for spec, r in self.results:
+            if spec.role is Role.OUTPUT and self.stage.get(r, self.size - 1) == position:
+                add(spec.role, spec.name, spec.index, env[r])
+        for (kind, node), output in sent.items():
+            if kind == FORWARD:
+                add(Role.OUTPUT, f"to_later_{node.name}", output, env[node])
+        for spec, r in self.results:
+            if spec.role is not Role.GRAD or position not in self.program.params[spec.name].positions:
+                continue
+            summands = self.grads.get((spec.name, position))
+            if r is None or not summands:
+                if len(self.program.params[spec.name].positions) == 1:
+                    add(Role.GRAD, spec.name, -1, None)
+                continue
+            total = env[summands[0]]
+            for node in summands[1:]:
+                total = call(graph, _aten.add.Tensor, (total, env[node]), like=total)
+                set_info(total, phase=Phase.BACKWARD)
+            add(Role.GRAD, spec.name, spec.index, total)
+        for (kind, node), output in sent.items():
+            if kind == BACKWARD:
+                add(Role.INPUT_GRAD, f"to_earlier_{node.name}", output, env[node])
+        return specs, results
+
+    def _take_reference(self, wires: list[Wire], position: int) -> None:
+        """Take as the stage's reference what the whole program has for all that the stage makes."""
+        program = self.program
+        made = Numbering(program)
+        kinds = {FORWARD: Role.OUTPUT, BACKWARD: Role.INPUT_GRAD}
+        due = {(kinds[w.graph], w.output): w.digest for w in wires if w.source == position}
+        whole = program.reference
+        assert isinstance(whole, Reference), "stages are cut behind merge-tied"
+        values = set(whole.values)
+        for label, output in made.outputs.items():
+            spec = next(
+                s for s in program.outputs[self.name] if label_of(s.role, s.name, s.index) == label
+            )
+            expected = due.get((spec.role, spec.index), whole.outputs.get(label))
+            is_part = spec.role is Role.GRAD and len(program.params[spec.name].positions) > 1
+            assert is_part or output.digest == expected, f"{label} is not what the model computes"
+            values.add(output.digest[:6])
+        program.reference = Reference(
+            {label: output.digest for label, output in made.outputs.items()}, frozenset(values)
+        )
