@@ -30,9 +30,9 @@ from zerofx.model.digest import describe_layout, describe_parameters, layout_dig
 from zerofx.model.module import CompiledModule, check_class, keep_class
 from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
+from zerofx.passes.cut_stages import with_positions
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
-from zerofx.passes.cut_stages import with_positions
 from zerofx.passes.place import with_parts
 from zerofx.passes.placement import (
     compute_dtype,

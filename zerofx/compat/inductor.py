@@ -108,14 +108,15 @@ def _compile_region(
     symbols = Symbols(hints) if hints else None
     usual = specs(*hints.values()) if callable(specs) else specs
     with torch.no_grad(), config.patch(options["config_patches"]):
-        fakes: list[Any] = [*_fakes(TrueStrides(), usual), *hints.values()]
+        mode: FakeTensorMode = TrueStrides(allow_non_fake_inputs=True)  # tensors made of nothing
+        fakes: list[Any] = [*_fakes(mode, usual), *hints.values()]
         keep_strides(gm, fakes)
     compile_graph = functools.partial(standalone_compile, gm, options=options)
     with torch.no_grad(), _generated_source() as sources:
         if symbols is None:
             artifact = compile_graph(fakes, dynamic_shapes="from_example_inputs")
         else:
-            mode = FakeTensorMode(shape_env=symbols.env)
+            mode = FakeTensorMode(shape_env=symbols.env, allow_non_fake_inputs=True)
             sizes = symbols.sizes.values()
             assert callable(specs), "a region with sizes has specs that depend on them"
             given: list[Any] = [*_fakes(mode, specs(*sizes)), *sizes]

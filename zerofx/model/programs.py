@@ -60,9 +60,9 @@ from zerofx.passes.pipeline import run
 from zerofx.passes.placement import capture_options
 from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary
+from zerofx.policy import reduction
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
-from zerofx.policy import reduction
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.pipeline import Crossing, Part, Pipeline
 from zerofx.runtime.regions.cache import prepare_regions

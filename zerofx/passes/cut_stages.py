@@ -428,9 +428,7 @@ class Cutting:
 
     def _wires(
         self, position: int
-    ) -> tuple[
-        list[Wire], dict[tuple[str, fx.Node], Wire], dict[tuple[str, fx.Node], int]
-    ]:
+    ) -> tuple[list[Wire], dict[tuple[str, fx.Node], Wire], dict[tuple[str, fx.Node], int]]:
         """Number all that crosses; return it, and what one stage takes and sends of it."""
         num_leaves, num_outputs = self._counts(self.program)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
@@ -518,7 +516,10 @@ class Cutting:
             if kind == FORWARD:
                 add(Role.OUTPUT, f"to_later_{node.name}", output, env[node])
         for spec, r in self.results:
-            if spec.role is not Role.GRAD or position not in self.program.params[spec.name].positions:
+            if (
+                spec.role is not Role.GRAD
+                or position not in self.program.params[spec.name].positions
+            ):
                 continue
             summands = self.grads.get((spec.name, position))
             if r is None or not summands:

@@ -122,8 +122,11 @@ class Engine:
         """Keep what calls work in at its place from here on, and lend nothing to several."""
         self.keeps_memory, self.gradients.lends = True, False
 
-    def rest(self) -> None:
-        """End a backward: settle its gradients, then free what only a backward needs."""
+    def rest(self, is_last: bool = True) -> None:
+        """End a backward: settle its gradients, then free what only a backward needs.
+
+        is_last: no further micro-batch of the same step follows.
+        """
         try:
             self.gradients.finish()
             self.away.tell("backward")
@@ -132,7 +135,8 @@ class Engine:
         except BaseException as error:
             self.abandon(error)
             raise
-        self.store.ledger.note_backward()
+        if is_last:
+            self.store.ledger.note_backward()
         if not self.keeps_memory:
             self.slots.rest(self._frees_slot)
             self.world.rest(self._frees)
@@ -215,6 +219,10 @@ class Engine:
             b for b, made_of in self._fresh.items()
             if shard_copies.is_outdated(made_of, self.away.stamp(b))
         ]  # fmt: skip
+
+    def forget(self, buckets: Iterable[int]) -> None:
+        """Gather these resident buckets again at the next forward."""
+        self._fresh |= {b: NEVER for b in buckets if b in self._fresh}
 
     def forget_resident(self) -> None:
         """Force a refresh of every copy that stays, at the next forward."""

@@ -309,9 +309,7 @@ class Gradients:
                 param.grad = before.get(name)
 
     @torch.no_grad()
-    def hand_out(
-        self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor
-    ) -> None:
+    def hand_out(self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor) -> None:
         """Add gradients that were kept apart, times `scale` [], to the p.grad of `names`.
 
         Of a parameter that this rank has nothing of, p.grad is as empty as the parameter.

@@ -88,11 +88,20 @@ class Pipeline:
         what = f"{kind} of {contract.label}"
         self._engine.store.ledger.check_whole(what)
         state = f"micro_batches={len(micro_batches)}"
-        world.agree(what, f"{self._digest};{state}", contract.graph)
+        mine = " ".join(map(str, [self.part.position, *self._engine.stale()]))
+        choices = world.agree_but_for(what, f"{self._digest};{state}", f"again={mine}")
+        self._gather_again(choices)
         self.executable.compare_inputs(micro_batches)
         if not contract.is_training:
             return self._infer(micro_batches[0])
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
+
+    def _gather_again(self, choices: set[str]) -> None:
+        """Gather the resident buckets again that are outdated on some rank of this stage."""
+        for choice in choices:
+            position, *buckets = map(int, choice.partition("=")[2].split())
+            if position == self.part.position:
+                self._engine.forget(buckets)
 
     # -- the two kinds of calls -----------------------------------------------------------------
     def _infer(self, leaves: list[Any]) -> list[Tensor]:
@@ -170,7 +179,8 @@ class Pipeline:
             tangents[self.part.loss] = torch.full(
                 shape, 1.0 / num, dtype=dtype, device=self._engine.world.device
             )
-        grads = self.executable.run_part_backward(saved, tangents, seed)
+        is_last = action.micro_batch == num - 1
+        grads = self.executable.run_part_backward(saved, tangents, seed, is_last)
         made = dict(zip(contract.input_grads, grads, strict=True))
         for crossing in self.part.sent[BACKWARD]:
             self._send(crossing, made[crossing.output], action)

@@ -228,9 +228,7 @@ class Executable:
         """Run forward alone, within `guard` and without agreeing; return outputs and saved."""
         engine = self.engine
         with self._seeded("forward", seed):
-            outs, updates, saved = self.forward(
-                engine, engine.store.shards, self.buffers(), leaves
-            )
+            outs, updates, saved = self.forward(engine, engine.store.shards, self.buffers(), leaves)
         engine.away.settle_all()
         self._apply_updates(Call(leaves), updates)
         if engine.tally is not None:
@@ -238,7 +236,7 @@ class Executable:
         return outs, saved
 
     def run_part_backward(
-        self, saved: list[Tensor], tangents: dict[int, Tensor], seed: int
+        self, saved: list[Tensor], tangents: dict[int, Tensor], seed: int, is_last: bool
     ) -> list[Tensor]:
         """Run backward alone, likewise; return the gradients of inputs."""
         engine = self.engine
@@ -251,7 +249,7 @@ class Executable:
         with self._seeded("backward", seed):
             assert self.backward is not None
             grads: list[Tensor] = self.backward(engine, engine.store.shards, saved, tangents)
-        engine.rest()
+        engine.rest(is_last)
         if engine.tally is not None:
             engine.tally(self, Call([]), "backward")
         return grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import stat
@@ -419,3 +420,28 @@ def test_a_machine_on_which_nothing_compiles(
     monkeypatch.setattr(inductor, "_compile_probe", fails)
     with pytest.raises(ProgramError, match="could not be compiled on this machine"):
         check_trains_as_plain()
+
+
+class Masked(torch.nn.Module):
+    """Chooses between two tensors that it makes of nothing, as masks of attention are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.where(x > 0, torch.zeros(()), torch.full((), -1.0))
+        return (self.a(x).tanh() + bias).square().sum()
+
+
+@pytest.mark.parametrize("dynamic", ["off", "auto"])
+def test_regions_that_make_tensors_are_compiled(
+    dynamic: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    plain = Masked()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(dynamic=dynamic))
+    for length in (3, 5, 7):
+        x = torch.randn(length, 4)
+        torch.testing.assert_close(model(x), plain(x))
+    assert not [r for r in caplog.records if "Inductor cannot compile" in r.message]
