@@ -76,7 +76,6 @@ ONE_IMPORTER = {
     "zerofx.analysis.recompute.solve": "an algorithm by itself, with its source",
     "zerofx.capture.recurrent": "keeps recurrent layers whole; the others import it in functions",
     "zerofx.optim.lion": "one module per optimizer",
-    "zerofx.comm.nccl": "one module per backend",
 }
 
 # Modules in the folders that hold more than FOLDER_LIMIT.

@@ -14,13 +14,14 @@ from torch import fx
 
 from zerofx.errors import ProgramError
 from zerofx.ir.graphs import is_compute, root_producer
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.placing import check_placed
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.verify_fault import fault, name_of, user_line
-from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest
+from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of
+from zerofx.policy import schedules
 
 # -- The outer shape of a program: regions in one piece, what crosses to backward, buffers synced
 
@@ -247,6 +248,73 @@ def verify_ranks(programs: Sequence[Planned]) -> None:
                     f"{_call(theirs)}: they would wait for each other for ever; run one program "
                     "on all ranks"
                 )
+
+
+def verify_stages(programs: Sequence[Planned]) -> None:
+    """Check the programs of a pipeline's stages, and that each sends what the next one takes.
+
+    programs: of all stages, in order, each cut from the same program.
+
+    Raises:
+        ProgramError: a stage is broken, sends another value than its receiver takes it for, a
+            gradient is missing, or the schedule comes to a halt.
+    """
+    made = []
+    for program in programs:
+        verify(program)
+        made.append({(o.role, o.index): n.digest for o, n in _sent(program)})
+    wires = programs[0].stage.wires
+    for position, program in enumerate(programs):
+        stage = program.stage
+        if (stage.position, stage.size, stage.wires) != (position, len(programs), wires):
+            raise ProgramError(
+                f"the program given as stage {position} of {len(programs)} is stage "
+                f"{stage.position} of {stage.size}, or of another pipeline"
+            )
+    for wire in wires:
+        role = Role.OUTPUT if wire.graph == FORWARD else Role.INPUT_GRAD
+        if made[wire.source].get((role, wire.output)) != wire.digest:
+            raise ProgramError(
+                f"stage {wire.source} does not send {wire.name} to stage {wire.target} in "
+                f"{wire.graph}, or sends another value in its place"
+            )
+        taken = [
+            n
+            for name in programs[wire.target].graphs
+            for n in programs[wire.target].placeholders(name)
+            if info(n).digest == wire.digest and info(n).index == wire.leaf
+        ]
+        if taken and not _is_alike(wire.value, value(taken[0])):
+            raise ProgramError(
+                f"stage {wire.target} takes {wire.name} as {_form(value(taken[0]))}, and stage "
+                f"{wire.source} sends it as {_form(wire.value)}"
+            )
+    found = {label for program in programs for label in Numbering(program).outputs}
+    if programs[0].is_training:
+        for name in programs[0].stage.trained:
+            if label_of(Role.GRAD, name) not in found:
+                raise ProgramError(f"no stage computes the gradient of {name}")
+    _check_schedule(programs)
+
+
+def _sent(program: Planned) -> list[tuple[OutputInfo, Output]]:
+    outputs = Numbering(program).outputs
+    specs = [spec for graph in program.outputs.values() for spec in graph]
+    labels = [(spec, label_of(spec.role, spec.name, spec.index)) for spec in specs]
+    return [(spec, outputs[label]) for spec, label in labels if label in outputs]
+
+
+def _check_schedule(programs: Sequence[Planned]) -> None:
+    size, parallel = len(programs), programs[0].plan.parallel
+    num = schedules.PER_STAGE * size
+    if parallel.micro_batches != "auto":
+        num = int(parallel.micro_batches)
+    orders = [schedules.actions(parallel.schedule, size, p, num) for p in range(size)]
+    links = {schedules.Hop(w.graph, w.source, w.target) for w in programs[0].stage.wires}
+    held = schedules.stuck(orders, sorted(links, key=repr))
+    if held:
+        where = ", ".join(f"stage {p} at {action}" for p, action in enumerate(held))
+        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
 
 
 def _call(call: tuple[str, str, tuple[object, ...]] | None) -> str:

@@ -64,7 +64,7 @@ from zerofx.policy import reduction
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
-from zerofx.runtime.pipeline import Crossing, Part, Pipeline
+from zerofx.runtime.pipeline import OwnStage, Parcel, PipelineRun
 from zerofx.runtime.regions.cache import prepare_regions
 from zerofx.runtime.regions.load import import_file
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
@@ -91,7 +91,7 @@ class Bound:
         self._pipeline = None
         self._leaves = executable.contract.outputs
         if program.stage.size > 1:
-            self._pipeline = Pipeline(executable, part_of(program))
+            self._pipeline = PipelineRun(executable, own_stage(program))
             self._leaves = self._pipeline.outputs
         self._num_outputs = calling.out_spec.num_leaves
         self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
@@ -123,13 +123,13 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return trees.flatten((args, kwargs))[0]
 
 
-def part_of(program: Planned) -> Part:
+def own_stage(program: Planned) -> OwnStage:
     """Return what a rank's runtime needs to know of the pipeline that a program is a stage of."""
     stage, parallel = program.stage, program.plan.parallel
 
-    def crossing(wire: Wire) -> Crossing:
+    def crossing(wire: Wire) -> Parcel:
         v = wire.value
-        return Crossing(
+        return Parcel(
             wire.name, wire.source, wire.target, wire.graph, wire.output, wire.leaf,
             tuple(v.shape), v.stride(), v.dtype,
         )  # fmt: skip
@@ -137,7 +137,7 @@ def part_of(program: Planned) -> Part:
     graphs = (FORWARD, BACKWARD)
     held = {p.owner: b.positions for b in program.layout.buckets for p in b.params}
     wires = [(*map(str, (w.name, w.source, w.target, w.graph, w.digest)),) for w in stage.wires]
-    return Part(
+    return OwnStage(
         position=stage.position,
         schedule=parallel.schedule,
         size=stage.size,

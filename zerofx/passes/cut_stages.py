@@ -224,24 +224,23 @@ class Cutting:
         self.results = list(zip(program.outputs[name], program.results(name), strict=True))
         self.numbering = Numbering(program)
         self.crossing: dict[tuple[str, int], dict[fx.Node, None]] = {}  # (graph, target) -> values
+        self.sums = self._sums()
+        calls = [n for n in self.graph.nodes if n.op == "call_function"]
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "get_attr":
                 self.anywhere.add(node)
-            elif node.op == "call_function" and node in self.forward:
+            elif node in self.forward:
                 self._place(node, self._forward_stage)
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node in self.forward and node in self.stage:
-                for source in self._others(node, self.stage[node]):
-                    self._cross(source, self.stage[node], FORWARD)
-        self.sums = self._sums()
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node not in self.forward:
+        for node in calls:
+            if node in self.forward:
+                self._receive(node)
+        for node in calls:  # what a stage has received by now decides where gradients are computed
+            if node not in self.forward:
                 self._place(node, self._backward_stage)
-                if node in self.stage and node not in self.sums:
-                    for source in self._others(node, self.stage[node]):
-                        self._cross(source, self.stage[node], self._graph_of(source, node))
+                if node not in self.sums:
+                    self._receive(node)
         self.grads = {  # (parameter, position) -> the summands of its gradient there
             key: nodes for spec, r in self.results for key, nodes in self._gradients(spec, r)
         }
@@ -310,13 +309,14 @@ class Cutting:
         return self.stage[node] == position or node in self.crossing.get((FORWARD, position), ())
 
     # -- what crosses -------------------------------------------------------------------------
-    def _others(self, node: fx.Node, position: int) -> list[fx.Node]:
-        """Return what a node reads that another stage computes."""
-        return [a for a in node.all_input_nodes if self.stage.get(a, position) != position]
-
-    def _graph_of(self, source: fx.Node, node: fx.Node) -> str:
-        """Return when what a node of backward reads crosses: with a forward, if it goes forward."""
-        return FORWARD if self.stage[source] < self.stage[node] else BACKWARD
+    def _receive(self, node: fx.Node) -> None:
+        """Have what a node reads that another stage computes sent to its stage."""
+        if (position := self.stage.get(node)) is None:
+            return
+        for source in node.all_input_nodes:
+            at = self.stage.get(source, position)
+            if at != position:
+                self._cross(source, position, FORWARD if at < position else BACKWARD)
 
     def _cross(self, source: fx.Node, target: int, graph: str) -> None:
         if graph == BACKWARD and self._has_received(source, target):
@@ -379,10 +379,10 @@ class Cutting:
         line = f" ({where.line})" if where.line else ""
         lies = " and ".join(map(str, self.lies.get(source, ())))
         raise PlanError(
-            f"Plan.parallel: {where.module or 'the model itself'}{line} reads {param or node.name}, "
-            f"which lies in pipeline stage {lies}, and runs in stage {self.stage[node]}, since it "
-            "needs what that stage computes. Choose Plan.parallel.cuts so that both are in one "
-            "stage"
+            f"Plan.parallel: {where.module or 'the model itself'}{line} reads "
+            f"{param or node.name}, which lies in pipeline stage {lies}, and runs in stage "
+            f"{self.stage[node]}, since it needs what that stage computes. Choose "
+            "Plan.parallel.cuts so that both are in one stage"
         )
 
     # -- a stage's program ----------------------------------------------------------------------
@@ -515,22 +515,10 @@ class Cutting:
         for (kind, node), output in sent.items():
             if kind == FORWARD:
                 add(Role.OUTPUT, f"to_later_{node.name}", output, env[node])
-        for spec, r in self.results:
-            if (
-                spec.role is not Role.GRAD
-                or position not in self.program.params[spec.name].positions
-            ):
-                continue
-            summands = self.grads.get((spec.name, position))
-            if r is None or not summands:
-                if len(self.program.params[spec.name].positions) == 1:
-                    add(Role.GRAD, spec.name, -1, None)
-                continue
-            total = env[summands[0]]
-            for node in summands[1:]:
-                total = call(graph, _aten.add.Tensor, (total, env[node]), like=total)
-                set_info(total, phase=Phase.BACKWARD)
-            add(Role.GRAD, spec.name, spec.index, total)
+        for spec, _ in self.results:
+            if spec.role is Role.GRAD and position in self.program.params[spec.name].positions:
+                summands = self.grads.get((spec.name, position), [])
+                add(Role.GRAD, spec.name, spec.index, _sum(graph, [env[n] for n in summands]))
         for (kind, node), output in sent.items():
             if kind == BACKWARD:
                 add(Role.INPUT_GRAD, f"to_earlier_{node.name}", output, env[node])
@@ -556,3 +544,14 @@ class Cutting:
         program.reference = Reference(
             {label: output.digest for label, output in made.outputs.items()}, frozenset(values)
         )
+
+
+def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:
+    """Return the sum of what a stage has of a parameter's gradient, None for nothing."""
+    if not summands:
+        return None
+    total, *others = summands
+    for node in others:
+        total = call(graph, _aten.add.Tensor, (total, node), like=total)
+        set_info(total, phase=Phase.BACKWARD)
+    return total

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
+from zerofx.compat.graphs import op_name
 from zerofx.errors import PlanError
-from zerofx.ir.graphs import set_results
-from zerofx.ir.meta import OutputInfo, Role, info, set_info, value
+from zerofx.ir.graphs import fake_value, is_alias, set_results, value_of
+from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.layout.buckets import Layout
 from zerofx.layout.tiles import tiles_of
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.tiled_weight import NotTiled, TiledWeight
 from zerofx.passes.tiling import choose_tiles, describe, tile_info, with_tiles
 from zerofx.plan.plan import Plan
 
@@ -127,4 +130,445 @@ def _refusal(param: ParamInfo, count: int, error: NotTiled) -> PlanError:
         f"Plan.tiling asks for {count} tiles of {param.name} {list(param.shape)}, but "
         f"{error.node.target}{at} reads it or its gradient, and only the products and lookups of "
         "linear and embedding layers run tile by tile; leave it out of the patterns"
+    )
+
+
+# -- The operators of linear and embedding layers, forward and backward, done tile by tile ---------
+# W [rows, cols] comes as k tiles W_i [rows / k, cols]. Each class stands for one node of the graph:
+# `begin` prepares what all tiles share, `tile` adds the nodes of one, `end` puts the result
+# together. What all tiles share is prepared outside of them, so that the tiles are alike and
+# compiled once.
+
+
+# -- One weight of a graph as tiles of its rows: its readers and gradient, and their rewrite -------
+
+
+aten = torch.ops.aten
+_WIDE = (torch.float32, torch.float64)
+
+
+def args(node: fx.Node) -> Any:
+    """Return a node's arguments; the op's schema says what they are."""
+    return node.args
+
+
+def is_flip(node: fx.Node) -> bool:
+    """Say whether a node transposes a matrix."""
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.permute.default:
+        return [d % 2 for d in args(node)[1]] == [1, 0]
+    return node.target is aten.transpose.int and {d % 2 for d in args(node)[1:]} == {0, 1}
+
+
+def unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Follow transposes back; say whether an odd number of them lies between."""
+    is_flipped = False
+    while is_flip(node):
+        node, is_flipped = args(node)[0], not is_flipped
+    return node, is_flipped
+
+
+class Builder:
+    """Adds nodes to a graph in front of one of its nodes."""
+
+    def __init__(self, point: fx.Node, count: int) -> None:
+        self._point, self.count = point, count
+        self._parts: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+
+    def call(
+        self, target: Any, arguments: tuple[Any, ...], like: fx.Node, tile: int = -1, **named: Any
+    ) -> fx.Node:
+        """Return a new call, with its fake value and `like`'s place in the user's model."""
+        graph = self._point.graph
+        base = op_name(target)[1]
+        with graph.inserting_before(self._point):
+            node = graph.create_node("call_function", target, arguments, named, name=base)
+        node.meta["val"] = fake_value(target, value_of(arguments), named, target)
+        there = info(like)
+        node.meta["zfx"] = Info(
+            phase=there.phase, unit=there.unit, module=there.module, line=there.line, tile=tile
+        )
+        return node
+
+    def parts(self, node: fx.Node, dim: int, like: fx.Node) -> list[fx.Node]:
+        """Return views of a tensor's equal parts along `dim`, one a tile."""
+        made = self._parts.get((node, dim))
+        if made is None:
+            size = value(node).shape[dim] // self.count
+            bounds = [(i * size, (i + 1) * size) for i in range(self.count)]
+            made = [self.call(aten.slice.Tensor, (node, dim, *b), like) for b in bounds]
+            self._parts[node, dim] = made
+        return made
+
+
+@dataclass
+class TiledOp(ABC):
+    """A node that reads the weight or makes its gradient.
+
+    chain: what leads from the weight to the argument that the node reads (casts, transposes).
+    made: a result for each tile of the weight's gradient, as far as they are made.
+    """
+
+    node: fx.Node
+    tiles: Sequence[fx.Node]
+    chain: tuple[fx.Node, ...] = ()
+    made: dict[int, fx.Node] = field(default_factory=dict)
+
+    makes_gradient: ClassVar[bool] = False
+
+    def part(self, i: int) -> int:
+        """Number the part of the layer that tile i of this node belongs to.
+
+        Gradients are parts of their own: the weight's tile is released before they are made.
+        """
+        return i + self.makes_gradient * len(self.tiles)
+
+    def inputs(self) -> list[fx.Node]:
+        """Return what it takes beside the weight."""
+        mine = {self.tiles[0], *self.chain[-1:]}
+        return [unflipped(a)[0] for a in self.node.all_input_nodes if a not in mine]
+
+    def begin(self, builder: Builder) -> None:  # noqa: B027  # most share nothing
+        """Add what all tiles share."""
+
+    @abstractmethod
+    def tile(self, builder: Builder, i: int) -> None:
+        """Add the nodes of tile i."""
+
+    def end(self, builder: Builder) -> fx.Node | None:
+        """Add what follows the last tile; return what stands for the node, if it was a read."""
+        return None
+
+    def _weight(self, builder: Builder, i: int) -> fx.Node:
+        """Return tile i as the node reads the weight: transposed, or in another format."""
+        found = self.tiles[i]
+        for step in self.chain:
+            found = builder.call(
+                step.target, (found, *step.args[1:]), self.node, self.part(i), **step.kwargs
+            )
+        return found
+
+
+class Features(TiledOp):
+    """x W^T, or b + x W^T: each tile makes its own columns."""
+
+    def begin(self, builder: Builder) -> None:
+        self.parts: dict[int, fx.Node] = {}
+        has_bias = self.node.target is aten.addmm.default
+        self.bias = builder.parts(args(self.node)[0], -1, self.node) if has_bias else None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        x, weight = args(self.node)[-2], self._weight(builder, i)
+        taken = (x, weight) if self.bias is None else (self.bias[i], x, weight)
+        self.parts[i] = builder.call(self.node.target, taken, self.node, self.part(i))
+
+    def end(self, builder: Builder) -> fx.Node:
+        parts = [part for _, part in sorted(self.parts.items())]
+        return builder.call(aten.cat.default, (parts, 1), self.node)
+
+
+class Sum(TiledOp):
+    """x W, or b + x W: the tiles' products with their columns of x, summed one after another.
+
+    What is narrower than fp32 is summed in fp32, so that only the products are rounded.
+    """
+
+    def begin(self, builder: Builder) -> None:
+        self.columns = builder.parts(args(self.node)[-2], 1, self.node)
+        has_bias = self.node.target is aten.addmm.default
+        self.total: fx.Node | None = args(self.node)[0] if has_bias else None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        x, weight = self.columns[i], self._weight(builder, i)
+        if value(self.node).dtype in _WIDE:
+            taken = (x, weight) if self.total is None else (self.total, x, weight)
+            target = aten.mm.default if self.total is None else aten.addmm.default
+            self.total = builder.call(target, taken, self.node, self.part(i))
+            return
+        product = builder.call(aten.mm.default, (x, weight), self.node, self.part(i))
+        wide = builder.call(
+            aten._to_copy.default, (product,), self.node, self.part(i), dtype=torch.float32
+        )
+        if self.total is not None:
+            wide = builder.call(aten.add.Tensor, (wide, self.total), self.node, self.part(i))
+        self.total = wide
+
+    def end(self, builder: Builder) -> fx.Node:
+        assert self.total is not None
+        dtype = value(self.node).dtype
+        if dtype in _WIDE:
+            return self.total
+        return builder.call(aten._to_copy.default, (self.total,), self.node, dtype=dtype)
+
+
+class Gradient(TiledOp):
+    """dy^T x: each tile is the product with its own columns of dy."""
+
+    makes_gradient = True
+    is_flipped = False  # the node makes the transpose of the weight's gradient
+
+    def begin(self, builder: Builder) -> None:
+        cut = args(self.node)[1 if self.is_flipped else 0]
+        base, self.turns = unflipped(cut)
+        self.columns = builder.parts(base, 1 if self.is_flipped ^ self.turns else 0, self.node)
+
+    def tile(self, builder: Builder, i: int) -> None:
+        part = self.columns[i]
+        if self.turns:
+            part = builder.call(aten.t.default, (part,), self.node, self.part(i))
+        a, b = args(self.node)
+        taken = (a, part) if self.is_flipped else (part, b)
+        self.made[i] = builder.call(aten.mm.default, taken, self.node, self.part(i))
+
+
+class _Rows(TiledOp):
+    """What lookups share: which indices fall into each tile, and where in it."""
+
+    def _find(self, builder: Builder, indices: fx.Node) -> None:
+        """Add, for each tile, (indices within the tile, whether they are its own).
+
+        What is no row of the weight stays none of the first or the last tile, and raises there.
+        """
+        num_rows = value(self.tiles[0]).shape[0]
+        last = len(self.tiles) - 1
+        self.where: list[tuple[fx.Node, fx.Node]] = []
+        for i in range(last + 1):
+            tests = [] if i == 0 else [(aten.ge.Scalar, i * num_rows)]
+            tests += [] if i == last else [(aten.lt.Scalar, (i + 1) * num_rows)]
+            held = [builder.call(test, (indices, bound), self.node) for test, bound in tests]
+            mine = held[0]
+            if len(held) == 2:
+                mine = builder.call(aten.bitwise_and.Tensor, (held[0], held[1]), self.node)
+            inside = builder.call(aten.sub.Tensor, (indices, i * num_rows), self.node)
+            inside = builder.call(aten.where.ScalarOther, (mine, inside, 0), self.node)
+            self.where.append((inside, builder.call(aten.unsqueeze.default, (mine, -1), self.node)))
+
+
+class Lookup(_Rows):
+    """W[indices]: each tile looks up all, and what it has replaces what stood there."""
+
+    def begin(self, builder: Builder) -> None:
+        self._find(builder, args(self.node)[1])
+        self.found: fx.Node | None = None
+
+    def tile(self, builder: Builder, i: int) -> None:
+        inside, mine = self.where[i]
+        weight = self._weight(builder, i)
+        found = builder.call(aten.embedding.default, (weight, inside), self.node, self.part(i))
+        if self.found is not None:
+            taken = (mine, found, self.found)
+            found = builder.call(aten.where.self, taken, self.node, self.part(i))
+        self.found = found
+
+    def end(self, builder: Builder) -> fx.Node:
+        assert self.found is not None
+        return self.found
+
+
+class LookupGradient(_Rows):
+    """The sum of dy over each row's places: a tile takes dy where it is its own, else zeros."""
+
+    makes_gradient = True
+
+    def begin(self, builder: Builder) -> None:
+        self._find(builder, args(self.node)[1])
+
+    def tile(self, builder: Builder, i: int) -> None:
+        inside, mine = self.where[i]
+        grad, _, _, padding, by_frequency = args(self.node)
+        num_rows = value(self.tiles[0]).shape[0]
+        is_padded = i * num_rows <= padding < (i + 1) * num_rows
+        own = builder.call(aten.where.ScalarOther, (mine, grad, 0.0), self.node, self.part(i))
+        taken = (own, inside, num_rows, padding - i * num_rows if is_padded else -1, by_frequency)
+        self.made[i] = builder.call(self.node.target, taken, self.node, self.part(i))
+
+
+class NotTiled(Exception):
+    """A node reads a weight, or makes its gradient, in a way that cannot be done tile by tile."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(str(node))
+        self.node = node
+
+
+class TiledWeight:
+    """A weight's placeholder, those of its tiles, and its gradient.
+
+    ops: every node that reads the weight or a form of it, and the products of its gradient.
+    forms: the weight itself, its transposes and casts. inner: what makes the gradient of products.
+    """
+
+    def __init__(self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None) -> None:
+        self.weight, self.tiles, self.gradient = weight, tiles, gradient
+        self.ops: list[TiledOp] = []
+        self.forms: dict[fx.Node, tuple[fx.Node, ...]] = {weight: ()}
+        self.inner: list[fx.Node] = []
+        self._made: dict[fx.Node, dict[int, fx.Node]] = {}  # part of the gradient -> its tiles
+
+    # -- what there is --------------------------------------------------------------------------
+    def find(self) -> None:
+        """Find all readers, and what the gradient is made of.
+
+        Raises:
+            NotTiled: one of them cannot be done tile by tile.
+        """
+        self._find_reads(self.weight, False)
+        if self.gradient is not None:
+            self._find_products(self.gradient, False)
+
+    def _find_reads(self, node: fx.Node, is_flipped: bool) -> None:
+        for user in node.users:
+            if is_flip(user) or _is_same(user):
+                self.forms[user] = (*self.forms[node], user)
+                self._find_reads(user, is_flipped ^ is_flip(user))
+            else:
+                kind = _kind_of_read(user, node, is_flipped)
+                self.ops.append(kind(user, self.tiles, self.forms[node]))
+
+    def _find_products(self, node: fx.Node, is_flipped: bool) -> None:
+        """Follow the gradient back through transposes, casts and sums."""
+        if len(node.users) > 1:
+            raise NotTiled(node)
+        if node.target is aten.mm.default:
+            product = Gradient(node, self.tiles)
+            product.is_flipped = is_flipped
+            self.ops.append(product)
+        elif node.target is aten.embedding_dense_backward.default and not args(node)[4]:
+            self.ops.append(LookupGradient(node, self.tiles))
+        elif is_flip(node) or _is_same(node):
+            self._find_products(args(node)[0], is_flipped ^ is_flip(node))
+            self.inner.append(node)
+        elif _is_plain_sum(node):
+            for operand in args(node):
+                self._find_products(operand, is_flipped)
+            self.inner.append(node)
+        else:
+            raise NotTiled(node)
+
+    # -- tile by tile ---------------------------------------------------------------------------
+    def rewrite(self) -> list[fx.Node | None]:
+        """Put tiles in place of every reader; return the gradient of each tile.
+
+        What backward computes of one tensor is done together: of each tile what reads the weight,
+        then its gradient, beside which the next tile is gathered. Backward goes from the last tile
+        to the first, since forward has just had the last.
+        """
+        order = list(range(len(self.tiles)))
+        for group in self._together():
+            together = sorted(group, key=lambda op: op.makes_gradient)
+            builder = Builder(min(op.node for op in together), len(self.tiles))
+            is_backward = info(together[0].node).phase is Phase.BACKWARD
+            for op in together:
+                op.begin(builder)
+            for i in reversed(order) if is_backward else order:
+                for op in together:
+                    op.tile(builder, i)
+            for op in together:
+                found = op.end(builder)
+                if found is not None:
+                    op.node.replace_all_uses_with(found)
+                self._made[op.node] = op.made
+        for node in self.inner:
+            self._made[node] = {i: self._inner(node, i) for i in order}
+        if self.gradient is None:
+            return [None for _ in order]
+        return [self._made[self.gradient][i] for i in order]
+
+    def _together(self) -> list[list[TiledOp]]:
+        """Group backward's operators that share a tensor; the others are done alone."""
+        groups: list[list[TiledOp]] = []
+        for op in sorted(self.ops, key=lambda op: op.node):
+            is_backward = info(op.node).phase is Phase.BACKWARD
+            for group in groups if is_backward else ():
+                first = group[0].node
+                shares = {a for other in group for a in other.inputs()} & {*op.inputs()}
+                is_there = shares and all(a < first for a in op.inputs())
+                if is_there and info(first).phase is Phase.BACKWARD:
+                    group.append(op)
+                    break
+            else:
+                groups.append([op])
+        return groups
+
+    def _inner(self, node: fx.Node, i: int) -> fx.Node:
+        """Add a sum, a transpose or a cast of the gradient for tile i, behind what it takes."""
+        taken = tuple(self._made[a][i] if a in self._made else a for a in args(node))
+        last = max(a for a in taken if isinstance(a, fx.Node))
+        builder = Builder(last.next, len(self.tiles))
+        return builder.call(node.target, taken, last, info(last).tile, **node.kwargs)
+
+    def erase(self) -> None:
+        """Erase what the tiles have replaced; the output no longer reads the whole gradient."""
+        old = {*self.inner, *(op.node for op in self.ops), *self.forms}
+        for node in sorted(old, reverse=True):
+            node.graph.erase_node(node)
+
+    # -- put together ---------------------------------------------------------------------------
+    def join(self) -> list[fx.Node | None]:
+        """Give readers the whole weight, put together from its tiles, and cut its gradient.
+
+        It is put together in front of its first reader, and in backward once more, with views of
+        its own: what backward reads of forward would be saved, and that is never a weight.
+        """
+        self.ops, self.inner, self.forms = [], [], {self.weight: ()}
+        for form in self.weight.graph.nodes:
+            if is_alias(form) and any(a in self.forms for a in form.all_input_nodes):
+                self.forms[form] = ()
+        readers = sorted({u for form in self.forms for u in form.users} - self.forms.keys())
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            known: dict[fx.Node, fx.Node] = {}
+            for reader in (r for r in readers if info(r).phase is phase):
+                for form in [a for a in reader.all_input_nodes if a in self.forms]:
+                    reader.replace_input_with(form, self._whole(form, reader, known))
+        if self.gradient is None:
+            return [None for _ in self.tiles]
+        parts: list[Any] = Builder(self.gradient.next, len(self.tiles)).parts(
+            self.gradient, 0, self.gradient
+        )
+        for part in parts:
+            set_info(part, phase=Phase.BACKWARD)
+        return parts
+
+    def _whole(self, form: fx.Node, reader: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a form of the weight in front of its reader; `known` are those of its phase."""
+        if form not in known:
+            builder = Builder(reader, len(self.tiles))
+            if form is self.weight:
+                known[form] = builder.call(aten.cat.default, ([*self.tiles], 0), reader)
+            else:
+                taken = tuple(
+                    self._whole(a, reader, known) if a in self.forms else a for a in args(form)
+                )
+                named: dict[str, Any] = dict(form.kwargs)
+                known[form] = builder.call(form.target, taken, reader, **named)
+        return known[form]
+
+
+def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[TiledOp]:
+    """Return how a reader of the weight is done tile by tile."""
+    taken = args(user)
+    reads = [a for a in user.all_input_nodes if a is weight]
+    is_product = user.target in (aten.mm.default, aten.addmm.default) and not user.kwargs
+    if is_product and taken[-1] is weight and weight not in taken[:-1]:
+        return Features if is_flipped else Sum
+    is_lookup = user.target is aten.embedding.default and taken[0] is weight and len(reads) == 1
+    if is_lookup and not is_flipped and not any(taken[3:]):  # by frequency, sparse
+        return Lookup
+    raise NotTiled(user)
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Say whether a node gives what it takes element by element, perhaps in another format."""
+    return node.target in (aten.detach.default, aten.alias.default, aten._to_copy.default)
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    taken = node.args
+    return (
+        len(taken) == 2
+        and taken[0] is not taken[1]
+        and all(isinstance(a, fx.Node) and value(a).shape == value(node).shape for a in taken)
     )

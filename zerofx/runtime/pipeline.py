@@ -18,14 +18,12 @@ from torch import Tensor
 from zerofx.comm.collectives import Axis, Work
 from zerofx.compat.autograd import will_run
 from zerofx.errors import GradientError
-from zerofx.policy.schedules import BACKWARD, FORWARD, Action, actions
+from zerofx.policy.schedules import BACKWARD, FORWARD, Action, Hop, actions
 from zerofx.runtime.step import Executable
-
-BEFORE_WAITING = 2  # transfers of one value that are under way before the sender waits for one
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Parcel:
     """A value between two stages, as `ir.program.Wire` has it: from whom to whom, and its form."""
 
     name: str
@@ -40,7 +38,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnStage:
     """What a rank knows of the pipeline: its own stage, all that crosses, and who has the results.
 
     taken, sent: what this stage's graphs receive and send. results: the user's outputs.
@@ -52,9 +50,9 @@ class Part:
     position: int
     schedule: str
     size: int
-    taken: Mapping[str, tuple[Crossing, ...]]
-    sent: Mapping[str, tuple[Crossing, ...]]
-    results: tuple[Crossing, ...]
+    taken: Mapping[str, tuple[Parcel, ...]]
+    sent: Mapping[str, tuple[Parcel, ...]]
+    results: tuple[Parcel, ...]
     trained: tuple[str, ...]
     shared: Mapping[str, tuple[int, ...]]
     loss: int | None
@@ -62,17 +60,17 @@ class Part:
     digest: str
 
 
-class Pipeline:
+class PipelineRun:
     """Runs the calls of one program of a pipeline, all stages together."""
 
-    def __init__(self, executable: Executable, part: Part) -> None:
+    def __init__(self, executable: Executable, part: OwnStage) -> None:
         self.executable, self.part = executable, part
         self._engine = executable.engine
         self._axis: Axis = self._engine.world.axis("pipeline")
         self._leaves = {leaf: i for i, leaf in enumerate(executable.contract.outputs)}
         self._anchor = self._engine.gradients.anchor()
         self._sending: dict[str, deque[tuple[Work, Tensor]]] = {}
-        self._receiving: dict[Action, list[tuple[Crossing, Tensor, Work]]] = {}
+        self._receiving: dict[Action, list[tuple[Parcel, Tensor, Work]]] = {}
         digest = hashlib.sha256(part.digest.encode()).hexdigest()[:12]
         self._digest = f"pipeline={part.schedule}:{digest}"
 
@@ -115,7 +113,7 @@ class Pipeline:
         self._engine.world.level()
         return found
 
-    def _share(self, result: Crossing, outs: Sequence[Tensor]) -> Tensor:
+    def _share(self, result: Parcel, outs: Sequence[Tensor]) -> Tensor:
         """Give a result of one stage to all of them."""
         if result.source == self.part.position:
             made = outs[self._leaves[result.output]]
@@ -244,10 +242,10 @@ class Pipeline:
             found[crossing.leaf] = box
         return found
 
-    def _send(self, crossing: Crossing, made: Tensor, action: Action) -> None:
+    def _send(self, crossing: Parcel, made: Tensor, action: Action) -> None:
         key = f"{crossing.graph} {crossing.name} {crossing.target}"
         under_way = self._sending.setdefault(key, deque())
-        if len(under_way) >= BEFORE_WAITING:
+        if len(under_way) >= Hop(crossing.graph, crossing.source, crossing.target).ahead:
             under_way.popleft()[0].wait()
         box = made.contiguous()
         label = f"{crossing.name} of micro-batch {action.micro_batch} to pipeline stage"
@@ -274,7 +272,7 @@ class _Trained(torch.autograd.Function):
     """A training step that has run; its backward hands the gradients out."""
 
     @staticmethod
-    def forward(ctx: Any, run: Pipeline, micro_batches: Any, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor) -> Tensor:
         try:
             loss, ctx.grads = run.train(micro_batches)
         except BaseException:
@@ -285,7 +283,7 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        run: Pipeline = ctx.run
+        run: PipelineRun = ctx.run
         label = run.executable.contract.label
         if torch.is_grad_enabled():
             raise GradientError(

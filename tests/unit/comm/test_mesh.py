@@ -87,21 +87,23 @@ def test_the_layout_follows_meshes_of_four_ranks(pool: Pool, stage: int) -> None
 def grids() -> list[Any]:
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "replicate"))
     return [
-        rank_grid(both, None)[..., 0].tolist(),
-        rank_grid(both, None, replicates=True)[..., 0].tolist(),
-        rank_grid(both["shard"], None)[..., 0].tolist(),
-        rank_grid(init_device_mesh("cpu", (2,)), 2)[..., 0].tolist(),
+        rank_grid(both, None)[0, ..., 0].tolist(),
+        rank_grid(both, None, replicates=True)[0, ..., 0].tolist(),
+        rank_grid(both["shard"], None)[0, ..., 0].tolist(),
+        rank_grid(init_device_mesh("cpu", (2,)), 2)[0, ..., 0].tolist(),
         rank_grid(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), None, True)[
-            ..., 0
+            0, ..., 0
         ].tolist(),
-        rank_grid(None, None, tensor=2).tolist(),
+        rank_grid(None, None, tensor=2)[0].tolist(),
+        rank_grid(None, None, pipeline=2).tolist(),
     ]
 
 
 def test_names_give_the_axes_in_either_order(pool: Pool) -> None:
     for rank, answer in enumerate(pool.run(2, grids)):
         two = [[[0, 1]]]  # one data rank, whose layers both share
-        assert answer == [[[0], [1]], [[0], [1]], [[rank]], [[0, 1]], [[0], [1]], two]
+        stages = [[[[0]]], [[[1]]]]
+        assert answer == [[[0], [1]], [[0], [1]], [[rank]], [[0, 1]], [[0], [1]], two, stages]
 
 
 def refusals() -> list[str]:

@@ -360,9 +360,8 @@ class ParameterPiece(ABC):
             full = self._of_stage(local)
         if stages.size > 1:
             box = full.to(world.device)
-            stages.broadcast(
-                box.view(-1), self.bucket.positions[0], f"{what} of {self.name}"
-            ).wait()
+            first = self.bucket.positions[0]
+            stages.broadcast(box.view(-1), first, f"{what} of {self.name}").wait()
             full = box.to(local.device)
         return full
 

@@ -1,0 +1,223 @@
+"""Pipelines: unmodified models in stages train as one plain process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tensor_models import MODELS
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerofx
+from zerofx.errors import GradientError, PlanError, ShardError, ZerofxError
+from zerofx.plan.plan import Plan
+
+STEPS = 5
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def samples(name: str, step: int, rank: int, count: int = 8) -> dict[str, Tensor]:
+    """Return the batch of data rank number `rank`."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if name == "vit":
+        pictures = torch.randn(count, 3, 16, 16, generator=generator)
+        return {"pixel_values": pictures, "labels": torch.arange(count) % 4}
+    ids = torch.randint(0, 64, (count, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+def train(name: str, optimizer: str, plan: dict[str, Any]) -> tuple[Any, dict[str, Tensor], Any]:
+    """Train on this rank; return losses and norms, the parameters, and what eval gives."""
+    model = zerofx.compile(make(name), {"kernels": "aten", **plan})
+    stepper = optimizer_of(optimizer, model)
+    found: list[tuple[float, float]] = []
+    for step in range(STEPS):
+        loss = model(**samples(name, step, model.zerofx.data_rank)).loss
+        stepper.zero_grad()  # as many loops do between forward and backward
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        found.append((float(loss.detach()), float(norm)))
+        stepper.step()
+    model.eval()
+    with torch.no_grad():
+        out = model(**samples(name, 0, 0, count=3))
+    state = dict(zerofx.full_state_dict(model, rank0_only=False))
+    return found, state, (out.loss, out.logits)
+
+
+def plain(name: str, optimizer: str, data: int) -> tuple[Any, dict[str, Tensor], Any]:
+    """Train one plain process on the batches of all data ranks."""
+    model = make(name)
+    stepper = optimizer_of(optimizer, model)
+    found = []
+    for step in range(STEPS):
+        losses = [model(**samples(name, step, rank)).loss / data for rank in range(data)]
+        stepper.zero_grad()
+        sum(losses).backward()  # type: ignore[union-attr]
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        found.append((float(sum(losses).detach()), float(norm)))  # type: ignore[union-attr]
+        stepper.step()
+    model.eval()
+    with torch.no_grad():
+        out = model(**samples(name, 0, 0, count=3))
+    return found, model.state_dict(), (out.loss, out.logits)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "plan"),
+    [
+        ("llama", 2, {"stage": 3, "parallel": {"pipeline": 2, "micro_batches": 4}}),
+        ("gpt2", 2, {"stage": 1, "parallel": {"pipeline": 2, "schedule": "gpipe"}}),
+        slow("t5", 2, {"stage": 2, "parallel": {"pipeline": 2}, "activations": "recompute"}),
+        slow("vit", 2, {"stage": 0, "parallel": {"pipeline": 2, "micro_batches": 2}}),
+        slow("bert", 2, {"stage": 3, "parallel": {"pipeline": 2}}),
+        slow("llama", 2, {"stage": 3, "parallel": {"pipeline": 2}, "kernels": "inductor"}),
+        slow("llama", 4, {"stage": 3, "parallel": {"pipeline": 2, "micro_batches": 8}}),
+        slow("gpt2", 4, {"stage": 0, "parallel": {"pipeline": 2}}),
+        slow("gpt2", 4, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
+        slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
+        slow("t5", 4, {"stage": 2, "parallel": {"pipeline": 4, "micro_batches": 8}}),
+        slow("gpt2", 4, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
+    ],
+)
+def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:
+    parallel = plan["parallel"]
+    data = ranks // parallel["pipeline"] // parallel.get("tensor", 1)
+    for optimizer, tolerance in (("sgd", 2e-6), ("adamw", 1e-5)):
+        steps, state, out = plain(name, optimizer, data)
+        found = pool.run(ranks, train, name, optimizer, plan)
+        losses = torch.tensor([[loss for loss, _ in mine] for mine, _, _ in found]).double()
+        torch.testing.assert_close(
+            losses.mean(0), torch.tensor([loss for loss, _ in steps]).double(), rtol=2e-6, atol=0
+        )
+        for mine, held, given in found:
+            assert [n for _, n in mine] == pytest.approx([n for _, n in steps], rel=1e-5)
+            assert held.keys() == state.keys()
+            for key, theirs in state.items():
+                torch.testing.assert_close(held[key], theirs, rtol=0, atol=tolerance, msg=key)
+            for made, theirs in zip(given, out, strict=True):
+                torch.testing.assert_close(made, theirs, rtol=1e-4, atol=2e-5)
+
+
+def accumulated() -> tuple[list[Tensor], list[Tensor], float]:
+    """Two batches a step, the second loss halved, against the same without a pipeline."""
+    parallel = {"pipeline": 2, "micro_batches": 2}
+    model = zerofx.compile(make("gpt2"), Plan(parallel=parallel, kernels="aten"))
+    for step in range(2):
+        with model.no_sync():
+            (model(**samples("gpt2", step, 0)).loss / (1 + step)).backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    other = make("gpt2")
+    for step in range(2):
+        for half in (slice(0, 4), slice(4, 8)):
+            given = {k: v[half] for k, v in samples("gpt2", step, 0).items()}
+            (other(**given).loss / 2 / (1 + step)).backward()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    share = held / sum(p.numel() for p in model.parameters())
+    return grads, [p.grad for p in other.parameters()], share
+
+
+def test_gradients_add_up_and_stages_hold_their_own(pool: Pool) -> None:
+    shares = []
+    for grads, expected, share in pool.run(2, accumulated):
+        for mine, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+        shares.append(share)
+    assert max(shares) < 0.8 and 1.0 <= sum(shares) < 1.1  # the tied table is in both
+
+
+def refused() -> list[str]:
+    """Try what a pipeline cannot do; return what is said."""
+    parallel = {"pipeline": 2, "micro_batches": 3}
+    model = zerofx.compile(make("llama"), Plan(parallel=parallel, kernels="aten"))
+    batch = samples("llama", 0, 0)
+    said: list[str] = []
+
+    def expect(kind: type[ZerofxError], run: Any) -> None:
+        with pytest.raises(kind) as caught:
+            run()
+        said.append(str(caught.value))
+
+    expect(PlanError, lambda: model(**batch))
+    six = {k: v[:6] for k, v in batch.items()}
+    loss = model(**six).loss
+    expect(GradientError, lambda: torch.autograd.grad(loss, [*model.parameters()][:2]))
+    loss = model(**six).loss
+    loss.backward()
+    expect(GradientError, lambda: loss.backward())
+    expect(PlanError, lambda: model.model(six["input_ids"]))
+    expect(ShardError, lambda: zerofx.save("run", model))
+    return said
+
+
+def test_what_a_pipeline_cannot_do_is_said(pool: Pool) -> None:
+    for said in pool.run(2, refused):
+        assert "micro_batches = 3 does not divide the batch of 8 samples" in said[0]
+        assert "Call loss.backward() and read p.grad" in said[1]
+        assert "hands the gradients of a step out once" in said[2]
+        assert "model is called by itself" in said[3]
+        assert "pipeline axis" in said[4]
+
+
+def other_samples() -> str:
+    model = zerofx.compile(make("llama"), Plan(parallel={"pipeline": 2}, kernels="aten"))
+    with pytest.raises(ShardError) as caught:
+        model(**samples("llama", model.zerofx.world.rank, 0))
+    return str(caught.value)
+
+
+def test_a_wrong_sampler_is_named(pool: Pool) -> None:
+    for text in pool.run(2, other_samples):
+        assert "differs between the 2 ranks that have layers of the model each" in text
+
+
+class Failing(nn.Module):
+    """Fails in the last stage, for a label that is out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return nn.functional.cross_entropy(x, y)
+
+
+def fails_on_one_stage() -> tuple[str, float]:
+    """One stage raises in a micro-batch; both ranks say so, and then go on."""
+    torch.manual_seed(0)
+    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    model = zerofx.compile(Failing(), plan)
+    x, y = torch.randn(8, 8), torch.arange(8)
+    loss = model(x, y)
+    loss.backward()
+    model.zero_grad()
+    with pytest.raises((ZerofxError, IndexError)) as caught:
+        model(x, y.clone().index_fill_(0, torch.tensor([5]), 99))
+    return f"{type(caught.value).__name__}: {caught.value}", float(loss.detach())
+
+
+def test_a_stage_that_raises_is_named(pool: Pool) -> None:
+    said = [text for text, _ in pool.run(2, fails_on_one_stage)]
+    first, last = said
+    assert last.startswith("IndexError: Target 99 is out of bounds")
+    assert first.startswith("DesyncError") and "rank 1" in first and "IndexError" in first

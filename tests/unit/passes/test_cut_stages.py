@@ -1,0 +1,191 @@
+"""Pipeline stages on paper: what each stage has, sends and takes, and what `verify` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tensor_models import MODELS, batch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.errors import CaptureError, PlanError, ProgramError
+from zerofx.ir.meta import Role, info, set_info
+from zerofx.ir.program import Planned
+from zerofx.ir.verify import verify, verify_stages
+from zerofx.passes.cut_stages import balanced
+from zerofx.policy.schedules import (
+    BACKWARD,
+    FORWARD,
+    Hop,
+    actions,
+    most_under_way,
+    num_micro_batches,
+    stuck,
+)
+
+
+def stages(name: str, size: int, **fields: object) -> list[Planned]:
+    torch.manual_seed(0)
+    captured = zerofx.capture(MODELS[name](), (), batch(name), outputs="loss")
+    plan = zerofx.Plan(kernels="aten", parallel={"pipeline": size, **fields})
+    return [zerofx.rewrite(captured, plan, world_size=2 * size, position=p) for p in range(size)]
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gpt2", 2), ("vit", 2), ("t5", 4)])
+def test_stages_have_what_they_compute(name: str, size: int) -> None:
+    found = stages(name, size)
+    verify_stages(found)
+    model = MODELS[name]()
+    held = [set(program.params) for program in found]
+    assert set.union(*held) == {n for n, _ in model.named_parameters()}
+    wires = found[0].stage.wires
+    for graph in (FORWARD, BACKWARD):
+        ways = {(w.source, w.target) for w in wires if w.graph == graph}
+        near = {(p, p + 1) if graph == FORWARD else (p + 1, p) for p in range(size - 1)}
+        assert near <= ways
+    if name in ("llama", "gpt2", "vit"):  # one activation and one gradient a boundary
+        assert len(wires) == 2 * (size - 1)
+    shared = set.intersection(held[0], held[-1])
+    assert shared == {"gpt2": {"transformer.wte.weight"}, "t5": {"shared.weight"}}.get(name, set())
+    numel = [
+        sum(program.layout.shard_numel(b) for b in program.layout.buckets) for program in found
+    ]
+    assert all(0 < n < sum(p.numel() for p in model.parameters()) for n in numel)
+
+
+def test_broken_stages_are_refused() -> None:
+    found = stages("t5", 4)
+    taken = [n for n in found[3].placeholders(FORWARD) if info(n).digest]
+    first, second = taken[:2]
+    before = info(first).digest
+    set_info(first, digest=info(second).digest)
+    with pytest.raises(ProgramError, match="does not compute what was captured"):
+        verify(found[3])
+    set_info(first, digest=before)
+    verify_stages(found)
+    wires = found[0].stage.wires
+    wrong = (replace(wires[0], digest=wires[1].digest), *wires[1:])
+    broken = [replace(p, stage=replace(p.stage, wires=wrong)) for p in found]
+    with pytest.raises(ProgramError, match=f"stage 0 does not send {wires[0].name}"):
+        verify_stages(broken)
+    with pytest.raises(ProgramError, match="the program given as stage 0 of 4 is stage 1"):
+        verify_stages([found[1], found[0], *found[2:]])
+    with pytest.raises(ProgramError, match="no stage computes the gradient of x"):
+        verify_stages([replace(p, stage=replace(p.stage, trained=("x",))) for p in found])
+
+
+def test_a_stage_that_leaves_out_a_gradient_is_refused() -> None:
+    [_, last] = stages("llama", 2)
+    graph = last.graph(BACKWARD)
+    specs, results = last.outputs[BACKWARD], last.results(BACKWARD)
+    at = next(i for i, s in enumerate(specs) if s.role is Role.INPUT_GRAD)
+    other = next(n for n in graph.nodes if n.op == "call_function" and n.meta["val"] is not None)
+    same = [
+        n for n in graph.nodes
+        if isinstance(n.meta.get("val"), Tensor) and n is not results[at]
+        and n.op == "call_function" and n.meta["val"].shape == results[at].meta["val"].shape
+    ]  # fmt: skip
+    assert same and other
+    graph.output_node().args = (tuple(same[-1] if i == at else r for i, r in enumerate(results)),)
+    with pytest.raises(ProgramError):
+        verify(last)
+
+
+class Skipping(nn.Module):
+    """Reads the embedding's table in its last layer, outside of any module that has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return (x @ self.embed.weight.t()).square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def capture_of(model: nn.Module, x: Tensor, size: int, cuts: Sequence[str] | str = "auto") -> None:
+    plan = zerofx.Plan(kernels="aten", parallel={"pipeline": size, "cuts": cuts})
+    zerofx.rewrite(zerofx.capture(model, (x,)), plan, world_size=size)
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    ids = torch.randint(8, (2, 3))
+    with pytest.raises(PlanError, match=r"reads embed.weight, which lies in pipeline stage 0"):
+        capture_of(Skipping(), ids, 2)
+    with pytest.raises(CaptureError, match="BatchNorm"):
+        capture_of(Normed(), torch.randn(4, 4), 2)
+    with pytest.raises(CaptureError, match="forward must return the loss"):
+        capture_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), 2)
+    with pytest.raises(PlanError, match="pipeline = 9 stages, and the model has 5 units"):
+        capture_of(Skipping(), ids, 9)
+    with pytest.raises(PlanError, match=r"no unit is named 'block.2'; did you mean"):
+        capture_of(Skipping(), ids, 2, ["block.2"])
+    with pytest.raises(PlanError, match="must grow"):
+        capture_of(Skipping(), ids, 3, ["blocks.2", "blocks.1"])
+    with pytest.raises(PlanError, match="cuts has 2 modules and pipeline is 2"):
+        capture_of(Skipping(), ids, 2, ["blocks.1", "blocks.2"])
+    with pytest.raises(PlanError, match="contradicts pipeline = 1"):
+        zerofx.Plan(parallel={"micro_batches": 4})
+    with pytest.raises(PlanError, match="position is 2"):
+        zerofx.rewrite(
+            zerofx.capture(Skipping(), (ids,)), zerofx.Plan(parallel={"pipeline": 2}), 2, position=2
+        )
+
+
+def test_stages_are_balanced() -> None:
+    assert balanced([0, 4, 4, 4, 4, 2], 2) == [0, 3]
+    assert balanced([1, 1, 1, 9], 2) == [0, 3]
+    assert balanced([1, 1, 1], 3) == [0, 1, 2]
+    assert balanced([5, 0, 0, 0], 2) == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_end_and_keep_few_under_way(schedule: str) -> None:
+    for size in (2, 3, 4, 8):
+        for num in (1, 2, 3, size, 2 * size, 4 * size):
+            orders = [actions(schedule, size, p, num) for p in range(size)]
+            for order in orders:
+                expected = sorted([*map(str, range(num))] * 2)
+                assert sorted(str(a)[1:] for a in order) == expected
+            near = [Hop(FORWARD, p, p + 1) for p in range(size - 1)]
+            near += [Hop(BACKWARD, p + 1, p) for p in range(size - 1)]
+            skips = [Hop(FORWARD, p, q) for p in range(size) for q in range(p + 1, size)]
+            skips += [Hop(BACKWARD, q, p) for p in range(size) for q in range(p + 1, size)]
+            assert stuck(orders, near) == []
+            assert stuck(orders, skips) == []
+            if schedule == "1f1b":
+                under_way = [most_under_way(order) for order in orders]
+                assert under_way == [min(num, size - p) for p in range(size)]
+
+
+def test_a_schedule_that_waits_for_itself_is_found() -> None:
+    orders = [actions("1f1b", 2, p, 2) for p in range(2)]
+    orders[0] = tuple(reversed(orders[0]))
+    links = [Hop(FORWARD, 0, 1), Hop(BACKWARD, 1, 0)]
+    assert [str(a) for a in stuck(orders, links)] == ["B1", "F0"]
+
+
+def test_micro_batches_divide_the_batch() -> None:
+    assert num_micro_batches("auto", 12, 2) == 6
+    assert num_micro_batches("auto", 7, 2) == 7
+    assert num_micro_batches("auto", 11, 2) == 1
+    assert num_micro_batches(4, 12, 2) == 4
+    assert num_micro_batches(5, 12, 2) == 0
+    assert num_micro_batches("auto", 0, 2) == 0
