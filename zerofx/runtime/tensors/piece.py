@@ -31,8 +31,7 @@ from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 from zerofx.layout.placements import Part, join
 from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.store.updates import Updates
-from zerofx.runtime.tensors.checkpoint import Box, boxes_of
-from zerofx.runtime.tensors.refuse import refuse_parts
+from zerofx.runtime.tensors.checkpoint import Box, boxes_of, boxes_of_part
 from zerofx.runtime.tiers.homes import Homes
 from zerofx.runtime.tiers.host_updates import HostUpdates
 
@@ -283,31 +282,31 @@ class ParameterPiece(ABC):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Which elements of the flattened parameter this rank owns.
+        """Which elements of the flattened parameter this rank owns, in the order it holds them.
 
-        Raises:
-            ShardError: it is cut over a tensor axis, and what it owns is scattered.
+        Of one that is cut over a tensor axis these may be as many as a dimension has rows.
         """
-        if self.tensor_part is not None:
-            refuse_parts(self.ledger.layout, f"what asks for ranges of {self.name}", "gather it")
-        return self.own
+        part = self.tensor_part
+        return self.own if part is None else tuple(part.ranges(self._tensor_rank, self.own))
+
+    @property
+    def _tensor_rank(self) -> int:
+        return self.ledger.world.axis("tensor").rank
 
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
         part = self.tensor_part
         if part is not None:
             whole = full.view(part.shape)
-            full = part.of(whole, self.ledger.world.axis("tensor").rank).reshape(-1)
+            full = part.of(whole, self._tensor_rank).reshape(-1)
         return cut(full, self.own)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The same elements as boxes of the parameter's own shape, in memory order."""
-        refuse_parts(
-            self.ledger.layout, f"torch.distributed.checkpoint of {self.name}",
-            "save zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict",
-        )  # fmt: skip
-        return boxes_of(self.shape, self.ranges)
+        """The same elements as boxes of the parameter's own shape."""
+        if self.tensor_part is not None:
+            return boxes_of_part(self.tensor_part, self._tensor_rank, self.own)
+        return boxes_of(self.shape, self.own)
 
     def says(self) -> str:
         """Name the elements that this rank owns, for errors."""
@@ -389,9 +388,6 @@ class ParameterPiece(ABC):
                 alike.
         """
         ledger = self.ledger
-        refuse_parts(
-            ledger.layout, f"taking in rows of {self.name}", "load the full state dict on all ranks"
-        )
         world, size = ledger.world, ledger.layout.shard_size
         count, *inner = self.shape
         longest = -(-count // size)
