@@ -119,9 +119,7 @@ def states(folder: str) -> list[Any]:
     zerofx.load_weights(third, folder)
     from_files = third.state_dict()
     said = []
-    for refused in (
-        lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),
-    ):
+    for refused in (lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),):
         try:
             model(**batch("llama")).loss.backward()
             refused()

@@ -36,7 +36,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# -- what a rank has of a parameter -----------------------------------------------------------------
+# -- what a rank has of a parameter ---------------------------------------------------------------
 def test_ranges_and_boxes_of_parts_make_up_the_whole() -> None:
     draw = random.Random(0)
     for _ in range(200):
@@ -63,7 +63,7 @@ def test_ranges_and_boxes_of_parts_make_up_the_whole() -> None:
         assert torch.equal(joined, whole) and torch.equal(boxed, whole)
 
 
-# -- zerofx.save and zerofx.load --------------------------------------------------------------------
+# -- zerofx.save and zerofx.load ------------------------------------------------------------------
 def compiled(name: str, plan: dict[str, Any], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return zerofx.compile(MODELS[name](), {"kernels": "aten", **plan})
@@ -146,7 +146,7 @@ def test_any_layout_loads_any_other(
         check_same(found, expected)
 
 
-# -- torch's state dicts, and folders of torch.distributed.checkpoint -------------------------------
+# -- torch's state dicts, and folders of torch.distributed.checkpoint -----------------------------
 def by_torch(folder: str) -> list[tuple[Any, Any]]:
     """Return what was trained, and what came of it by each way of torch."""
     trained = compiled("blocks", TENSOR, 0)
@@ -197,12 +197,14 @@ def test_torch_saves_and_loads_parts(pool: Pool, tmp_path: Path) -> None:
             check_same(each, expected)
 
 
-# -- checkpoints of others, and memory --------------------------------------------------------------
+# -- checkpoints of others, and memory ------------------------------------------------------------
 def from_deepspeed(folder: str) -> tuple[State, State]:
     """Return the weights and moments of a checkpoint of DeepSpeed, read into parts and whole."""
     found = []
     for parallel in ({"tensor": 2, "placements": {"up": "colwise", "down": "rowwise"}}, "none"):
-        model = zerofx.compile(foreign_checkpoints.build(), {"parallel": parallel, "kernels": "aten"})
+        model = zerofx.compile(
+            foreign_checkpoints.build(), {"parallel": parallel, "kernels": "aten"}
+        )
         optimizer = foreign_checkpoints.adamw(model)
         zerofx.load(folder, model, optimizer)
         found.append(whole(model, optimizer))
