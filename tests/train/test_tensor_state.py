@@ -13,6 +13,7 @@ import foreign_checkpoints
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from matrix_optimizers import Shampoo
 from pool import Pool
 from tensor_models import MODELS, batch
 from torch import Tensor, nn
@@ -64,9 +65,13 @@ def test_ranges_and_boxes_of_parts_make_up_the_whole() -> None:
 
 
 # -- zerofx.save and zerofx.load ------------------------------------------------------------------
-def compiled(name: str, plan: dict[str, Any], seed: int) -> nn.Module:
+def plain(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return zerofx.compile(MODELS[name](), {"kernels": "aten", **plan})
+    return MODELS[name]()
+
+
+def compiled(name: str, plan: dict[str, Any], seed: int) -> nn.Module:
+    return zerofx.compile(plain(name, seed), {"kernels": "aten", **plan})
 
 
 def stepper(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -270,3 +275,57 @@ def peaks(folder: str) -> dict[str, float]:
 def test_no_rank_holds_more_than_its_shards_and_a_tensor(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(2, peaks, str(tmp_path)):
         assert all(tensors <= 1.1 for tensors in found.values()), found
+
+
+# -- optimizers that look at more than one element ------------------------------------------------
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "clipped": lambda m: zerofx.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, max_grad_norm=0.1),
+    "lamb": lambda m: zerofx.optim.Lamb(m.parameters(), lr=1e-2, eps=1e-4, max_grad_norm=0.1),
+    "muon": lambda m: torch.optim.Muon(matrices(m), lr=1e-2),
+    "shampoo": lambda m: zerofx.optim.whole_matrices(Shampoo(matrices(m), lr=1e-3)),
+}
+
+
+def steps(kind: str, plan: dict[str, Any] | None, folder: str = "") -> tuple[State, list[float]]:
+    """Train 4 steps, on one plain process without a plan; go on from a snapshot after 2."""
+    model = compiled("blocks", plan, 0) if plan else plain("blocks", 0)
+    optimizer = OPTIMIZERS[kind](model)
+    norms = []
+    for step in range(4):
+        model(**batch("blocks", seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind in ("clipped", "lamb"):
+            norms.append(float(optimizer.grad_norm))
+        if step == 1 and folder:
+            zerofx.save(folder, model, optimizer)
+            model = compiled("blocks", plan, 1)
+            optimizer = OPTIMIZERS[kind](model)
+            zerofx.load(folder, model, optimizer)
+    return (zerofx.full_state_dict(model, False) if plan else model.state_dict()), norms
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "plan"),
+    [
+        (2, ["clipped", "shampoo"], TENSOR),
+        slow(2, ["lamb", "muon"], TENSOR),
+        slow(4, [*OPTIMIZERS], TENSOR),
+        slow(4, [*OPTIMIZERS], {**TENSOR, "stage": 1, "shard_axis_size": 1}),
+        slow(4, ["clipped", "muon"], {"stage": 3, "parallel": {"tensor": 4, "sequence": True}}),
+    ],
+)
+def test_norms_and_matrices_are_those_of_whole_parameters(
+    pool: Pool, tmp_path: Path, ranks: int, kinds: list[str], plan: dict[str, Any]
+) -> None:
+    for kind in kinds:
+        expected, norms = steps(kind, None)
+        first, *others = pool.run(ranks, steps, kind, plan, str(tmp_path / kind))
+        for state, found in (first, *others):
+            assert found == first[1] and found == pytest.approx(norms, rel=1e-5)
+            for key, value in expected.items():
+                torch.testing.assert_close(state[key], value, rtol=0, atol=1e-5, msg=key)

@@ -295,11 +295,50 @@ class ParameterPiece(ABC):
 
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        return cut(self._part_of(full, self._tensor_rank), self.own)
+
+    def _part_of(self, full: Tensor, tensor_rank: int) -> Tensor:
+        """Return what a rank of the tensor axis has of the flattened parameter, 1-D."""
         part = self.tensor_part
-        if part is not None:
-            whole = full.view(part.shape)
-            full = part.of(whole, self._tensor_rank).reshape(-1)
-        return cut(full, self.own)
+        if part is None:
+            return full
+        return part.of(full.view(part.shape), tensor_rank).reshape(-1)
+
+    def shares(self, full: Tensor) -> list[Tensor]:
+        """Return what each rank owns of the flattened parameter, of those with one copy of it."""
+        layout = self.ledger.layout
+        parts = [self._part_of(full, tensor) for tensor in range(layout.tensor_size)]
+        ranges = map(self.ranges_of, range(layout.shard_size))
+        return [cut(part, mine) for mine in ranges for part in parts]
+
+    def num_given(self, rank: int, owner: int) -> int:
+        """Return how many elements a rank gives the owner of the whole: none that others give.
+
+        rank, owner: of those that hold one copy of the model.
+        """
+        size = self.ledger.layout.tensor_size
+        if self.tensor_part is None and rank % size != owner % size:
+            return 0
+        return sum(stop - start for start, stop in self.ranges_of(rank // size))
+
+    def put_together(self, given: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter, which this rank owns, from what each rank has given of it."""
+        size, part = self.ledger.layout.tensor_size, self.tensor_part
+        whole = given[0].new_empty(self.shape)
+        if part is None:
+            self._spread(whole.view(-1), given[self._tensor_rank :: size])
+            return whole
+        flat = given[0].new_empty(math.prod(part.local))
+        for tensor in range(size):
+            self._spread(flat, given[tensor::size])
+            mine = part.within(whole, tensor)
+            mine.copy_(flat.view(mine.shape))
+        return whole
+
+    def _spread(self, flat: Tensor, given: Sequence[Tensor]) -> None:
+        """Write what each rank of the shard axis has into its ranges of a flat tensor."""
+        for shard, values in enumerate(given):
+            spread(flat, self.ranges_of(shard), values)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -429,15 +468,23 @@ def over_parts(
     Those of parameters that are whole there are equal on its ranks, and stay. A collective call
     where the model has such an axis.
     """
-    axis = pieces[0].ledger.world.axis("tensor")
+    are_cut = [p.tensor_part is not None for p in pieces]
+    return over_tensor_axis(pieces[0].ledger.world, values, are_cut, combine)
+
+
+@torch.no_grad()
+def over_tensor_axis(
+    world: World, values: Tensor, are_cut: Sequence[bool], combine: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `values` [n] with those that `are_cut` combined over the tensor axis, as above."""
+    axis = world.axis("tensor")
     if axis.size == 1:
         return values
-    mine = values.contiguous().to(pieces[0].ledger.world.device)
+    mine = values.contiguous().to(world.device)
     found = mine.new_empty(axis.size * mine.numel())
     axis.all_gather(found.view(-1), mine.view(-1), "partial values of parameters' parts").wait()
     combined = combine(found.view(axis.size, -1))
-    are_cut = torch.tensor([p.tensor_part is not None for p in pieces], device=mine.device)
-    return torch.where(are_cut, combined, mine).to(values.device)
+    return torch.where(torch.tensor(are_cut, device=mine.device), combined, mine).to(values.device)
 
 
 @torch.no_grad()
