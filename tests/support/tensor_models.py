@@ -66,7 +66,7 @@ def vit() -> nn.Module:
 
 
 class Blocks(nn.Module):
-    """Two blocks with fused products, and a head; quick to capture."""
+    """A block with fused products, and a head; quick to capture."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(64, 12)
-        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.blocks = nn.ModuleList([self.Block()])
         self.head = nn.Linear(12, 64)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
