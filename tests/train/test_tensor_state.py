@@ -324,7 +324,7 @@ def test_norms_and_matrices_are_those_of_whole_parameters(
 ) -> None:
     for kind in kinds:
         expected, norms = steps(kind, None)
-        first, *others = pool.run(ranks, steps, kind, plan, str(tmp_path / kind))
+        first, *others = pool.run(ranks, steps, kind, plan, str(tmp_path / kind), timeout_s=400)
         for state, found in (first, *others):
             assert found == first[1] and found == pytest.approx(norms, rel=1e-5)
             for key, value in expected.items():
