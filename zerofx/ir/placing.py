@@ -615,7 +615,8 @@ def check_placed(program: Planned) -> None:
 class _Typing:
     """Walks one graph. lies: node -> placement, or one for each tensor of a tuple; None: no value.
 
-    shapes: node -> whole shape, or one for each. saved: how what forward saved lies, with shapes.
+    shapes: node -> whole shape, or one for each. saved: how what forward saved lies, with shapes,
+    and the bucket of a gathered copy. bucket: of such a copy that backward is given.
     """
 
     def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
@@ -623,6 +624,7 @@ class _Typing:
         self.ranks = program.plan.parallel.tensor
         self.lies: dict[fx.Node, Any] = {}
         self.shapes: dict[fx.Node, Any] = {}
+        self.bucket: dict[fx.Node, int] = {}
         self.at = {(b.index, p.offset): p for b in program.layout.buckets for p in b.params}
 
     def run(self) -> list[Any]:
@@ -661,7 +663,8 @@ class _Typing:
             part = self.program.params[where.name].part
             return (part.cut, part.shape) if part else (R, shape_of(value(node)))
         if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
-            return self.saved[where.index]
+            lies, shape, self.bucket[node] = self.saved[where.index]
+            return lies, shape
         return R, shape_of(value(node))
 
     def _op(self, node: fx.Node, spec: Any) -> None:
@@ -670,7 +673,7 @@ class _Typing:
             full: Any
             offset: Any
             full, offset, _ = node.args
-            piece = self.at.get((info(full).index, offset))
+            piece = self.at.get((self.bucket.get(full, info(full).index), offset))
             part = piece.part if piece is not None else None
             self._note(node, part.cut if part else R, part.shape if part else shape_of(value(node)))
             return
@@ -786,8 +789,10 @@ class _Typing:
         specs = self.program.outputs[self.name]
         for spec, result in zip(specs, self.program.results(self.name), strict=True):
             if spec.role is Role.SAVED:
-                known = isinstance(result, fx.Node)
-                kept.append((self.lies[result], self.shapes[result]) if known else (R, ()))
+                if isinstance(result, fx.Node):
+                    kept.append((self.lies[result], self.shapes[result], info(result).index))
+                else:
+                    kept.append((R, (), -1))
                 continue
             if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
                 continue

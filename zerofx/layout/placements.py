@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,3 +125,40 @@ class Part:
     def of(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's part of the whole parameter."""
         return part(whole, self.cut, rank, self.ranks)
+
+    def within(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of a dense whole parameter as a view of it.
+
+        Shapes: whole [..., n, ...] with n at the dimension that is cut, the view [..., groups,
+        n / (groups * ranks), ...].
+        """
+        dim, groups = self.cut.dim, self.cut.groups
+        return whole.unflatten(dim, (groups, self.ranks, -1)).select(dim + 1, rank)
+
+    def ranges(self, rank: int, local: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield which elements of the flat whole these ranges of a rank's flat part are, in order.
+
+        Of the whole, viewed as (outer, groups, ranks, run), a part has every so many runs.
+        """
+        dim, groups = self.cut.dim, self.cut.groups
+        run = math.prod(self.shape[dim:]) // (groups * self.ranks)
+        for start, stop in local:
+            while start < stop:
+                number, at = divmod(start, run)
+                length = min(stop - start, run - at)
+                begin = (number * self.ranks + rank) * run + at
+                yield begin, begin + length
+                start += length
+
+    def rows(self, rank: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what rows first:first+count of a part's cut dimension are of the whole one's.
+
+        (row of the part, row of the whole, number of rows) for each group that has some.
+        """
+        rest = self.shape[self.cut.dim] // (self.cut.groups * self.ranks)
+        stop = first + count
+        while first < stop:
+            group, at = divmod(first, rest)
+            length = min(stop - first, rest - at)
+            yield first, (group * self.ranks + rank) * rest + at, length
+            first += length

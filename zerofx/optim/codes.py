@@ -8,9 +8,9 @@ so that the relative error is 1.6 % (signed) or 0.8 % at the block's largest val
 a hundredth of it. No unsigned code is 0 while a > 0: a second moment that became 0 beside a first
 moment that did not would make a step of m / eps. Coding what was decoded gives the same codes.
 
-Blocks begin at multiples of 256 of the parameter's own elements; where a cut between ranks falls
-into one, each rank codes its part by itself. What a rank has of a tiled parameter counts as one
-part.
+Blocks begin at multiples of 256 of the parameter's own elements, or of a part of it where it is cut
+over the tensor axis; where a cut between ranks falls into one, each rank codes its part by itself.
+What a rank has of a tiled parameter counts as one part.
 
 Source: "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), sections 2.1 and 3, with
 another non-linear map than its dynamic tree: this one needs two square roots and no search.
@@ -208,7 +208,7 @@ class EightBitStates(StretchStates):
                 "Plan.offload.optimizer = 'cpu'"
             )
         pieces = [
-            (held.ranges[0][0], stop - start)
+            (held.own[0][0], stop - start)
             for held, (start, stop) in zip(stretch.holdings, stretch.bounds, strict=True)
         ]
         device = stretch.flat.device

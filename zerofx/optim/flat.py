@@ -26,8 +26,14 @@ from zerofx.optim.runs import (
     ledgers_of,
     name_of,
 )
-from zerofx.runtime.tensors.piece import CastCopy, Ledger, ParameterPiece, piece_of
-from zerofx.runtime.tensors.refuse import refuse_partial_norm, refuse_parts
+from zerofx.runtime.tensors.piece import (
+    CastCopy,
+    Ledger,
+    ParameterPiece,
+    over_tensor_axis,
+    piece_of,
+)
+from zerofx.runtime.tensors.refuse import refuse_partial_norm
 
 # -- The global norm of gradients, and the factor that unscales and clips them within the update ---
 
@@ -57,8 +63,9 @@ def _order(piece: ParameterPiece) -> tuple[int, int]:
 def global_norm(work: Iterable[tuple[FlatRun, Tensor]]) -> Tensor:
     """Return the norm of all gradients over all ranks, float64 [], the same bits on every rank.
 
-    Sharded gradients are summed over the ranks of the shard axis; the ranks of a replicate axis
-    hold equal ones. One exchange a model, in which ranks that own no element take part.
+    Sharded gradients are summed over the ranks of the shard axis, those of parameters that are cut
+    over a tensor axis over that too; the ranks of a replicate axis hold equal ones. One exchange
+    per model and axis, in which ranks that own no element take part.
     """
     sharded: dict[int, list[tuple[ParameterPiece, Tensor]]] = {}
     whole: list[Tensor] = []
@@ -66,28 +73,53 @@ def global_norm(work: Iterable[tuple[FlatRun, Tensor]]) -> Tensor:
         axes = "" if run.ledger is None else run.ledger.world.other_axes
         if axes:
             refuse_partial_norm(name_of(run.params[0]), "max_grad_norm", axes)
-        part = square_sum(grad)
-        cut = [p for p in map(piece_of, run.params) if p is not None and p.is_cut]
-        if cut:
-            piece = min(cut, key=_order)
-            refuse_parts(
-                piece.ledger.layout, "max_grad_norm",
-                "clip with torch.nn.utils.clip_grad_norm_ before step()",
-            )  # fmt: skip
-            sharded.setdefault(id(piece.ledger), []).append((piece, part))
+        pieces = [p for p in map(piece_of, run.params) if p is not None and p.is_cut]
+        if pieces:
+            piece = min(pieces, key=_order)
+            sums = _square_sums(run, grad, pieces)
+            sharded.setdefault(id(piece.ledger), []).append((piece, sums))
         else:
-            whole.append(part)
+            whole.append(square_sum(grad))
     for found in sharded.values():
-        partial = _sum([part for _, part in found]).reshape(1)
+        partial = _sum([sums for _, sums in found])
         first = min((piece for piece, _ in found), key=_order)  # the same one on every rank
-        whole.append(first.gather_partials(partial, _WHAT).sum())
+        sums = first.gather_partials(partial, _WHAT).sum(0)
+        world = first.ledger.world
+        total = over_tensor_axis(world, sums, _ARE_CUT, _over_ranks).sum().reshape(1)
+        stages = world.axis("pipeline")
+        if stages.size > 1:
+            total = total.to(world.device)
+            stages.all_reduce(total, 1.0, _WHAT).wait()
+        whole.append(total.reshape(()))
     return _sum(whole).sqrt() if whole else torch.zeros((), dtype=torch.float64)
+
+
+def _over_ranks(sums: Tensor) -> Tensor:
+    return sums.sum(0)
+
+
+_ARE_CUT = (False, True)  # over the tensor axis: which parameters each of two sums is of
+
+
+def _square_sums(run: FlatRun, grad: Tensor, pieces: Sequence[ParameterPiece]) -> Tensor:
+    """Return this rank's sums of squares of a run, float64 [2], or [1] without other axes.
+
+    What several pipeline stages share counts in the first of them.
+    """
+    layout = pieces[0].ledger.layout
+    if layout.tensor_size == layout.pipeline_size == 1:
+        return square_sum(grad).reshape(1)
+    sums = torch.zeros(len(_ARE_CUT), dtype=torch.float64, device=grad.device)
+    for piece, (start, stop) in zip(pieces, run.bounds, strict=True):
+        if piece.bucket.positions[0] == layout.position:
+            sums[int(piece.tensor_part is not None)] += square_sum(grad[start:stop])
+    return sums
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of parts, which may live on a device and on the host."""
     device = next((p.device for p in parts if p.device.type != "cpu"), parts[0].device)
-    return torch.stack([part.to(device) for part in parts]).sum()
+    return torch.stack([part.to(device) for part in parts]).sum(0)
 
 
 def divisor(

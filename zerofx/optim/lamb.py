@@ -22,8 +22,7 @@ from zerofx.optim.flat import FlatOptimizer, near
 from zerofx.optim.groups import check_adam_options, resolve_groups
 from zerofx.optim.runs import FlatRun, Work, overlaps, parts
 from zerofx.runtime.tensors.norms import LOW_PRECISION
-from zerofx.runtime.tensors.piece import ParameterPiece, piece_of
-from zerofx.runtime.tensors.refuse import refuse_parts
+from zerofx.runtime.tensors.piece import ParameterPiece, over_parts, piece_of
 
 _NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
 Groups = Sequence[tuple[dict[str, Any], Work]]
@@ -120,23 +119,23 @@ def _rows(work: Groups) -> dict[Tensor, int]:
 
 
 def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
-    """Replace each sharded parameter's sums of squares by those over all ranks.
+    """Replace each sharded parameter's sums of squares by those over all ranks that share it.
 
-    One exchange per model, in which ranks that own no element take part.
+    One exchange per model and axis, in which ranks that own no element take part.
     """
     sharded: dict[int, list[ParameterPiece]] = {}
     numbers: dict[int, list[int]] = {}
     for param, number in rows.items():
         piece = piece_of(param)
         if piece is not None and piece.is_cut:
-            refuse_parts(piece.ledger.layout, "Lamb", "use AdamW")
             sharded.setdefault(id(piece.ledger), []).append(piece)
             numbers.setdefault(id(piece.ledger), []).append(number)
     for model, pieces in sharded.items():
         mine = numbers[model]
         local = squares[mine].view(-1)
         whole = pieces[0].gather_partials(local, "the norms of Lamb's trust ratios").sum(0)
-        squares[mine] = whole.view(-1, 2)
+        both = [piece for piece in pieces for _ in range(2)]  # the columns of `squares`
+        squares[mine] = over_parts(both, whole, lambda found: found.sum(0)).view(-1, 2)
 
 
 # -- one run, by our kernels or part by part ------------------------------------------------------

@@ -56,7 +56,7 @@ class OwnMemory:
                 "(p.data = p.contiguous()), or use torch.optim for it"
             )
         self.shape, self.length = param.shape, param.numel()
-        self.ranges = ((0, self.length),)
+        self.own = ((0, self.length),)
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -119,16 +119,19 @@ def _against_offload(plan: Plan) -> Iterator[str]:
 def _against_parallel(plan: Plan) -> Iterator[str]:
     if not plan.parallel.is_used:
         return
-    axis = "tensor" if plan.parallel.tensor > 1 else "pipeline"
+    axis = "pipeline" if plan.parallel.pipeline > 1 else "tensor"
     others = {
         "tiling": plan.tiling != "off",
-        "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
-        "memory_budget": plan.memory_budget is not None,
-        "update = 'in-backward'": plan.update == "in-backward",
         "cuda_graph": plan.cuda_graph,
-        "precision.loss_scale": plan.precision.loss_scale is not None,
-        "ignored_params": bool(plan.ignored_params),
     }
+    if axis == "pipeline":
+        others |= {
+            "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
+            "memory_budget": plan.memory_budget is not None,
+            "update = 'in-backward'": plan.update == "in-backward",
+            "precision.loss_scale": plan.precision.loss_scale is not None,
+            "ignored_params": bool(plan.ignored_params),
+        }
     for name, is_set in others.items():
         if is_set:
             yield (

@@ -20,7 +20,6 @@ from zerofx.comm.together import exchange, together
 from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
-from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.schema import DAMAGE
 from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
@@ -58,10 +57,6 @@ def load(
     """
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
-    refuse_parts(
-        job.store.layout, "zerofx.load",
-        "load a full state dict with model.load_state_dict, or zerofx.load_weights",
-    )  # fmt: skip
     job.world.agree("zerofx.load", job.digest())
     check_names(names)
     found = _found(job)

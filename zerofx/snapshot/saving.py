@@ -19,17 +19,10 @@ from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
-from zerofx.runtime.tensors.refuse import refuse_parts
 from zerofx.snapshot import files, series, state, target, whole_states
 from zerofx.snapshot.dcp import SaveSteps, written_files
 from zerofx.snapshot.job import Job, Optimizers, pack, random_states, write_in_background
 from zerofx.snapshot.lock import Lock
-
-_BY_HAND = (
-    "keep zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict(model, optimizer) by "
-    "torch.save on rank 0, and load them with model.load_state_dict and "
-    "zerofx.load_full_optimizer_state_dict"
-)
 
 
 def save(
@@ -68,7 +61,6 @@ def save(
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
     series.check_options(step, keep)
     job = _Save(target.place(folder), model, optimizer, extra, step, keep)
-    refuse_parts(job.store.layout, "zerofx.save", _BY_HAND)
     world, what = job.world, f"zerofx.save to {job.folder}"
     options = f"step={step};keep={keep};background={background}"
     world.agree("zerofx.save", f"{job.digest()};{options}")

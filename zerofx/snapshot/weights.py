@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.layout.tiles import Range
 from zerofx.model.module import CompiledModule
-from zerofx.runtime.tensors.piece import ParameterPiece, is_cut, piece_of
+from zerofx.runtime.tensors.piece import is_cut, piece_of
 from zerofx.snapshot import state, whole_states
 from zerofx.snapshot.held import Replaced, is_stale, read_settled
 from zerofx.snapshot.sources.recognise import open_source
@@ -31,6 +34,8 @@ log = logging.getLogger("zerofx")
 
 Name = str | tuple[str, int]
 Names = Mapping[str, Name] | Callable[[str], Name | None] | None
+_AT_ONCE_BYTES = 8 << 20  # of a file, where short ranges of a tensor are read together
+_GAP_BYTES = 64 << 10  # what lies between two of them is read, rather than skipped, up to here
 _ADAPTER = "adapter_model"  # how PEFT's files are called
 _SAVED_MODULES = "modules_to_save"
 # Options that say how an optimizer computes, not what: those of the given one are kept.
@@ -272,17 +277,17 @@ class Fill(_Files):
             what = f"{self._path}: the files are of another model"
             raise SnapshotError(f"{what} ({self._source.found}): {few(differ)}{hint}")
         for name, entry in self._found.items():
-            for start, stop in self._ranges(name, entry):
-                entry.check(start, stop)
+            for near in _neighbours(self._ranges(name, entry), entry.dtype.itemsize):
+                entry.check(near[0][0], near[-1][1])
         canonical = {self._wanted[alias]: name for alias, name in names.items()}
         for each in self._states:
             each.check(self._path, self._source, canonical)
         self.extra = self._source.extra
         log.info("zerofx: %s is a %s", self._path, self._source.found)
 
-    def _ranges(self, name: str, entry: StoredTensor) -> Iterable[tuple[int, int]]:
+    def _ranges(self, name: str, entry: StoredTensor) -> Iterable[Range]:
         """Return the flat elements that this rank reads of a tensor."""
-        if name in self._store.params and self._store.pieces[name].tensor_part is None:
+        if name in self._store.params:
             return self._store.pieces[name].ranges
         return [(0, math.prod(entry.shape))]
 
@@ -294,7 +299,7 @@ class Fill(_Files):
             for name, entry in self._found.items():
                 if name in self._store.params:
                     local = self._store.local_view(name)
-                    _fill_piece(local, self._store.pieces[name], entry)
+                    _fill(local, self._store.pieces[name].ranges, entry)
                     self._store.homes.release(local)
             for name, buffer in buffers_of(self._model).items():
                 if name in self._found:
@@ -319,24 +324,40 @@ class Fill(_Files):
             self._model._zerofx.engine.gradients.drop_unsynced()
 
 
-def _fill(local: Tensor, ranges: Iterable[tuple[int, int]], entry: StoredTensor) -> None:
+def _fill(local: Tensor, ranges: Iterable[Range], entry: StoredTensor) -> None:
     """Fill a flat tensor with these ranges of an entry, one after another."""
     at = 0
+    for near in _neighbours(ranges, entry.dtype.itemsize):
+        starts = [start for start, _ in near]
+        places = [*accumulate((stop - start for start, stop in near), initial=at)]
+        for first, part in entry.read(starts[0], near[-1][1]):
+            last = first + len(part)
+            number = max(bisect_right(starts, first) - 1, 0)
+            while number < len(near) and starts[number] < last:
+                low, high = max(starts[number], first), min(near[number][1], last)
+                begin = places[number] + low - starts[number]
+                if low < high:
+                    local[begin : begin + high - low].copy_(part[low - first : high - first])
+                number += 1
+        at = places[-1]
+
+
+def _neighbours(ranges: Iterable[Range], itemsize: int) -> Iterator[list[Range]]:
+    """Divide ranges into those that are read in one go, with what lies between them.
+
+    Of a parameter that is cut over a tensor axis a rank may have a part of every row.
+    """
+    near: list[Range] = []
     for start, stop in ranges:
-        for first, part in entry.read(start, stop):
-            begin = at + first - start
-            local[begin : begin + len(part)].copy_(part)
-        at += stop - start
-
-
-def _fill_piece(local: Tensor, piece: ParameterPiece, entry: StoredTensor) -> None:
-    """Fill what a rank owns of a parameter; of one that is cut, out of the whole."""
-    if piece.tensor_part is None:
-        _fill(local, piece.ranges, entry)
-        return
-    whole = torch.empty(piece.shape.numel(), dtype=local.dtype)
-    _fill(whole, [(0, whole.numel())], entry)
-    local.copy_(piece.cut(whole))
+        if near:
+            gap, total = start - near[-1][1], stop - near[0][0]
+            is_near = 0 <= gap * itemsize <= _GAP_BYTES and total * itemsize <= _AT_ONCE_BYTES
+            if not is_near:
+                yield near
+                near = []
+        near.append((start, stop))
+    if near:
+        yield near
 
 
 class _States:
@@ -426,8 +447,8 @@ class _States:
                     f"{what}: {key} of {name} is {describe(entry)}, and the parameter "
                     f"{list(param.shape)}"
                 )
-            for start, stop in self._store.pieces[name].ranges:
-                entry.check(start, stop)
+            for near in _neighbours(self._store.pieces[name].ranges, entry.dtype.itemsize):
+                entry.check(near[0][0], near[-1][1])
 
     def _options(
         self,

@@ -3,7 +3,8 @@
 Muon orthogonalises matrices, Adafactor keeps means of their rows and columns, Shampoo and SOAP
 keep matrices of their own: none of them can step flat pieces. At `step()` the owner of a parameter
 receives the pieces of its gradient and of its values, steps them with the user's own optimizer
-class, and sends the pieces of the new values back. The states are the owner's alone.
+class, and sends the pieces of the new values back. The states are the owner's alone. Owners are the
+ranks that hold one copy of the model together: those of the shard axis, and of a tensor axis.
 
 Owners are chosen greedily, the largest parameter first: the rank that holds most of it, if its 1/N
 of all elements has room for it, else the rank that owns least so far. So no rank owns more than 1/N
@@ -32,10 +33,9 @@ from zerofx.comm.collectives import Work
 from zerofx.compat.callers import is_within_checkpoint
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
 from zerofx.errors import ArgumentError, ShardError
-from zerofx.layout.tiles import cut, spread
 from zerofx.runtime.store.tree import attributes_of
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, is_cut, piece_of
-from zerofx.runtime.tensors.refuse import refuse_parts
+from zerofx.runtime.tensors.refuse import refuse_stages
 from zerofx.runtime.tensors.tensor import whole_of
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -133,7 +133,7 @@ class WholeUpdates:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Tensor, int] = {}  # parameter -> rank of the shard axis
+        self._owners: dict[Tensor, int] = {}  # parameter -> rank, of those with one copy
         self._loads: dict[int, list[int]] = {}  # id(ledger) -> elements that each rank owns
         self._alone: dict[Tensor, LoneOptimizer] = {}
         self._attached = self._settled = False
@@ -152,7 +152,7 @@ class WholeUpdates:
         optimizer.register_state_dict_post_hook(_guard)
 
     def owner(self, optimizer: Optimizer, param: Tensor) -> int:
-        """Return the rank of the shard axis that owns a sharded parameter."""
+        """Return which of the ranks that hold one copy of the model owns a sharded parameter."""
         if param not in self._owners:
             self._choose_owners(optimizer)
         return self._owners[param]
@@ -162,17 +162,17 @@ class WholeUpdates:
         shares: dict[int, float] = {}
         for param in new:
             ledger = _piece(param).ledger
-            refuse_parts(
+            refuse_stages(
                 ledger.layout, f"{type(optimizer).__name__}, which steps on whole matrices,",
                 "use an optimizer that steps element by element, such as AdamW",
             )  # fmt: skip
-            size = ledger.layout.shard_size
+            size = ledger.world.copy_size
             loads = self._loads.setdefault(id(ledger), [0] * size)
             shares[id(ledger)] = shares.get(id(ledger), sum(loads) / size) + param.numel() / size
         for param in sorted(new, key=lambda p: -p.numel()):
             piece = _piece(param)
             loads = self._loads[id(piece.ledger)]
-            held = [_length(piece.ranges_of(rank)) for rank in range(len(loads))]
+            held = [piece.num_given(rank, rank) for rank in range(len(loads))]
             share = shares[id(piece.ledger)]
             fits = [r for r, load in enumerate(loads) if load + param.numel() <= share]
             rank = max(fits, key=held.__getitem__) if fits else loads.index(min(loads))
@@ -183,7 +183,7 @@ class WholeUpdates:
         """Tell whether this rank steps a parameter: it owns it, or every rank has it whole."""
         if not is_cut(param):
             return True
-        return self.owner(optimizer, param) == _piece(param).ledger.world.shard_rank
+        return self.owner(optimizer, param) == _piece(param).ledger.world.copy_rank
 
     def settle(self, optimizer: Optimizer) -> None:
         """Give the states that were made or loaded otherwise to the owners; a collective call.
@@ -292,7 +292,7 @@ class WholeUpdates:
         ledger.pending.join()
         names = ",".join(_piece(p).name for p in params)
         world.agree(f"a step of {kind}", f"{len(params)} parameters with a gradient: {names}")
-        rounds = self._rounds(optimizer, params, ledger.layout.shard_size)
+        rounds = self._rounds(optimizer, params, world.copy_size)
         try:
             arriving = _Arrival(ledger, rounds[0], kind)
             leaving: _Return | None = None
@@ -441,12 +441,19 @@ class _Arrival:
     @torch.no_grad()
     def __init__(self, ledger: Ledger, members: list[list[Tensor]], kind: str) -> None:
         world = ledger.world
-        self._mine = members[world.shard_rank]
+        self._mine, me = members[world.copy_rank], world.copy_rank
         dtype = next(p.dtype for share in members for p in share)
-        self._sends = [_packed(_sent(share), dtype, world.device) for share in members]
-        self._parts = [
-            torch.empty(2 * _held(self._mine, rank), dtype=dtype, device=world.device)
+        self._sends = [
+            _packed(_given(share, me, owner), dtype, world.device)
+            for owner, share in enumerate(members)
+        ]
+        # of each rank: the values, then the gradients
+        self._sizes = [
+            [_piece(p).num_given(rank, me) for _ in range(2) for p in self._mine]
             for rank in range(len(members))
+        ]
+        self._parts = [
+            torch.empty(sum(sizes), dtype=dtype, device=world.device) for sizes in self._sizes
         ]
         self._work: Work = world.all_to_all(self._parts, self._sends, f"gathering for {kind}")
 
@@ -455,18 +462,17 @@ class _Arrival:
         """Return (parameter, its values, its gradient), both whole, of what this rank owns."""
         self._work.wait()
         self._sends = []
-        made = [[_blank(param), _blank(param)] for param in self._mine]
-        for rank, part in enumerate(self._parts):
-            start = 0
-            for which in range(2):
-                for param, flats in zip(self._mine, made, strict=True):
-                    ranges = _piece(param).ranges_of(rank)
-                    stop = start + _length(ranges)
-                    spread(flats[which], ranges, part[start:stop])
-                    start = stop
+        split = [part.split(n) for part, n in zip(self._parts, self._sizes, strict=True) if n]
         self._parts = []
-        shaped = [[flat.view(p.shape) for flat in f] for p, f in zip(self._mine, made, strict=True)]
-        return [(p, value, grad) for p, (value, grad) in zip(self._mine, shaped, strict=True)]
+        count = len(self._mine)
+        found = []
+        for number, param in enumerate(self._mine):
+            value, grad = (
+                _piece(param).put_together([given[at] for given in split]).to(param.device)
+                for at in (number, count + number)
+            )
+            found.append((param, value, grad))
+        return found
 
 
 class _Return:
@@ -483,9 +489,9 @@ class _Return:
         world = ledger.world
         self._members = members
         dtype = next(p.dtype for share in members for p in share)
-        flats = [(_piece(param), value.reshape(-1)) for param, value in updated]
+        shares = [_piece(param).shares(value.reshape(-1)) for param, value in updated]
         self._sends = [
-            _packed([cut(flat, p.ranges_of(rank)) for p, flat in flats], dtype, world.device)
+            _packed([each[rank] for each in shares], dtype, world.device)
             for rank in range(len(members))
         ]
         self._parts = [
@@ -505,12 +511,12 @@ class _Return:
                 _piece(param).local(param).copy_(value)
 
 
-def _sent(share: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's pieces of the values, then of the gradients."""
-    grads = [p.grad for p in share]
+def _given(share: Sequence[Tensor], rank: int, owner: int) -> list[Tensor]:
+    """Return this rank's pieces of the values, then of the gradients, that an owner is given."""
+    given = [(p, p.grad) for p in share if _piece(p).num_given(rank, owner)]
     return [
-        *(_piece(p).local(p) for p in share),
-        *(_piece(p).local(g) for p, g in zip(share, grads, strict=True) if g is not None),
+        *(_piece(p).local(p) for p, _ in given),
+        *(_piece(p).local(grad) for p, grad in given if grad is not None),
     ]
 
 
@@ -518,18 +524,6 @@ def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
     if not pieces:
         return torch.empty(0, dtype=dtype, device=device)
     return torch.cat([piece.to(device) for piece in pieces])
-
-
-def _held(share: Sequence[Tensor], rank: int) -> int:
-    return sum(_length(_piece(param).ranges_of(rank)) for param in share)
-
-
-def _length(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _blank(param: Tensor) -> Tensor:
-    return torch.empty(param.numel(), dtype=param.dtype, device=param.device)
 
 
 def _piece(param: Tensor) -> ParameterPiece:

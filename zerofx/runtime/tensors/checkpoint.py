@@ -1,8 +1,9 @@
 """How torch.distributed.checkpoint stores a sharded tensor: as boxes of the tensor's own shape.
 
-A rank owns flat ranges of a row-major tensor. Each range is cut into boxes (slices along every
-dimension), which is what distributed checkpoints consist of. So every reader finds a tensor of the
-global shape, whichever way it shards it: FSDP2, DTensor, another world size or another stage.
+A rank owns flat ranges of a row-major tensor, or of its part of one that is cut over the tensor
+axis. Each range is cut into boxes (slices along every dimension), which is what distributed
+checkpoints consist of. So every reader finds a tensor of the global shape, whichever way it shards
+it: FSDP2, DTensor, another world size, another stage, or layers that are cut otherwise.
 
 `FlatPiece` is the older form, one flat tensor of the elements, in which snapshots of zerofx 0.1.0
 hold parameters and states.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import torch
 
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, local_tensor, make_subclass
 from zerofx.errors import ShardError
+from zerofx.layout.placements import Part
 from zerofx.layout.tiles import Range, say
 from zerofx.runtime.tensors.refuse import op_name
 
@@ -32,15 +35,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A contiguous box of a row-major tensor, and where it begins in the rank's flat piece."""
+    """A box of a row-major tensor, and where its elements lie in the rank's flat piece.
+
+    start, strides: of the flat piece, as `as_strided` takes them.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+    strides: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         return prod(self.sizes)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the box as a view of the rank's flat piece."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.start)
 
 
 def boxes_of(shape: Sequence[int], ranges: Sequence[Range]) -> tuple[Box, ...]:
@@ -51,14 +62,37 @@ def boxes_of(shape: Sequence[int], ranges: Sequence[Range]) -> tuple[Box, ...]:
     tensor with one dimension less. A tensor without elements is one empty box.
     """
     if not prod(shape):
-        return (Box((0,) * len(shape), tuple(shape), 0),)
+        return (Box((0,) * len(shape), tuple(shape), 0, _dense(shape)),)
     found: list[Box] = []
     position = 0
     for start, stop in ranges:
         for offsets, sizes in _cut(tuple(shape), start, stop):
-            found.append(Box(offsets, sizes, position))
+            found.append(Box(offsets, sizes, position, _dense(sizes)))
             position += prod(sizes)
     return tuple(found)
+
+
+def boxes_of_part(part: Part, rank: int, ranges: Sequence[Range]) -> tuple[Box, ...]:
+    """Return boxes of a whole parameter that make up flat `ranges` of a rank's part of it.
+
+    They are those of the part, moved to where this lies in the whole, and cut where a group ends:
+    then they lie in memory with gaps between rows.
+    """
+    if not prod(part.shape):
+        return boxes_of(part.shape, ())
+    dim, found = part.cut.dim, []
+    for box in boxes_of(part.local, ranges):
+        before, after = slice(dim), slice(dim + 1, None)
+        for row, whole_row, count in part.rows(rank, box.offsets[dim], box.sizes[dim]):
+            offsets = (*box.offsets[before], whole_row, *box.offsets[after])
+            sizes = (*box.sizes[before], count, *box.sizes[after])
+            start = box.start + (row - box.offsets[dim]) * box.strides[dim]
+            found.append(Box(offsets, sizes, start, box.strides))
+    return tuple(found)
+
+
+def _dense(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _cut(
@@ -123,8 +157,7 @@ def box_at(tensor: ShardedTensor, offsets: Sequence[int]) -> torch.Tensor:
     """Return the box that begins at `offsets`: a view of the rank's piece."""
     for box in tensor.zfx.boxes:
         if box.offsets == tuple(offsets):
-            local = local_tensor(tensor)
-            return local[box.start : box.start + box.numel].view(box.sizes)
+            return box.of(local_tensor(tensor))
     raise AssertionError(f"{tensor!r} has no box at {list(offsets)}")
 
 
@@ -195,11 +228,15 @@ class FlatPiece(torch.Tensor):
         return self._chunks() if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._part_at[index.offset[0]]
+
+    @cached_property
+    def _part_at(self) -> dict[int, torch.Tensor]:
+        """The part of each range that is not empty, by the range's first element."""
         sizes = [stop - start for start, stop in self.ranges]
-        for (start, _), part in zip(self.ranges, self.local.split(sizes), strict=True):
-            if index.offset == torch.Size([start]):
-                return part
-        raise AssertionError(f"{self!r} has no chunk at {index}")
+        parts = zip(self.ranges, self.local.split(sizes), strict=True)
+        return {start: part for (start, stop), part in parts if stop > start or not self.total}
 
 
 def flat_piece(tensor: torch.Tensor) -> FlatPiece:

@@ -31,8 +31,7 @@ from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 from zerofx.layout.placements import Part, join
 from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.store.updates import Updates
-from zerofx.runtime.tensors.checkpoint import Box, boxes_of
-from zerofx.runtime.tensors.refuse import refuse_parts
+from zerofx.runtime.tensors.checkpoint import Box, boxes_of, boxes_of_part
 from zerofx.runtime.tiers.homes import Homes
 from zerofx.runtime.tiers.host_updates import HostUpdates
 
@@ -283,31 +282,70 @@ class ParameterPiece(ABC):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Which elements of the flattened parameter this rank owns.
+        """Which elements of the flattened parameter this rank owns, in the order it holds them.
 
-        Raises:
-            ShardError: it is cut over a tensor axis, and what it owns is scattered.
+        Of one that is cut over a tensor axis these may be as many as a dimension has rows.
         """
-        if self.tensor_part is not None:
-            refuse_parts(self.ledger.layout, f"what asks for ranges of {self.name}", "gather it")
-        return self.own
+        part = self.tensor_part
+        return self.own if part is None else tuple(part.ranges(self._tensor_rank, self.own))
+
+    @property
+    def _tensor_rank(self) -> int:
+        return self.ledger.world.axis("tensor").rank
 
     def cut(self, full: Tensor) -> Tensor:
         """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        return cut(self._part_of(full, self._tensor_rank), self.own)
+
+    def _part_of(self, full: Tensor, tensor_rank: int) -> Tensor:
+        """Return what a rank of the tensor axis has of the flattened parameter, 1-D."""
         part = self.tensor_part
-        if part is not None:
-            whole = full.view(part.shape)
-            full = part.of(whole, self.ledger.world.axis("tensor").rank).reshape(-1)
-        return cut(full, self.own)
+        if part is None:
+            return full
+        return part.of(full.view(part.shape), tensor_rank).reshape(-1)
+
+    def shares(self, full: Tensor) -> list[Tensor]:
+        """Return what each rank owns of the flattened parameter, of those with one copy of it."""
+        layout = self.ledger.layout
+        parts = [self._part_of(full, tensor) for tensor in range(layout.tensor_size)]
+        ranges = map(self.ranges_of, range(layout.shard_size))
+        return [cut(part, mine) for mine in ranges for part in parts]
+
+    def num_given(self, rank: int, owner: int) -> int:
+        """Return how many elements a rank gives the owner of the whole: none that others give.
+
+        rank, owner: of those that hold one copy of the model.
+        """
+        size = self.ledger.layout.tensor_size
+        if self.tensor_part is None and rank % size != owner % size:
+            return 0
+        return sum(stop - start for start, stop in self.ranges_of(rank // size))
+
+    def put_together(self, given: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter, which this rank owns, from what each rank has given of it."""
+        size, part = self.ledger.layout.tensor_size, self.tensor_part
+        whole = given[0].new_empty(self.shape)
+        if part is None:
+            self._spread(whole.view(-1), given[self._tensor_rank :: size])
+            return whole
+        flat = given[0].new_empty(math.prod(part.local))
+        for tensor in range(size):
+            self._spread(flat, given[tensor::size])
+            mine = part.within(whole, tensor)
+            mine.copy_(flat.view(mine.shape))
+        return whole
+
+    def _spread(self, flat: Tensor, given: Sequence[Tensor]) -> None:
+        """Write what each rank of the shard axis has into its ranges of a flat tensor."""
+        for shard, values in enumerate(given):
+            spread(flat, self.ranges_of(shard), values)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The same elements as boxes of the parameter's own shape, in memory order."""
-        refuse_parts(
-            self.ledger.layout, f"torch.distributed.checkpoint of {self.name}",
-            "save zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict",
-        )  # fmt: skip
-        return boxes_of(self.shape, self.ranges)
+        """The same elements as boxes of the parameter's own shape."""
+        if self.tensor_part is not None:
+            return boxes_of_part(self.tensor_part, self._tensor_rank, self.own)
+        return boxes_of(self.shape, self.own)
 
     def says(self) -> str:
         """Name the elements that this rank owns, for errors."""
@@ -404,9 +442,6 @@ class ParameterPiece(ABC):
                 alike.
         """
         ledger = self.ledger
-        refuse_parts(
-            ledger.layout, f"taking in rows of {self.name}", "load the full state dict on all ranks"
-        )
         world, size = ledger.world, ledger.layout.shard_size
         count, *inner = self.shape
         longest = -(-count // size)
@@ -450,7 +485,8 @@ def over_parts(
     axis.
     """
     world = pieces[0].ledger.world
-    combined = _over_tensor(pieces, values, combine)
+    are_cut = [p.tensor_part is not None for p in pieces]
+    combined = over_tensor_axis(world, values, are_cut, combine)
     return combined if world.axis("pipeline").size == 1 else _of_owners(pieces, combined)
 
 
@@ -465,18 +501,19 @@ def _of_owners(pieces: Sequence[ParameterPiece], values: Tensor) -> Tensor:
     return found.view(axis.size, -1).gather(0, owners[None])[0].to(values.device)
 
 
-def _over_tensor(
-    pieces: Sequence[ParameterPiece], values: Tensor, combine: Callable[[Tensor], Tensor]
+@torch.no_grad()
+def over_tensor_axis(
+    world: World, values: Tensor, are_cut: Sequence[bool], combine: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    axis = pieces[0].ledger.world.axis("tensor")
+    """Return `values` [n] with those that `are_cut` combined over the tensor axis, as above."""
+    axis = world.axis("tensor")
     if axis.size == 1:
         return values
-    mine = values.contiguous().to(pieces[0].ledger.world.device)
+    mine = values.contiguous().to(world.device)
     found = mine.new_empty(axis.size * mine.numel())
     axis.all_gather(found.view(-1), mine.view(-1), "partial values of parameters' parts").wait()
     combined = combine(found.view(axis.size, -1))
-    are_cut = torch.tensor([p.tensor_part is not None for p in pieces], device=mine.device)
-    return torch.where(are_cut, combined, mine).to(values.device)
+    return torch.where(torch.tensor(are_cut, device=mine.device), combined, mine).to(values.device)
 
 
 @torch.no_grad()

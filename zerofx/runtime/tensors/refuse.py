@@ -55,18 +55,17 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
     )
 
 
-def refuse_parts(layout: Layout, what: str, instead: str) -> None:
-    """Raise if ranks share a model's layers, or have layers of their own: `what` cannot take it.
+def refuse_stages(layout: Layout, what: str, instead: str) -> None:
+    """Raise if the model is divided into pipeline stages: `what` needs it all on one of them.
 
     Raises:
         ShardError: says what to do instead.
     """
-    for axis, size in (("tensor", layout.tensor_size), ("pipeline", layout.pipeline_size)):
-        if size > 1:
-            raise ShardError(
-                f"{what} does not know models yet that lie over a {axis} axis, and this one lies "
-                f"over {size} ranks (Plan.parallel.{axis}); {instead}"
-            )
+    if layout.pipeline_size > 1:
+        raise ShardError(
+            f"{what} does not know models yet that are divided into pipeline stages, and this one "
+            f"is, into {layout.pipeline_size} (Plan.parallel.pipeline); {instead}"
+        )
 
 
 def calling_optimizer() -> str | None:
