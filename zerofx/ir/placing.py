@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.meta import Hole, Placed, Role, filled, info, shape_of, tensors_of, value
+from zerofx.ir.meta import Hole, OutputInfo, Placed, Role, filled, info, shape_of, tensors_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
 from zerofx.ir.spec import Kind, spec_of
 from zerofx.ir.verify_fault import fault, name_of
@@ -621,7 +621,7 @@ class _Typing:
 
     def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
         self.program, self.name, self.saved = program, name, saved
-        self.ranks = program.plan.parallel.tensor
+        self.ranks, self.position = program.plan.parallel.tensor, program.stage.position
         self.lies: dict[fx.Node, Any] = {}
         self.shapes: dict[fx.Node, Any] = {}
         self.bucket: dict[fx.Node, int] = {}
@@ -665,6 +665,9 @@ class _Typing:
         if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
             lies, shape, self.bucket[node] = self.saved[where.index]
             return lies, shape
+        for wire in self.program.stage.wires:
+            if (wire.target, wire.digest, wire.leaf) == (self.position, where.digest, where.index):
+                return wire.lies
         return R, shape_of(value(node))
 
     def _op(self, node: fx.Node, spec: Any) -> None:
@@ -796,7 +799,7 @@ class _Typing:
                 continue
             if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
                 continue
-            due: Any = R
+            due = self._sent_as(spec)
             if spec.role is Role.GRAD and (part := self.program.params[spec.name].part):
                 due = part.cut
             if self.lies[result] != due:
@@ -806,6 +809,14 @@ class _Typing:
                     f"{due}",
                 )
         return kept
+
+    def _sent_as(self, spec: OutputInfo) -> Any:
+        """Return how a result must lie: as its receiver takes it, or else whole."""
+        graph = {Role.OUTPUT: FORWARD, Role.INPUT_GRAD: BACKWARD}.get(spec.role)
+        for wire in self.program.stage.wires:
+            if (wire.graph, wire.source, wire.output) == (graph, self.position, spec.index):
+                return wire.lies[0]
+        return R
 
 
 def _is_cut(gives: Any) -> bool:

@@ -20,7 +20,7 @@ from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
-from zerofx.layout.placements import Part
+from zerofx.layout.placements import Part, R
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
 
@@ -216,6 +216,7 @@ class Wire:
     source, target: positions of the stages. graph: in which of a stage's graphs it is sent and
     received. output, leaf: its numbers among what the source's graph returns and the target's
     takes. value: a fake of it. digest: of its expression, which `verify` finds on both sides.
+    lies: how it lies over the tensor axis, with the shape of the whole.
     """
 
     name: str
@@ -226,6 +227,7 @@ class Wire:
     leaf: int
     value: torch.Tensor = field(compare=False, repr=False)
     digest: str
+    lies: tuple[Any, Any] = (R, ())
 
 
 @dataclass(frozen=True)

@@ -306,9 +306,7 @@ def _sent(program: Planned) -> list[tuple[OutputInfo, Output]]:
 
 def _check_schedule(programs: Sequence[Planned]) -> None:
     size, parallel = len(programs), programs[0].plan.parallel
-    num = schedules.PER_STAGE * size
-    if parallel.micro_batches != "auto":
-        num = int(parallel.micro_batches)
+    num = schedules.expected_micro_batches(parallel.micro_batches, size)
     orders = [schedules.actions(parallel.schedule, size, p, num) for p in range(size)]
     links = {schedules.Hop(w.graph, w.source, w.target) for w in programs[0].stage.wires}
     held = schedules.stuck(orders, sorted(links, key=repr))

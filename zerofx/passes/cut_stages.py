@@ -29,6 +29,7 @@ from zerofx.ir.program import (
     BACKWARD,
     FORWARD,
     JOINT,
+    Loop,
     ParamInfo,
     Planned,
     Reference,
@@ -39,6 +40,7 @@ from zerofx.ir.verify_values import Numbering, label_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import nearest
 from zerofx.plan.parts import Parallel
+from zerofx.policy.schedules import expected_micro_batches
 
 _aten = torch.ops.aten
 
@@ -144,6 +146,10 @@ class CutStages(Pass):
         program.params = {p.name: p for p in params}
         at = unit_positions(params, self.parallel)
         number_draws(program.graph(name))
+        if program.is_training:
+            asked, size = self.parallel.micro_batches, self.parallel.pipeline
+            num = program.loop.accumulation * expected_micro_batches(asked, size)
+            program.loop = Loop(num, no_sync=True)
         cutting = Cutting(program, name, at, self.parallel.pipeline)
         cutting.keep(self.position)
         sent = [w for w in program.stage.wires if w.source == self.position]

@@ -57,6 +57,11 @@ def num_micro_batches(asked: str | int, batch: int, size: int) -> int:
     return int(asked) if batch and batch % int(asked) == 0 else 0
 
 
+def expected_micro_batches(asked: str | int, size: int) -> int:
+    """Return how many to plan for before a batch is known."""
+    return PER_STAGE * size if asked == "auto" else int(asked)
+
+
 @dataclass(frozen=True)
 class Hop:
     """What one stage sends another with each micro-batch: in forward, or in backward."""

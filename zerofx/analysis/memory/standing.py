@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from itertools import zip_longest
 
+from torch import fx
+
 from zerofx.analysis.memory.host_places import update_staging
 from zerofx.analysis.memory.micro import Before, Micro
 from zerofx.analysis.memory.scratch import lent_buffers
@@ -17,12 +19,12 @@ from zerofx.analysis.memory.storage import (
     sent_as,
     span_bytes,
 )
-from zerofx.ir.graphs import is_in_place
-from zerofx.ir.meta import Info, Role, info, value
-from zerofx.ir.program import Planned
+from zerofx.ir.graphs import alias_source, is_in_place
+from zerofx.ir.meta import Info, Role, info, nbytes, value
+from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.layout.buckets import Bucket, Layout
-from zerofx.policy import reduction, resting
+from zerofx.policy import reduction, resting, schedules
 from zerofx.policy.shard_copies import SentAs
 
 
@@ -34,7 +36,41 @@ def standing(
     found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
     found += [*_casts(program, life), *update_staging(program, life, optimizer_bytes)]
+    found += _under_way(program, life)
     return found + lent_buffers(program, life, micro)
+
+
+def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return what a pipeline stage holds for other micro-batches, and what travels meanwhile.
+
+    As many are under way as the schedule has; of each there is what its forward has saved.
+    """
+    stage = program.stage
+    if stage.size == 1 or BACKWARD not in program.graphs:
+        return []
+    parallel = program.plan.parallel
+    order = schedules.actions(
+        parallel.schedule, stage.size, stage.position,
+        schedules.expected_micro_batches(parallel.micro_batches, stage.size),
+    )  # fmt: skip
+    roots: dict[fx.Node, int] = {}
+    results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
+    for spec, result in results:
+        if spec.role is Role.SAVED and isinstance(result, fx.Node):
+            root = alias_source(result)
+            where = info(root)
+            is_held_anyway = where.role in (Role.INPUT, Role.BUFFER) and not where.digest
+            if where.role is not Role.PARAM and not is_held_anyway:
+                roots[root] = nbytes(value(root))
+    others = schedules.most_under_way(order) - 1
+    saved = others * sum(roots.values())
+    taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
+    sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
+    name = f"saved by {others} other micro-batches"
+    return [
+        _always(Category.ACTIVATIONS, saved, name, "", life),
+        _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
+    ]
 
 
 def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:
@@ -180,7 +216,9 @@ def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Sto
     if not program.is_laid_out:
         numel = [(p.name, math.prod(p.shape), kind) for p in params.values() if p.requires_grad]
     else:  # rank 0 owns no padding; a unit's label may stand for several buckets
-        trained = {b: [p for p in b.params if params[p.name].requires_grad] for b in layout.buckets}
+        trained = {
+            b: [p for p in b.params if params[p.name].requires_grad] for b in layout.own_buckets
+        }
         numel = [
             (b.label(), sum(layout.piece(b, p, 0)[2] for p in ps), _where(b, kind))
             for b, ps in trained.items()
@@ -204,14 +242,14 @@ def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
     found = []
     layout, stay = program.layout, program.pool.stay | forward_slots(program)
     pairs = zip_longest(program.slot_bytes, program.pool.sizes, fillvalue=0)
-    for slot, nbytes in enumerate(map(max, pairs)):
+    for slot, size in enumerate(map(max, pairs)):
         birth = first.get(slot, life.end + 1)
-        rests = resting.frees_slot(layout, slot, nbytes, stay)
+        rests = resting.frees_slot(layout, slot, size, stay)
         if rests and birth > life.end:  # another program's alone, asleep meanwhile
             continue
         found.append(
             Storage(
-                Category.COMMUNICATION, nbytes, slot_name(slot), birth if rests else 0, life.end,
+                Category.COMMUNICATION, size, slot_name(slot), birth if rests else 0, life.end,
                 Info(),
             )
         )  # fmt: skip

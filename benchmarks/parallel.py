@@ -1,13 +1,16 @@
-"""A Llama of transformers whose layers two ranks share, against torch's own tensor parallelism.
+"""A Llama of transformers over two ranks, against torch's own tensor and pipeline parallelism.
 
-    python -m benchmarks.tensor_parallel                      # ATen, eager against eager
-    python -m benchmarks.tensor_parallel --kernels inductor
+    python -m benchmarks.parallel                      # ATen, eager against eager
+    python -m benchmarks.parallel --kernels inductor
 
-Both cut the same layers, embedding and head included: zerofx by the model's own plan, torch by
-`parallelize_module`. They live in the same processes and take turns, a step each; ratios are
-medians over the turns. torch's foreach optimizers do not take plain parameters next to cut ones, so
-that both step by the loop. Peaks are measured in processes of their own, next to what zerofx
-predicts. Losses must agree to 1e-4 before anything counts.
+tensor, sequence: both cut the same layers, embedding and head included: zerofx by the model's own
+plan, torch by `parallelize_module`. pipeline: both have a half of the layers on each rank and run
+1F1B, torch by `torch.distributed.pipelining` over halves that were written by hand.
+
+The two live in the same processes and take turns, a step each; ratios are medians over the turns.
+torch's foreach optimizers do not take plain parameters next to cut ones, so that both step by the
+loop. Peaks are measured in processes of their own, next to what zerofx predicts, of the rank that
+has more. Losses must agree to 1e-4 before anything counts.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,9 +36,13 @@ from torch.distributed.tensor.parallel import (
 
 import zerofx
 from benchmarks.report import Column, finish
+from zerofx.capture.capture import describe_params
+from zerofx.capture.units import find_units
+from zerofx.passes.cut_stages import unit_positions
 from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP, AGREEMENT, VOCAB = 3, 1e-4, 4096
+AXES = ("tensor", "sequence", "pipeline")
 
 
 def llama(width: int, layers: int) -> nn.Module:
@@ -64,15 +72,62 @@ def by_torch(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+class Half(nn.Module):
+    """One pipeline stage of a Llama, as a user of torch.distributed.pipelining writes it."""
+
+    def __init__(self, model: Any, position: int) -> None:
+        super().__init__()
+        inner, count = model.model, len(model.model.layers)
+        middle = starts(model)
+        own = range(middle) if position == 0 else range(middle, count)
+        self.embed = inner.embed_tokens if position == 0 else None
+        self.layers = nn.ModuleList(inner.layers[i] for i in own)
+        self.norm, self.head = (inner.norm, model.lm_head) if position == 1 else (None, None)
+        self.rotary = inner.rotary_emb
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        places = torch.arange(x.shape[1])[None]
+        table = self.rotary(x, places)
+        for layer in self.layers:
+            x = layer(x, position_ids=places, position_embeddings=table)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def starts(model: nn.Module) -> int:
+    """Return the layer with which zerofx has the second stage begin."""
+    plan = zerofx.Plan(parallel={"pipeline": 2})
+    params = describe_params(model, find_units(model), {n: p.dtype for n, p in _named(model)})
+    positions = unit_positions(params.values(), plan.parallel)
+    return sum(unit.startswith("model.layers.") and not at for unit, at in positions.items())
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return what transformers' causal language models return as their loss."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
 class Trainee:
     """One of the two, with its optimizer."""
 
     def __init__(self, system: str, options: argparse.Namespace) -> None:
-        model = llama(options.width, options.layers)
+        model, self.rank = llama(options.width, options.layers), dist.get_rank()
+        self.schedule: Any = None
         if system == "zerofx":
-            parallel = {"tensor": 2, "sequence": options.sequence}
+            parallel: dict[str, Any] = {"tensor": 2, "sequence": options.axis == "sequence"}
+            if options.axis == "pipeline":
+                parallel = {"pipeline": 2, "micro_batches": options.rows}
             plan = {"stage": 0, "kernels": options.kernels, "parallel": parallel}
             self.model: Any = zerofx.compile(model, plan)
+        elif options.axis == "pipeline":
+            self.model = Half(model, self.rank)
+            stage = PipelineStage(self.model, self.rank, 2, torch.device("cpu"))
+            self.schedule = Schedule1F1B(stage, options.rows, loss_fn=next_token_loss)
         else:
             self.model = by_torch(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
@@ -81,11 +136,26 @@ class Trainee:
     def step(self, number: int) -> float:
         draw = torch.Generator().manual_seed(number)
         ids: Tensor = torch.randint(0, VOCAB, (self.rows, self.length), generator=draw)
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        if self.schedule is not None:
+            loss = self._scheduled(ids)
+        else:
+            found = self.model(input_ids=ids, labels=ids).loss
+            found.backward()
+            loss = float(found)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return loss
+
+    def _scheduled(self, ids: Tensor) -> float:
+        """Run torch's schedule; return the mean loss, which its last stage alone has."""
+        losses: list[Tensor] = []
+        if self.rank == 0:
+            self.schedule.step(ids)
+        else:
+            self.schedule.step(target=ids, losses=losses)
+        mean = torch.stack(losses).mean() if losses else torch.zeros(())
+        dist.broadcast(mean, 1)
+        return float(mean)
 
 
 def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -128,8 +198,7 @@ def weigh(rank: int, system: str, options: argparse.Namespace, folder: str) -> N
     if system == "zerofx":
         basis = "aten" if options.kernels == "aten" else "compiled"
         predicted = trainee.model.programs[0].memory(basis=basis).peak_bytes
-    if rank == 0:
-        torch.save((memory.steps[0].high_bytes, predicted), f"{folder}/{system}.bytes")
+    torch.save((memory.steps[0].high_bytes, predicted), f"{folder}/{system}-{rank}.bytes")
     dist.destroy_process_group()
 
 
@@ -141,7 +210,7 @@ def _join(rank: int, folder: str, job: str) -> None:
 
 COLUMNS = [
     Column("kernels", "kernels"),
-    Column("sequence", "sequence cut"),
+    Column("axis", "over"),
     Column("wall_ms", "step ms", "{:.1f}"),
     Column("wall", "x torch", "{:.3f}"),
     Column("cpu", "CPU x", "{:.3f}"),
@@ -157,15 +226,15 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         for system in ("zerofx", "torch"):
             mp.spawn(weigh, (system, options, folder), 2)  # type: ignore[no-untyped-call]
         row: dict[str, Any] = torch.load(f"{folder}/compared")
-        ours, predicted = torch.load(f"{folder}/zerofx.bytes")
-        theirs, _ = torch.load(f"{folder}/torch.bytes")
-    row |= {"kernels": options.kernels, "sequence": options.sequence}
+        ours, predicted = max(torch.load(f"{folder}/zerofx-{rank}.bytes") for rank in range(2))
+        theirs, _ = max(torch.load(f"{folder}/torch-{rank}.bytes") for rank in range(2))
+    row |= {"kernels": options.kernels, "axis": options.axis}
     row |= {"peak_mib": ours / 2**20, "peak": ours / theirs, "predicted": ours / predicted}
     return row
 
 
 def main() -> None:
-    """Measure with and without the sequence cut, show it and write it."""
+    """Measure each kind of parallelism, show it and write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", default="aten", choices=["inductor", "aten"])
     parser.add_argument("--width", type=int, default=512)
@@ -173,12 +242,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--axes", default=list(AXES), nargs="+", choices=AXES)
     options = parser.parse_args()
-    rows = []
-    for sequence in (False, True):
-        options.sequence = sequence
-        rows.append(measured(options))
-    finish("tensor_parallel", COLUMNS, rows, options)
+    given = vars(options)
+    rows = [measured(argparse.Namespace(**given | {"axis": axis})) for axis in options.axes]
+    finish("parallel", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":
