@@ -23,7 +23,17 @@ from zerofx.analysis.recompute.activations import halve, is_param_alias
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.errors import CaptureError, PlanError
 from zerofx.ir.graphs import alias_source, call
-from zerofx.ir.meta import OutputInfo, Phase, Placed, Role, info, set_info, value
+from zerofx.ir.meta import (
+    Hole,
+    OutputInfo,
+    Phase,
+    Placed,
+    Role,
+    info,
+    set_info,
+    shape_of,
+    value,
+)
 from zerofx.ir.names import find_unit_of_module
 from zerofx.ir.program import (
     BACKWARD,
@@ -37,6 +47,7 @@ from zerofx.ir.program import (
     Wire,
 )
 from zerofx.ir.verify_values import Numbering, label_of
+from zerofx.layout.placements import R
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import nearest
 from zerofx.plan.parts import Parallel
@@ -209,6 +220,8 @@ class Cutting:
     """Where each value of a graph is computed, and what therefore crosses from stage to stage.
 
     stage: of each node that one stage computes. anywhere: what every stage computes that reads it.
+    again: of backward, what follows from values of forward alone (a gather that is redone); every
+    stage that reads it computes it, of values that it has or receives.
     lies: of a parameter, and of views of one, the positions that have it.
     """
 
@@ -218,6 +231,7 @@ class Cutting:
     size: int
     stage: dict[fx.Node, int] = field(default_factory=dict)
     anywhere: set[fx.Node] = field(default_factory=set)
+    again: set[fx.Node] = field(default_factory=set)
     lies: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -231,6 +245,7 @@ class Cutting:
         self.numbering = Numbering(program)
         self.crossing: dict[tuple[str, int], dict[fx.Node, None]] = {}  # (graph, target) -> values
         self.sums = self._sums()
+        self.gradients = self._dependent()
         calls = [n for n in self.graph.nodes if n.op == "call_function"]
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -251,6 +266,15 @@ class Cutting:
             key: nodes for spec, r in self.results for key, nodes in self._gradients(spec, r)
         }
 
+    def _dependent(self) -> set[fx.Node]:
+        """Return what depends on the loss's gradient."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            is_given = info(node).role is Role.TANGENT
+            if is_given or not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
     # -- who computes what --------------------------------------------------------------------
     def _placeholder(self, node: fx.Node) -> None:
         where = info(node)
@@ -267,6 +291,9 @@ class Cutting:
                 return
             if is_param_alias(node) and all(a in self.anywhere or a in self.lies for a in sources):
                 self.lies[node] = self.lies[alias_source(node)]
+                return
+            if node not in self.forward and node not in self.gradients:
+                self.again.add(node)
                 return
         if node.target is operator.getitem:
             self.stage[node] = self.stage[sources[0]]
@@ -292,10 +319,10 @@ class Cutting:
 
     def _backward_stage(self, node: fx.Node) -> int:
         own = self._own(node)
-        later = [self.stage[a] for a in node.all_input_nodes if self._is_gradient(a)]
-        reads = [a for a in node.all_input_nodes if a not in self.anywhere and a not in later]
-        reads = [a for a in reads if not self._is_gradient(a)]
-        if own is not None and all(self._has(own, a) for a in reads):
+        sources = self._sources(node)
+        later = [self.stage[a] for a in sources if self._is_gradient(a)]
+        reads = [a for a in sources if a not in self.anywhere and not self._is_gradient(a)]
+        if own is not None and all(self._can_have(own, a) for a in reads):
             wanted = own
         elif reads:
             wanted = max(self.stage[a] if a in self.stage else max(self.lies[a]) for a in reads)
@@ -305,21 +332,33 @@ class Cutting:
             wanted = min(later, default=0)
         return min([wanted, *later])
 
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """Return what a node reads; in the place of what is computed again, what that reads."""
+        found: dict[fx.Node, None] = {}
+        stack = list(reversed(node.all_input_nodes))
+        while stack:
+            source = stack.pop()
+            if source in self.again:
+                stack += reversed(source.all_input_nodes)
+            else:
+                found[source] = None
+        return list(found)
+
     def _is_gradient(self, node: fx.Node) -> bool:
         return node in self.stage and node not in self.forward
 
-    def _has(self, position: int, node: fx.Node) -> bool:
-        """Tell whether a stage has a value of forward, its own or received."""
+    def _can_have(self, position: int, node: fx.Node) -> bool:
+        """Tell whether a stage has a value of forward, or can be sent it with a forward."""
         if node in self.lies:
             return position in self.lies[node]
-        return self.stage[node] == position or node in self.crossing.get((FORWARD, position), ())
+        return self.stage[node] <= position
 
     # -- what crosses -------------------------------------------------------------------------
     def _receive(self, node: fx.Node) -> None:
         """Have what a node reads that another stage computes sent to its stage."""
         if (position := self.stage.get(node)) is None:
             return
-        for source in node.all_input_nodes:
+        for source in self._sources(node):
             at = self.stage.get(source, position)
             if at != position:
                 self._cross(source, position, FORWARD if at < position else BACKWARD)
@@ -455,10 +494,11 @@ class Cutting:
                     first = num_outputs if graph == FORWARD else num_leaves + ahead[at]
                     output = own.setdefault(source, first + len(own))
                     made = str(self.numbering.of[source])
+                    placed = info(source).placed
+                    lies = (placed.gives, placed.shape) if placed else (R, shape_of(value(source)))
                     wire = Wire(
-                        source.name, at, target, graph, output, leaf,
-                        value(source), made,
-                    )  # fmt: skip
+                        source.name, at, target, graph, output, leaf, value(source), made, lies
+                    )
                     wires.append(wire)
                     if target == position:
                         taken[graph, source] = wire
@@ -488,7 +528,6 @@ class Cutting:
     def _received(self, graph: fx.Graph, source: fx.Node, wire: Wire, kind: str) -> fx.Node:
         node = graph.placeholder(f"from_{wire.source}_{source.name}")
         node.meta = {"val": value(source)}
-        where = info(source)
         is_forward = kind == FORWARD
         set_info(
             node,
@@ -497,7 +536,6 @@ class Cutting:
             name=node.name,
             index=wire.leaf,
             digest=wire.digest,
-            placed=where.placed and Placed(where.placed.gives, where.placed.shape),
         )
         return node
 
@@ -558,6 +596,10 @@ def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:
         return None
     total, *others = summands
     for node in others:
+        placed = info(total).placed
         total = call(graph, _aten.add.Tensor, (total, node), like=total)
-        set_info(total, phase=Phase.BACKWARD)
+        if placed is not None:
+            holes = (Hole(0), Hole(1))
+            placed = Placed(placed.gives, placed.shape, _aten.add.Tensor, holes, {})
+        set_info(total, phase=Phase.BACKWARD, placed=placed)
     return total
