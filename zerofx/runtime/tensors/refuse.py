@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zerofx.errors import ShardError
-from zerofx.layout.buckets import Layout
 
 if TYPE_CHECKING:
     from zerofx.runtime.tensors.piece import ParameterPiece
@@ -53,19 +52,6 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
         "share is not known here. Add the squares of torch.nn.utils.get_total_norm over those "
         "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
     )
-
-
-def refuse_parts(layout: Layout, what: str, instead: str) -> None:
-    """Raise if a model's layers are cut over a tensor axis: `what` does not know of it yet.
-
-    Raises:
-        ShardError: says what to do instead.
-    """
-    if layout.tensor_size > 1:
-        raise ShardError(
-            f"{what} does not know parameters that are cut over a tensor axis yet, and this "
-            f"model's are cut over {layout.tensor_size} ranks (Plan.parallel.tensor); {instead}"
-        )
 
 
 def calling_optimizer() -> str | None:
