@@ -103,7 +103,7 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
 
 
 def states(folder: str) -> list[Any]:
-    """Give a whole state out, take it in again, and try what is not there yet."""
+    """Give a whole state out, and take it in again."""
     model = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**batch("llama")).loss.backward()
@@ -118,16 +118,9 @@ def states(folder: str) -> list[Any]:
     third = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))
     zerofx.load_weights(third, folder)
     from_files = third.state_dict()
-    said = []
-    for refused in (lambda: zerofx.optim.AdamW(model.parameters(), max_grad_norm=1.0).step(),):
-        try:
-            model(**batch("llama")).loss.backward()
-            refused()
-        except ShardError as error:
-            said.append(str(error))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     numel = sum(p.to_local().numel() for p in model.parameters())
-    return [state, again, from_files, moments, shapes, numel, said]
+    return [state, again, from_files, moments, shapes, numel]
 
 
 def test_states_go_out_and_in_whole(pool: Pool, tmp_path: Path) -> None:
@@ -136,7 +129,7 @@ def test_states_go_out_and_in_whole(pool: Pool, tmp_path: Path) -> None:
     expected(**batch("llama")).loss.backward()
     stepper.step()
     found = pool.run(2, states, str(tmp_path / "model"))
-    for state, again, from_files, moments, shapes, numel, said in found:
+    for state, again, from_files, moments, shapes, numel in found:
         assert shapes == {n: tuple(p.shape) for n, p in expected.named_parameters()}
         assert numel < 0.6 * sum(p.numel() for p in expected.parameters())
         for key, theirs in expected.state_dict().items():
@@ -147,7 +140,6 @@ def test_states_go_out_and_in_whole(pool: Pool, tmp_path: Path) -> None:
         name = next(n for n, p in expected.named_parameters())
         held = moments["state"][name] if name in moments["state"] else moments["state"][0]
         torch.testing.assert_close(held["exp_avg"], first, rtol=1e-4, atol=1e-7)
-        assert len(said) == 1 and all("tensor axis" in each for each in said), said
 
 
 def other_samples() -> str:

@@ -180,7 +180,8 @@ class FlatPiece(torch.Tensor):
     def of(local: torch.Tensor, ranges: tuple[Range, ...], total: int) -> FlatPiece:
         """Return the piece; it shares memory with `local`, whose elements are these ranges."""
         length = sum(stop - start for start, stop in ranges)
-        assert local.shape == (length,) and ranges[-1][1] <= total, (local.shape, ranges, total)
+        is_within = all(stop <= total for _, stop in ranges)
+        assert local.shape == (length,) and is_within, (local.shape, ranges, total)
         out = make_subclass(FlatPiece, local)
         out.local, out.ranges, out.total = local, ranges, total
         return out
