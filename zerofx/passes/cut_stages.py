@@ -201,7 +201,8 @@ def check_can_be_cut(program: Planned, name: str) -> None:
         raise CaptureError(
             f"{program.model_name}: with Plan.parallel.pipeline above 1, forward must return the "
             "loss: its backward begins before the last part of the batch is through. Give the "
-            "labels to the model, and return the loss from forward"
+            "labels to the model, and return the loss from forward. Under torch.no_grad() it may "
+            "return anything"
         )
 
 

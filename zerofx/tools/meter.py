@@ -98,8 +98,8 @@ class Meter:
         found: Numbers = {
             "step": self._step,
             "seconds": seconds,
-            "samples_per_s": samples * self._world.size / seconds,
-            "tokens_per_s": tokens * self._world.size / seconds,
+            "samples_per_s": samples * self._world.data_size / seconds,
+            "tokens_per_s": tokens * self._world.data_size / seconds,
             "model_flops": self._flops,
             "flops_per_s": self._flops / seconds,
             "mfu": self._flops / seconds / self._rate if self._rate else None,

@@ -73,6 +73,13 @@ def predict(
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if finished is None:
+        if checked.parallel.pipeline > 1:
+            raise PlanError(
+                f"predict prices one program, and Plan.parallel.pipeline = "
+                f"{checked.parallel.pipeline} makes one a stage. Capture a micro-batch, and give "
+                "predict each of zerofx.rewrite(captured, plan, world_size, position=...): what a "
+                "stage holds in a step, and takes for a micro-batch"
+            )
         captured = source if isinstance(source, Program) else _captured(source, checked)
         described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)

@@ -66,7 +66,7 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
     saved = others * sum(roots.values())
     taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
     sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
-    name = f"saved by {others} other micro-batches"
+    name = f"saved by {others} other micro-batch" + "es" * (others != 1)
     return [
         _always(Category.ACTIVATIONS, saved, name, "", life),
         _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),

@@ -51,16 +51,22 @@ def captured(model: str, plan: Plan, batch: int, seq: int) -> Captured:
     from zerofx.passes.placement import capture_options
     from zerofx.tools.targets import own_errors, resolve
 
-    target = resolve(model, batch, seq)
+    target, options = resolve(model, batch, seq), capture_options(plan)
+    if plan.parallel.pipeline > 1:
+        options["outputs"] = "loss"
     with own_errors(model, "its forward"):
-        return capture(target.module, target.args, target.kwargs, **capture_options(plan))
+        return capture(target.module, target.args, target.kwargs, **options)
 
 
 def program_of(
     model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int,
     seq: int, until: str | None = None, loop: dict[str, Any] | None = None, pipeline: str = "",
+    position: int = 0,
 ) -> Planned:  # fmt: skip
-    """Capture the model that was named and run the plan's passes on it, for `world` ranks."""
+    """Capture the model that was named and run the plan's passes on it, for `world` ranks.
+
+    position: of the pipeline stage whose program is wanted; the call is that of a micro-batch.
+    """
     from zerofx.ir.program import Loop
     from zerofx.passes.order import Setting
     from zerofx.passes.pipeline import run
@@ -71,8 +77,16 @@ def program_of(
         return emitted(model, world, plan, until, hardware)
     start = captured(model, plan, batch, seq)
     described = hardware_of(hardware)
-    setting = Setting(plan, world or RANKS, described, loop=Loop(**loop or {}), pipeline=pipeline)
+    setting = Setting(
+        plan, world or ranks_of(plan), described, loop=Loop(**loop or {}), pipeline=pipeline,
+        position=position,
+    )  # fmt: skip
     return run(start, setting, until)
+
+
+def ranks_of(plan: Plan) -> int:
+    """Return for how many ranks a plan is shown where nobody says: two that feed, or share."""
+    return plan.parallel.num_shared if plan.parallel.is_used else RANKS
 
 
 def emitted(

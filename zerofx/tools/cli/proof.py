@@ -48,6 +48,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Prove the program for every rank; with --run, hold real training against plain training."""
     from zerofx.errors import CaptureError
+    from zerofx.ir.verify import verify_stages
     from zerofx.tools.trial.launch import run_trial
     from zerofx.tools.trial.settings import Settings
     from zerofx.tools.views.proof import ProofView
@@ -57,8 +58,14 @@ def verify(
     for world in each:
         view: Any = None
         try:
-            view = ProofView.of(program_of(model, world, chosen, hardware, batch, seq))
-            found.append(view)
+            programs = [
+                program_of(model, world, chosen, hardware, batch, seq, position=position)
+                for position in range(chosen.parallel.pipeline)
+            ]
+            if len(programs) > 1:
+                verify_stages(programs)
+            found += map(ProofView.of, programs)
+            view = found[-1]
         except CaptureError as error:
             if chosen.islands == "refuse":
                 raise
