@@ -53,7 +53,8 @@ def verify(
     from zerofx.tools.trial.settings import Settings
     from zerofx.tools.views.proof import ProofView
 
-    chosen, found = plan_of(plan, stage, set_), []
+    chosen = plan_of(plan, stage, set_)
+    found: list[Any] = []
     each: list[int | None] = [*worlds] if worlds else [None]
     for world in each:
         view: Any = None
