@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -229,6 +230,39 @@ def other_samples() -> str:
 def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
         assert "differs between the 2 ranks that have layers of the model each" in text
+
+
+class Weighted(nn.Module):
+    """Takes a matrix that is no sample, and ends with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return ((x if matrix is None else x @ matrix) * self.scale).square().mean()
+
+
+def weighted() -> tuple[str, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, plain = torch.randn(8, 8), Weighted()
+    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    model = zerofx.compile(copy.deepcopy(plain), plan)
+    with pytest.raises(ZerofxError) as caught:
+        model(x, torch.eye(8))
+    model(x).backward()
+    plain(x).backward()
+    assert plain.scale.grad is not None
+    return str(caught.value), model.scale.grad.full_tensor(), plain.scale.grad
+
+
+def test_what_is_cut_by_mistake_is_named(pool: Pool) -> None:
+    for said, mine, theirs in pool.run(2, weighted):
+        assert "cut along dimension 0: those of [8, 8], [8, 8]. If one of them" in said
+        torch.testing.assert_close(mine, theirs)
 
 
 class Failing(nn.Module):

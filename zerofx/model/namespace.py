@@ -205,6 +205,17 @@ def micro_batches(
     return [unflatten([piece(leaf, i) for leaf in leaves], spec) for i in range(num)]
 
 
+def _what_is_cut(args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> str:
+    """Say which tensors of a call are cut into micro-batches, for an error of one of these."""
+    leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves if len(leaf) == len(leaves[0]))
+    return (
+        f"Plan.parallel.pipeline runs the model on {num} micro-batches, for which all tensors as "
+        f"long as the first one are cut along dimension 0: those of {shapes}. If one of them has "
+        "no samples there, register it as a buffer, or give it a first dimension of 1"
+    )
+
+
 # -- What zerofx adds to a model -------------------------------------------------------------------
 
 
@@ -355,6 +366,8 @@ class Namespace:
             program = self.table.find(key, *pieces[0])
         except Exception as error:
             shorten(error)
+            if isinstance(error, CaptureError) and len(pieces) > 1:
+                raise CaptureError(f"{error}\n{_what_is_cut(args, kwargs, len(pieces))}") from error
             raise error  # not a bare raise, which Python 3.10 gives the traceback from before
         return program.run(pieces)
 

@@ -68,6 +68,8 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
     for param in params:
         numel = float(torch.Size(param.shape).numel())
         for use in param.uses:
+            if not use.unit:  # the model's own, which any stage may read
+                continue
             # an embedding looks rows up, which costs next to nothing
             names[use.number] = use.unit, 0.0 if use.layer == "embedding" else numel
     weights: dict[str, float] = {}
@@ -125,12 +127,21 @@ def balanced(weights: list[float], parts: int) -> list[int]:
 
 
 def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return parameters with the pipeline stages that hold them: those whose layers use them."""
+    """Return parameters with the pipeline stages that hold them: those whose layers use them.
+
+    What the model itself holds, outside of all units, lies in every stage: any may read it.
+    """
     given = list(params)
     if parallel.pipeline == 1:
         return given
     at = unit_positions(given, parallel)
-    return [replace(p, positions=tuple(sorted({at[u.unit] for u in p.uses}))) for p in given]
+    every = tuple(range(parallel.pipeline))
+    return [
+        replace(p, positions=tuple(sorted({at[u.unit] for u in p.uses})))
+        if all(u.unit for u in p.uses)
+        else replace(p, positions=every)
+        for p in given
+    ]
 
 
 # -- The pass --------------------------------------------------------------------------------------

@@ -149,6 +149,29 @@ def test_what_cannot_be_cut_is_named() -> None:
         )
 
 
+class Scaled(Skipping):
+    """Has a parameter of its own, which its last lines read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return (x * self.scale).square().mean()
+
+
+def test_the_models_own_parameters_lie_in_every_stage() -> None:
+    captured = zerofx.capture(Scaled(), (torch.randint(8, (2, 3)),))
+    plan = zerofx.Plan(kernels="aten", parallel={"pipeline": 3})
+    found = [zerofx.rewrite(captured, plan, 3, position=p) for p in range(3)]
+    verify_stages(found)
+    assert all("scale" in program.params for program in found)
+    assert ["embed.weight" in program.params for program in found] == [True, False, False]
+
+
 def test_stages_are_balanced() -> None:
     assert balanced([0, 4, 4, 4, 4, 2], 2) == [0, 3]
     assert balanced([1, 1, 1, 9], 2) == [0, 3]
