@@ -137,7 +137,7 @@ class PipelineRun:
                 for action, following in zip(order, [*order[1:], None], strict=True):
                     number = action.micro_batch
                     self._post(action)
-                    if following is not None:  # its transfers run beside this action
+                    if following is not None:  # it receives while this action runs
                         self._post(following)
                     if action.graph == FORWARD:
                         outs, saved[number] = self._forward(

@@ -85,7 +85,7 @@ def program_of(
 
 
 def ranks_of(plan: Plan) -> int:
-    """Return for how many ranks a plan is shown where nobody says: two that feed, or share."""
+    """Return for how many ranks a plan is shown by default: two, or those that share a model."""
     return plan.parallel.num_shared if plan.parallel.is_used else RANKS
 
 
