@@ -183,7 +183,8 @@ class OpSpec:
         tiers, both as `Payload` (see `analysis.traffic`).
     In memory
         hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
-        for the wait of a launch. is_static: dropping its result frees nothing. adds, frees: bytes
+        for the wait of a launch. borrows: of a reduction, whether it
+        receives into buffers that its axis lends. is_static: dropping its result frees nothing. adds, frees: bytes
         of the device that the op takes and gives back, for the columns of a dump.
     Names and code
         stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
@@ -225,6 +226,7 @@ class OpSpec:
 
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
+    borrows: Callable[[Any, fx.Node], bool] = field(default=lambda program, node: True)
     is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees: Callable[[fx.Node], int] = field(default=lambda node: 0)
