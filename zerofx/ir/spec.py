@@ -184,8 +184,8 @@ class OpSpec:
     In memory
         hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
         for the wait of a launch. borrows: of a reduction, whether it
-        receives into buffers that its axis lends. is_static: dropping its result frees nothing. adds, frees: bytes
-        of the device that the op takes and gives back, for the columns of a dump.
+        receives into the buffers of its axis. is_static: dropping its result frees nothing. adds,
+        frees: bytes of the device that the op takes and gives back, for the columns of a dump.
     Names and code
         stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
         which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an

@@ -245,7 +245,9 @@ def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
         return counts + _sends_reduce(program, node, rank)
     table, item = program.layout.buckets[info(node).index].params[0], value(node).element_size()
     sizes = (rows * number, number), (rows * table.shape[1] * item, item)
-    return counts + [Payload("all_gather", exchange.part_sent(n, legs[0].size), i) for n, i in sizes]
+    return counts + [
+        Payload("all_gather", exchange.part_sent(n, legs[0].size), i) for n, i in sizes
+    ]
 
 
 def _sends_reduce(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
@@ -549,7 +551,7 @@ def _is_followed(o: Order, bucket: int) -> bool:
 def looked_up(grad: fx.Node) -> list[fx.Node]:
     """Return the indices of all rows in which a table's gradient may differ from zero.
 
-    None are returned if it is made otherwise than by looking rows up.
+    None are returned if forward does more with the table than look rows up.
     """
     if grad.target in _LOOKUPS:
         indices: Any = grad.args[1]
@@ -572,10 +574,11 @@ def _order_rows(o: Order, node: fx.Node) -> None:
     for grad in _packed_buffer(o, node).packed.values():
         rows = looked_up(grad)
         if not rows or not set(rows) <= set(indices):
+            has = f"those of {[i.name for i in rows]}" if rows else "any"
             o.fail(
                 node,
                 f"{node.name} sends the rows {[i.name for i in indices]} of {name_of(grad)}, which "
-                f"has {f'those of {[i.name for i in rows]}' if rows else 'any'} ({user_line(grad)})",
+                f"has {has} ({user_line(grad)})",
             )
 
 
@@ -694,6 +697,8 @@ _SCATTER = _reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter)
 _ALL = _reduction("all_reduce", "replicate", "AR", _read_all_reduce)
 reduce_scatter = define(_SCATTER)
 all_reduce = define(_ALL)
+
+
 def _by_rows(dense: OpSpec, read: Callable[..., Any]) -> OpSpec:
     """Return the spec of a reduction of one table, of which only the rows of `indices` travel."""
     return replace(

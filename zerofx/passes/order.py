@@ -24,7 +24,6 @@ from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
-from zerofx.passes.send_rows import SendRows
 from zerofx.passes.shard_gradients import ShardGradients
 from zerofx.passes.shard_parameters import ShardParameters
 from zerofx.passes.sink_waits import SinkWaits
@@ -108,9 +107,9 @@ PLACE: list[Make] = [
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
     # after shard-parameters: it reads the shard placeholders
-    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.tensor),
-    # at once: it changes how some of these reductions travel, and nothing else
-    lambda s: SendRows(enabled=s.plan.sparse_gradients),
+    lambda s: ShardGradients(
+        world_size=s.world_size // s.plan.parallel.tensor, by_rows=s.plan.sparse_gradients
+    ),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

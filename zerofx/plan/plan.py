@@ -80,9 +80,9 @@ class Plan:
         loss gives its parameters zero gradients, where eager leaves None.
     outputs: "all", or "loss": other outputs are not computed for the caller.
     update: "step", or "in-backward": the optimizer runs per bucket inside backward.
-    sparse_gradients: whether the gradient of a table that forward only looks rows up in (nn.Embedding
-        or nn.EmbeddingBag, alone in its bucket, not tied) travels by rows in backwards where that
-        sends less. The values are those of a dense reduction.
+    sparse_gradients: whether the gradient of a table that is only looked up (nn.Embedding or
+        nn.EmbeddingBag, alone in its bucket, not tied) travels by rows where that sends less. The
+        values are those of a dense reduction.
     buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
     numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary

@@ -68,8 +68,8 @@ def _against_graphs(plan: Plan) -> Iterator[str]:
         )
     if plan.sparse_gradients:
         yield (
-            "Plan.cuda_graph = True contradicts sparse_gradients = True, which sends as many rows as a "
-            "batch has; change one of them"
+            "Plan.cuda_graph = True contradicts sparse_gradients = True, which sends as many "
+            "rows as a batch has; change one of them"
         )
     if plan.precision.loss_scale not in (None, "external"):
         yield (

@@ -246,9 +246,7 @@ class Gradients:
     ) -> Work | None:
         (leg,) = reduction.legs(self._layout.mesh)
         axis, b = self._world.axis(leg.axis), self._layout.buckets[bucket]
-        return launch_rows(
-            axis, self._layout, b, out, buffer, indices, scale, self._labels[bucket]
-        )
+        return launch_rows(axis, self._layout, b, out, buffer, indices, scale, self._labels[bucket])
 
     def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
         """Launch the copy of a reduced slice to where its shard lives."""

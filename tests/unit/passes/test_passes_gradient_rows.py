@@ -1,4 +1,4 @@
-"""send-rows: gradients of tables travel by the rows that were looked up, with the same values."""
+"""shard-gradients{by_rows=True}: gradients of tables travel by the rows that were looked up, with the same values."""
 
 from __future__ import annotations
 
