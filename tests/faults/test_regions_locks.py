@@ -192,7 +192,6 @@ def test_one_of_two_ranks_compiles_privately(pool: Pool, tmp_path: Path) -> None
 # -- a process that was really stopped ------------------------------------------------------------
 TRAIN = """
 import logging, os, signal, sys
-sys.path.insert(0, sys.argv[1])
 from torch._inductor import cpp_builder
 from zerofx.runtime.regions import cache as region_cache
 import test_regions_locks as cases
@@ -206,8 +205,8 @@ def stopping(owner, name, caller):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 
-stopping(region_cache, "compile_region", sys.argv[2])
-stopping(cpp_builder.CppBuilder, "build", sys.argv[2])
+stopping(region_cache, "compile_region", sys.argv[1])
+stopping(cpp_builder.CppBuilder, "build", sys.argv[1])
 logging.basicConfig(format="%(message)s")
 print(cases.trains_right(), flush=True)
 """
@@ -220,12 +219,13 @@ def training(folder: Path, stop_in: str, is_cold: bool = True) -> Iterator[subpr
     is_cold: Inductor's own caches are new, so that the compiler is asked for its instructions.
     """
     env = {"ZEROFX_CACHE_DIR": str(folder / "zerofx"), "ZEROFX_TIMEOUT_S": "3"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are compiled by this very process
     if is_cold:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         env["TMPDIR"] = str(folder)  # there are the headers that Inductor has compiled
     found = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, str(Path(__file__).parent), stop_in],
+        [sys.executable, "-c", TRAIN, stop_in],
         env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

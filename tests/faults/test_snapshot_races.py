@@ -443,7 +443,6 @@ def test_race_of_two_ranks(pool: Pool, tmp_path: Path) -> None:
 
 SAVER = """
 import os, sys
-sys.path.insert(0, sys.argv[2])
 from test_snapshot_races import filled, save
 run, saved, parent = filled(0.0), 0, os.getppid()
 while os.getppid() == parent:
@@ -464,8 +463,11 @@ def raced_with_another(folder: str, count: int) -> list[int]:
 def test_many_races(pool: Pool, tmp_path: Path, world: int, count: int) -> None:
     """Loads beside a process that saves without a pause: every one is of one save."""
     folder = str(tmp_path / "save")
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     saver = subprocess.Popen(
-        [sys.executable, "-c", SAVER, folder, str(Path(__file__).parent)], stdout=subprocess.PIPE
+        [sys.executable, "-c", SAVER, folder],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
     )
     try:
         assert saver.stdout is not None

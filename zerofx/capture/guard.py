@@ -175,7 +175,7 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
         if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"capture: {name or 'the model'} asks for sparse gradients, which have no fixed "
-                "size; make it with sparse=False"
+                "size; make it with sparse=False, and let Plan(sparse_gradients=True) send rows"
             )
     for name, param in entry.parameters(model).items():
         if name not in ignored and has_gradient_hooks(param):

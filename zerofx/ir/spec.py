@@ -183,8 +183,9 @@ class OpSpec:
         tiers, both as `Payload` (see `analysis.traffic`).
     In memory
         hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
-        for the wait of a launch. is_static: dropping its result frees nothing. adds, frees: bytes
-        of the device that the op takes and gives back, for the columns of a dump.
+        for the wait of a launch. borrows: of a reduction, whether it
+        receives into the buffers of its axis. is_static: dropping its result frees nothing. adds,
+        frees: bytes of the device that the op takes and gives back, for the columns of a dump.
     Names and code
         stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
         which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
@@ -225,6 +226,7 @@ class OpSpec:
 
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
+    borrows: Callable[[Any, fx.Node], bool] = field(default=lambda program, node: True)
     is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees: Callable[[fx.Node], int] = field(default=lambda node: 0)

@@ -17,9 +17,11 @@ from zerofx.ops.gathers import refresh as refresh
 from zerofx.ops.gathers import release as release
 from zerofx.ops.gathers import resident as resident
 from zerofx.ops.gradients import all_reduce as all_reduce
+from zerofx.ops.gradients import all_reduce_rows as all_reduce_rows
 from zerofx.ops.gradients import grad_buffer as grad_buffer
 from zerofx.ops.gradients import pack as pack
 from zerofx.ops.gradients import reduce_scatter as reduce_scatter
+from zerofx.ops.gradients import reduce_scatter_rows as reduce_scatter_rows
 from zerofx.ops.gradients import store_grad as store_grad
 from zerofx.ops.gradients import update as update
 from zerofx.ops.placed import embedding_rows as embedding_rows

@@ -8,6 +8,7 @@ p.grad. `update` runs the optimizer over a shard, in place: what backward does i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from zerofx.ir.spec import (
     OpSpec,
     Payload,
     define,
+    launch_of,
     slot_of,
     spec_of,
 )
@@ -117,7 +119,7 @@ def _read_pack(
 
 def _write_reduce(w: Function, node: fx.Node) -> tuple[str, ...]:
     packed: Any
-    packed, bucket, _, scale = node.args
+    packed, bucket, _, scale = node.args[:4]
     call = f"rt.{w.method(node)}({w.bind(packed)}, bucket={bucket}, scale={scale!r})"
     return f"{w.bind(node)} = {call}", info(node).unit
 
@@ -130,11 +132,33 @@ def _read_all_reduce(r: Calls, buffer: Tensor, bucket: int, scale: float) -> Any
     return _read_reduce(r, all_reduce, buffer, bucket, scale)
 
 
-def _read_reduce(r: Calls, target: Any, buffer: Tensor, bucket: int, scale: float) -> Any:
+def _read_reduce(
+    r: Calls, target: Any, buffer: Tensor, bucket: int, scale: float, *more: Any
+) -> Any:
     b = r.bucket(bucket)
     node = r.value(buffer, "the gradient buffer")
     numel = r.layout.shard_numel(b)
-    return r.launch(r.append(target, node, bucket, numel, scale, **r.of_bucket(b)))
+    return r.launch(r.append(target, node, bucket, numel, scale, *more, **r.of_bucket(b)))
+
+
+def _write_rows(w: Function, node: fx.Node) -> tuple[str, ...]:
+    indices: Any = node.args[4]
+    call, unit = _write_reduce(w, node)
+    return f"{call[:-1]}, indices=[{', '.join(w.bind(i) for i in indices)}])", unit
+
+
+def _read_reduce_scatter_rows(
+    r: Calls, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+) -> Any:
+    given = [r.value(i, "indices of rows") for i in indices]
+    return _read_reduce(r, reduce_scatter_rows, buffer, bucket, scale, given)
+
+
+def _read_all_reduce_rows(
+    r: Calls, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+) -> Any:
+    given = [r.value(i, "indices of rows") for i in indices]
+    return _read_reduce(r, all_reduce_rows, buffer, bucket, scale, given)
 
 
 def _write_store(w: Function, node: fx.Node) -> tuple[str, ...]:
@@ -189,6 +213,41 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
             w.arrive(node, shard, before.size)
         w.collective(node, leg.kind, shard * leg.num_slices, leg.axis)
         before = leg
+
+
+def _most_rows(program: Planned, node: fx.Node) -> int | None:
+    """Return how many rows a reduction sends at most; None if it sends the whole table."""
+    indices: Any = node.args[4]
+    bucket = program.layout.buckets[info(node).index]
+    rows = min(sum(value(i).numel() for i in indices), bucket.params[0].shape[0])
+    is_reduced = bool(reduction.legs(program.layout.mesh))
+    return rows if is_reduced and reduction.rows_are_less(program.layout, bucket, rows) else None
+
+
+def _task_rows(w: Walk, node: fx.Node) -> None:
+    bucket, rows = w.bucket(node), _most_rows(w.program, node)
+    if rows is None or not w.reduces(bucket):
+        _task_reduce(w, node)
+        return
+    (leg,) = reduction.legs(w.layout.mesh)
+    width = bucket.params[0].shape[1]
+    size = rows * (width * value(node).element_size() + reduction.ROW_NUMBER_BYTES) * leg.size
+    w.collective(node, "all_gather", size, leg.axis)
+
+
+def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
+    """Return what all rows that may be looked up take, and before them how many there are."""
+    rows = _most_rows(program, node)
+    legs = reduction.legs(program.layout.mesh)
+    number = reduction.ROW_NUMBER_BYTES
+    counts = [Payload("all_gather", exchange.part_sent(number, leg.size), number) for leg in legs]
+    if rows is None:
+        return counts + _sends_reduce(program, node, rank)
+    table, item = program.layout.buckets[info(node).index].params[0], value(node).element_size()
+    sizes = (rows * number, number), (rows * table.shape[1] * item, item)
+    return counts + [
+        Payload("all_gather", exchange.part_sent(n, legs[0].size), i) for n, i in sizes
+    ]
 
 
 def _sends_reduce(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
@@ -250,6 +309,25 @@ def _hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     if not p.reduces_apart(node):
         return ()  # the gradient's shard, or what is lent for it
     return hold_first(p, node, time)
+
+
+_ROWS = "rows of a table"
+
+
+def _hold_rows(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return what the result lies in, and the rows of all ranks that are held until the wait."""
+    held, rows = _hold_reduced(p, node, time), _most_rows(p.program, node)
+    if rows is None:
+        return held
+    (leg,) = reduction.legs(p.program.layout.mesh)
+    width, out = p.bucket(node).params[0].shape[1], value(node)
+    size = leg.size * rows * (width * out.element_size() + reduction.ROW_NUMBER_BYTES)
+    received = out.new_empty(size, dtype=torch.int8)
+    return held + p.own(node, Category.COMMUNICATION, received, time, name=_ROWS)
+
+
+def _not_rows(held: tuple[Storage, ...]) -> tuple[Storage, ...]:
+    return tuple(s for s in held if s.name != _ROWS)
 
 
 def hold_first(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
@@ -470,6 +548,40 @@ def _is_followed(o: Order, bucket: int) -> bool:
     return not o.program.plan.offload.delayed and bucket in o.program.layout.far_buckets
 
 
+def looked_up(grad: fx.Node) -> list[fx.Node]:
+    """Return the indices of all rows in which a table's gradient may differ from zero.
+
+    None are returned if forward does more with the table than look rows up.
+    """
+    if grad.target in _LOOKUPS:
+        indices: Any = grad.args[1]
+        return [indices]
+    if grad.target is torch.ops.aten.add.Tensor and not grad.kwargs:
+        parts = [looked_up(each) if isinstance(each, fx.Node) else [] for each in grad.args]
+        return list(dict.fromkeys(i for part in parts for i in part)) if all(parts) else []
+    return []
+
+
+_LOOKUPS = (
+    torch.ops.aten.embedding_dense_backward.default,
+    torch.ops.aten._embedding_bag_backward.default,
+)
+
+
+def _order_rows(o: Order, node: fx.Node) -> None:
+    _order_reduce(o, node)
+    indices: Any = node.args[4]
+    for grad in _packed_buffer(o, node).packed.values():
+        rows = looked_up(grad)
+        if not rows or not set(rows) <= set(indices):
+            has = f"those of {[i.name for i in rows]}" if rows else "any"
+            o.fail(
+                node,
+                f"{node.name} sends the rows {[i.name for i in indices]} of {name_of(grad)}, which "
+                f"has {has} ({user_line(grad)})",
+            )
+
+
 def _erase_buffer(numbering: Numbering, node: fx.Node) -> Any:
     return Packed(node.args[1])  # type: ignore[arg-type]
 
@@ -581,8 +693,37 @@ def _reduction(name: str, axis: str, verb: str, read: Callable[..., Any]) -> OpS
     )
 
 
-reduce_scatter = define(_reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter))
-all_reduce = define(_reduction("all_reduce", "replicate", "AR", _read_all_reduce))
+_SCATTER = _reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter)
+_ALL = _reduction("all_reduce", "replicate", "AR", _read_all_reduce)
+reduce_scatter = define(_SCATTER)
+all_reduce = define(_ALL)
+
+
+def _by_rows(dense: OpSpec, read: Callable[..., Any]) -> OpSpec:
+    """Return the spec of a reduction of one table, of which only the rows of `indices` travel."""
+    return replace(
+        dense,
+        schema=f"{dense.name}_rows(Tensor packed, int bucket, int numel, float scale, "
+        "Tensor[] indices) -> Tensor",
+        fake=lambda packed, bucket, numel, scale, indices: packed.new_empty(numel),
+        run=lambda calls, packed, bucket, numel, scale, indices: calls.reduce(
+            packed, bucket, scale, indices
+        ),
+        means=f"{dense.means} by rows",
+        verb=f"{dense.verb}r",
+        task=_task_rows,
+        sends=_sends_rows,
+        hold=_hold_rows,
+        arrive=lambda p, node, time: _not_rows(p.held[launch_of(node)]),
+        borrows=lambda program, node: _most_rows(program, node) is None,
+        write=_write_rows,
+        read=read,
+        order=_order_rows,
+    )
+
+
+reduce_scatter_rows = define(_by_rows(_SCATTER, _read_reduce_scatter_rows))
+all_reduce_rows = define(_by_rows(_ALL, _read_all_reduce_rows))
 store_grad = define(
     OpSpec(
         schema="store_grad(Tensor reduced, int bucket, *, ScalarType? dtype=None) -> Tensor",

@@ -112,7 +112,9 @@ PLACE: list[Make] = [
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
     # after shard-parameters: it reads the shard placeholders
-    lambda s: ShardGradients(world_size=s.world_size // s.plan.parallel.num_shared),
+    lambda s: ShardGradients(
+        world_size=s.world_size // s.plan.parallel.num_shared, by_rows=s.plan.sparse_gradients
+    ),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

@@ -12,12 +12,14 @@ from zerofx import ops
 from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
-from zerofx.layout.buckets import Bucket
+from zerofx.layout.buckets import Bucket, Layout
+from zerofx.ops.gradients import looked_up
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.placement import Span, spans
 from zerofx.policy import reduction
 
 _REDUCE = {"reduce_scatter": ops.reduce_scatter, "all_reduce": ops.all_reduce}
+_REDUCE_ROWS = {"reduce_scatter": ops.reduce_scatter_rows, "all_reduce": ops.all_reduce_rows}
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class ShardGradients(Pass):
     """Pack gradients into their bucket as regions finish, reduce, and store the rank's slice.
 
     The declared scale is 1 / world size: gradients are the mean over ranks.
+
+    by_rows: the reduction of a table that is alone in its bucket, and only looked up, is told which
+    rows it has gradients for. How many distinct ones there are is known when it is launched. All
+    ranks then choose what sends less, rows or the whole table.
     """
 
     name: ClassVar[str] = "shard-gradients"
@@ -33,6 +39,7 @@ class ShardGradients(Pass):
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.SLOTS_ASSIGNED})
 
     world_size: int = 1
+    by_rows: bool = False
 
     def run(self, program: Planned) -> Report:
         if BACKWARD not in program.graphs:
@@ -94,10 +101,14 @@ class ShardGradients(Pass):
                 packed = call(graph, ops.pack, (packed, [n for _, n in groups[end]], offsets))
                 set_info(packed, **fields)
         assert packed is not None
-        reduce = _REDUCE[reduction.kind_over(reduction.first_axis(layout.mesh))]
+        kind = reduction.kind_over(reduction.first_axis(layout.mesh))
+        indices = self._looked_up(layout, bucket, grads)
         with graph.inserting_after(packed):
-            numel = layout.shard_numel(bucket)
-            launch = call(graph, reduce, (packed, bucket.index, numel, 1.0 / self.world_size))
+            arguments = packed, bucket.index, layout.shard_numel(bucket), 1.0 / self.world_size
+            if indices:
+                launch = call(graph, _REDUCE_ROWS[kind], (*arguments, indices))
+            else:
+                launch = call(graph, _REDUCE[kind], arguments)
         with graph.inserting_after(launch):
             done = call(graph, ops.wait, (launch,))
         with graph.inserting_after(done):
@@ -107,6 +118,16 @@ class ShardGradients(Pass):
         for node in (launch, done, result):
             set_info(node, **fields)
         return result
+
+    def _looked_up(
+        self, layout: Layout, bucket: Bucket, grads: list[tuple[str, fx.Node]]
+    ) -> list[fx.Node]:
+        """Return the indices of the rows that a bucket's gradient has; none if it goes whole."""
+        is_table = len(bucket.params) == 1 and len(bucket.params[0].shape) == 2
+        is_whole = (
+            bucket.is_away or bucket.tile is not None or len(reduction.legs(layout.mesh)) != 1
+        )
+        return looked_up(grads[0][1]) if self.by_rows and is_table and not is_whole else []
 
 
 def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:

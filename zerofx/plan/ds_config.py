@@ -420,6 +420,8 @@ class _Reading:
         fields: dict[str, Any] = {"stage": self.get("zero_optimization.stage", 0)}
         fields |= {"precision": self._precision(), **self._sizes(fields["stage"])}
         fields |= self._offload(fields["stage"])
+        if self.get("sparse_gradients"):
+            fields["sparse_gradients"] = True
         refused = [row for row in self.rows.values() if row.verdict == "refused"]
         if refused:
             raise PlanError(_refusal([self._as_written(row) for row in refused]))

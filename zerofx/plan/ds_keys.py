@@ -159,11 +159,7 @@ KEYS: dict[str, KeyRule] = {
         harmless=("mean", "avg"),
     ),
     "sparse_gradients": KeyRule(
-        "refused",
-        "sparse embedding gradients are not supported. Set it to false, and sparse=False in "
-        "nn.Embedding",
-        _switch,
-        harmless=(False,),
+        "translated", "sparse_gradients; use sparse=False in nn.Embedding", _switch
     ),
     "disable_allgather": _scheduled,
     "bf16.enabled": KeyRule(

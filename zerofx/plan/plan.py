@@ -80,6 +80,9 @@ class Plan:
         loss gives its parameters zero gradients, where eager leaves None.
     outputs: "all", or "loss": other outputs are not computed for the caller.
     update: "step", or "in-backward": the optimizer runs per bucket inside backward.
+    sparse_gradients: whether the gradient of a table that is only looked up (nn.Embedding or
+        nn.EmbeddingBag, alone in its bucket, not tied) travels by rows where that sends less. The
+        values are those of a dense reduction.
     buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
     numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary
@@ -119,6 +122,7 @@ class Plan:
     differentiate: str = spec_field("loss", one_of("loss", "all"))
     outputs: str = spec_field("all", one_of("all", "loss"))
     update: str = spec_field("step", one_of("step", "in-backward"))
+    sparse_gradients: bool = spec_field(False, flag)
     buffers: str = spec_field("rank0", one_of("rank0", "local"))
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
@@ -150,6 +154,7 @@ class Plan:
             differentiate: str = ...,
             outputs: str = ...,
             update: str = ...,
+            sparse_gradients: bool = ...,
             buffers: str = ...,
             numerics: str = ...,
             kernels: str = ...,

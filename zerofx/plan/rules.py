@@ -67,6 +67,11 @@ def _against_graphs(plan: Plan) -> Iterator[str]:
             "Plan.cuda_graph = True contradicts debug = True, which stops at every region; "
             "change one of them"
         )
+    if plan.sparse_gradients:
+        yield (
+            "Plan.cuda_graph = True contradicts sparse_gradients = True, which sends as many "
+            "rows as a batch has; change one of them"
+        )
     if plan.precision.loss_scale not in (None, "external"):
         yield (
             "Plan.cuda_graph = True contradicts precision.loss_scale, a factor on the host that a "
@@ -123,6 +128,7 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
     others = {
         "tiling": plan.tiling != "off",
         "cuda_graph": plan.cuda_graph,
+        "sparse_gradients": plan.sparse_gradients,
     }
     if axis == "pipeline":
         others |= {

@@ -14,6 +14,7 @@ import torch
 
 from zerofx.layout.buckets import Bucket, Layout, Mesh
 from zerofx.layout.tiers import Tier
+from zerofx.policy import exchange
 
 # -- mesh axes -----------------------------------------------------------------------------------
 _AXES = {"shard": "reduce_scatter", "replicate": "all_reduce"}  # what each does, in order
@@ -53,6 +54,30 @@ def first_axis(mesh: Mesh) -> str:
 def kind_over(axis: str) -> str:
     """Return the kind of collective that reduces over an axis."""
     return _AXES[axis]
+
+
+# -- rows of a table ------------------------------------------------------------------------------
+ROW_NUMBER_BYTES = 8
+
+
+def rows_sent(rows: int, width: int, itemsize: int, size: int) -> int:
+    """Return the bytes that a rank sends to give `rows` rows and their numbers to all others."""
+    return exchange.part_sent(rows * (width * itemsize + ROW_NUMBER_BYTES), size)
+
+
+def rows_are_less(layout: Layout, bucket: Bucket, rows: int) -> bool:
+    """Tell whether a table's gradient travels by rows: if all ranks then send fewer bytes.
+
+    rows: the most that any rank has. It is compared with a reduction of the whole bucket.
+    """
+    (leg,) = legs(layout.mesh)
+    numel, itemsize = layout.shard_numel(bucket), bucket.reduce_dtype.itemsize
+    if leg.kind == "reduce_scatter":
+        dense = exchange.part_sent(numel, leg.size)
+    else:
+        dense = exchange.all_reduce_sent(numel, leg.size - 1, leg.size)
+    _, width = bucket.params[0].shape
+    return rows_sent(rows, width, itemsize, leg.size) < dense * itemsize
 
 
 # -- no_sync ------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Engine:
         self.pack = self.gradients.pack
         self.reduce_scatter = self.gradients.reduce
         self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
+        self.reduce_scatter_rows = self.all_reduce_rows = self.reduce_rows
         self.store_grad = self.gradients.store
         self.update = self.updates.update
         self.offload = self.host.offload
@@ -81,6 +82,13 @@ class Engine:
         self.refresh_shard = self.away.refresh
         self.read_shard = self.away.read
         self.offload_grad = self.gradients.offload
+
+    def reduce_rows(
+        self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+    ) -> Flight:
+        """Launch the reduction of a packed table by rows, if no rank only takes part in it."""
+        given = () if self.turns.are_taken else indices
+        return self.gradients.reduce(buffer, bucket, scale, given)
 
     def __getattr__(self, name: str) -> Any:
         method = added_method(name)

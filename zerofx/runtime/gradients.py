@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.comm.collectives import receive_buffers
+from zerofx.comm.collectives import Work, receive_buffers
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
@@ -19,6 +19,7 @@ from zerofx.policy.borrowing import Loan
 from zerofx.policy.reduction import End
 from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
+from zerofx.runtime.rows import launch_rows
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
 from zerofx.runtime.tensors.tensor import local_of
@@ -205,8 +206,14 @@ class Gradients:
         """Count a zero buffer as packed with gradients of the parameters at these positions."""
         self._packed[bucket] += (params,)
 
-    def reduce(self, buffer: Tensor, bucket: int, scale: float) -> Flight:
-        """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
+    def reduce(
+        self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor] = ()
+    ) -> Flight:
+        """Launch the reduction of a packed bucket: this rank's slice of the scaled sum.
+
+        indices: the rows that this backward has gradients for, if the bucket is one table. A sum of
+            no_sync has others, and is reduced whole.
+        """
         if self.discards:
             return Flight(None, None, bucket)
         loss_scale = self.scaler.scale if self.scaler is not None else 1.0
@@ -216,7 +223,7 @@ class Gradients:
         self.updates.prepare(bucket)
         if bucket not in self._targets:
             self._targets[bucket] = self._sums.settle(bucket, buffer, loss_scale)
-        target, accumulate, _ = self._targets[bucket]
+        target, accumulate, summed = self._targets[bucket]
         end = self._ends[accumulate, self._slots.owns(buffer)][bucket]
         if end is End.GRADIENT:
             out = target
@@ -227,8 +234,19 @@ class Gradients:
         else:
             loan = self._loans[bucket] = self._slices.borrow(target.numel(), buffer.dtype)
             out = loan.buffer[: target.numel()]
-        work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
+        work = None
+        if indices and not summed:
+            work = self._launch_rows(out, buffer, bucket, scale, indices)
+        if work is None:
+            work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
         return Flight(out, work, bucket)
+
+    def _launch_rows(
+        self, out: Tensor, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+    ) -> Work | None:
+        (leg,) = reduction.legs(self._layout.mesh)
+        axis, b = self._world.axis(leg.axis), self._layout.buckets[bucket]
+        return launch_rows(axis, self._layout, b, out, buffer, indices, scale, self._labels[bucket])
 
     def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
         """Launch the copy of a reduced slice to where its shard lives."""

@@ -120,8 +120,13 @@ class GraphCalls:
         self.engine.pack(buffer, bucket, tuple(places[o] for o in offsets), grads)
         return buffer
 
-    def reduce(self, packed: Tensor, bucket: int, scale: float) -> Tensor:
-        flight = self.engine.reduce_scatter(packed, bucket, scale)
+    def reduce(
+        self, packed: Tensor, bucket: int, scale: float, indices: Sequence[Tensor] = ()
+    ) -> Tensor:
+        if indices:
+            flight = self.engine.reduce_rows(packed, bucket, scale, indices)
+        else:
+            flight = self.engine.reduce_scatter(packed, bucket, scale)
         tensor = flight.tensor
         if tensor is None:  # summed locally, or discarded: nothing will be stored
             layout = self.engine.layout

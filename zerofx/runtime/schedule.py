@@ -57,6 +57,16 @@ class Schedule(Protocol):
     def all_reduce(self, buffer: Tensor, bucket: int, scale: float) -> InFlight:
         """Launch it where nothing is sharded: the slice is the whole bucket."""
 
+    def reduce_scatter_rows(
+        self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+    ) -> InFlight:
+        """Launch the reduction of a table of which only these rows may be other than zero."""
+
+    def all_reduce_rows(
+        self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
+    ) -> InFlight:
+        """Launch it where nothing is sharded."""
+
     def store_grad(self, reduced: Tensor | None, bucket: int) -> None:
         """Give a reduced slice to p.grad; None for one that no_sync puts off."""
 

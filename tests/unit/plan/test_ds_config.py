@@ -134,7 +134,8 @@ def test_one_cycle_and_the_default_of_clipping() -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        ({"sparse_gradients": True, "amp": {"enabled": True}}, ["sparse_gradients = True", "amp"]),
+        ({"curriculum_learning": {"enabled": True}, "amp": {"enabled": True}},
+         ["curriculum_learning = ", "amp"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, ["zero_quantized_weights"]),
         ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op = 'sum'", "mean"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled", "bf16.enabled"]),

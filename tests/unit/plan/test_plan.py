@@ -64,6 +64,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "numerics": st.sampled_from(["bitwise", "fast"]),
     "kernels": st.sampled_from(["inductor", "aten"]),
     "max_programs": st.integers(1, 99),
+    "sparse_gradients": st.booleans(),
     "debug": st.booleans(),
 }
 
@@ -111,6 +112,7 @@ def test_defaults_are_the_contract() -> None:
         "differentiate": "loss",
         "outputs": "all",
         "update": "step",
+        "sparse_gradients": False,
         "buffers": "rank0",
         "numerics": "bitwise",
         "kernels": "inductor",

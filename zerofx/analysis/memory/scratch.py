@@ -16,7 +16,7 @@ from zerofx.analysis.memory.micro import Before, Micro
 from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of
+from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of, spec_of
 from zerofx.layout.buckets import Layout
 from zerofx.policy import exchange, reduction, resting
 from zerofx.policy.borrowing import Loan, Scratch
@@ -88,7 +88,7 @@ class _Walk:
     """Runs through backwards, borrowing as the runtime borrows."""
 
     def __init__(self, program: Planned, life: Lifetimes) -> None:
-        self.life, self.layout = life, program.layout
+        self.program, self.life, self.layout = program, life, program.layout
         self.hardware = program.hardware
         self.legs = reduction.legs(self.layout.mesh)
         self.receive = {
@@ -119,7 +119,9 @@ class _Walk:
                 if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
                     size = [value(node).numel()]
                     ends[bucket.index] = self.slices.borrow(size, node, time)
-                if self.hardware.backend == "gloo" and self.legs:
+                spec = spec_of(node)
+                borrows = spec is not None and spec.borrows(self.program, node)
+                if self.hardware.backend == "gloo" and self.legs and borrows:
                     lent[node] = self._launch(node, time)
             elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
                 self._wait(launch, lent.pop(launch), time)
