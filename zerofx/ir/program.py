@@ -40,6 +40,7 @@ class Fact(Enum):
     TIED_MERGED = auto()
     PLACED = auto()
     SPLIT = auto()
+    VALUES_AWAITED = auto()
     REGIONS_CUT = auto()
     BUCKETS_ASSIGNED = auto()
     PARAMS_SHARDED = auto()
