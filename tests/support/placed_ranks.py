@@ -93,7 +93,8 @@ def run_ranks(
 
     def body(rank: int) -> None:
         axis = ThreadAxis(rank, meeting)
-        engine = SimpleNamespace(world=SimpleNamespace(axis=lambda name: axis))
+        world = SimpleNamespace(axis=lambda name: axis)
+        engine = SimpleNamespace(world=world, wait=lambda flight: flight.wait())
         try:
             with GraphCalls(engine).active():  # type: ignore[arg-type]
                 results[rank], kept[rank] = run_whole(gm, given[rank])

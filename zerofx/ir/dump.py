@@ -346,10 +346,11 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
 
     kind_of_op = kind_of(node)
     spec = spec_of(launch_of(node) if kind_of_op is Kind.WAIT else node)
-    of = "v" if spec is not None and spec.is_copy else "b"
+    of = "v" if spec is not None and spec.is_value else "b"
 
     def write(layers: Layers) -> str:
-        what = f"{name} {of}{spans(layers)[0]}" if kind_of_op is not Kind.SYNC else name
+        is_numbered = kind_of_op is not Kind.SYNC and (of == "b" or info(node).index >= 0)
+        what = f"{name} {of}{spans(layers)[0]}" if is_numbered else name
         return f"    {what:<18} {group.label:<32} {kind}".rstrip()
 
     return Row(group.label, key, write, (info(node).index,), is_main=False)

@@ -492,7 +492,7 @@ class Order:
 
     # -- what must have happened by the end -------------------------------------------------------
     def _finish(self) -> None:
-        for kinds in (_TRANSFERRED, (*AWAY, Holds.RELOADED)):
+        for kinds in (_TRANSFERRED, (*AWAY, Holds.RELOADED, Holds.CONVERTED)):
             for buffer in self.buffers:
                 if buffer.kind in kinds and not buffer.landed:
                     self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")

@@ -705,19 +705,26 @@ class _Typing:
                 )
 
     def _conversion(self, node: fx.Node, spec: Any) -> None:
+        first = node.args[0]
+        is_list = isinstance(first, (list, tuple))
         source = node.all_input_nodes[0]
-        if node.args[1] != AXIS:
-            self._fail(
-                node, f"{node.name} is over the axis {node.args[1]!r}; values are over {AXIS}"
-            )
-        found = spec.lies(self.lies[source], self.shapes[source], node.args[2:], self.ranks)
+        axis = node.args[1]
+        if isinstance(axis, str) and axis != AXIS:
+            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {AXIS}")
+        given = list(first) if is_list else [source]  # type: ignore[arg-type]
+        now, shape = [self.lies[x] for x in given], [self.shapes[x] for x in given]
+        if not is_list:
+            now, shape = now[0], shape[0]
+        found = spec.lies(now, shape, node.args[2:], self.ranks)
         if not isinstance(found, Placement):
             self._fail(
                 node,
                 f"{node.name} is given {name_of(source)}, which lies as {self.lies[source]} over "
                 f"{self.ranks} ranks; {found}",
             )
-        self._note(node, found, self.shapes[source])
+        if isinstance(shape, list) and not is_list:  # one of several
+            shape = shape[axis]  # type: ignore[index]
+        self._note(node, found, shape)
 
     def _call(self, node: fx.Node) -> None:
         placed, tensors = info(node).placed, tensors_of(node)

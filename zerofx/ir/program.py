@@ -41,6 +41,7 @@ class Fact(Enum):
     PLACED = auto()
     STAGES_CUT = auto()
     SPLIT = auto()
+    VALUES_AWAITED = auto()
     REGIONS_CUT = auto()
     BUCKETS_ASSIGNED = auto()
     PARAMS_SHARDED = auto()

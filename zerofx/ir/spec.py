@@ -68,6 +68,7 @@ class Holds(Enum):
     HOSTED = "hosted"  # its copy on the host
     STORED = "stored"  # its copy on NVMe
     RELOADED = "reloaded"  # and back on the device
+    CONVERTED = "converted"  # a value that lies in another way over the ranks of an axis
     STAGED = "shard read from NVMe"  # into host memory
     NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
 
@@ -290,7 +291,12 @@ class OpSpec:
     @property
     def is_copy(self) -> bool:
         """Whether it is a launch of a rank's own that moves a value of the model's."""
-        return self.kind is Kind.LAUNCH and self.is_value
+        return self.kind is Kind.LAUNCH and self.is_value and not self.is_agreed
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it launches a collective on a value of the model's."""
+        return self.kind is Kind.LAUNCH and self.is_value and self.is_agreed
 
     @property
     def is_move(self) -> bool:
@@ -398,6 +404,12 @@ def is_reduction(node: fx.Node) -> bool:
     """Say whether a node launches the reduction of a bucket's gradients."""
     spec = spec_of(node)
     return spec is not None and spec.is_reduction
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Say whether a node launches a collective on a value of the model's."""
+    spec = spec_of(node)
+    return spec is not None and spec.is_exchange
 
 
 def takes_slot(node: fx.Node) -> bool:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -79,11 +78,19 @@ def part(x: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor:
 def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
     """Return the whole value that the parts of all ranks are of, laid out as the parts are."""
     shape = list(parts[0].shape)
+    shape[cut.dim] *= len(parts)
+    whole = parts[0].new_empty_strided(shape, strides_like(parts[0], shape))
+    return join_into(whole, parts, cut)
+
+
+def join_into(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Fill a whole value from the parts of all ranks; return it."""
     dim, groups, ranks = cut.dim, cut.groups, len(parts)
-    split = [*shape[:dim], groups, 1, shape[dim] // groups, *shape[dim + 1 :]]
-    whole = torch.cat([each.reshape(split) for each in parts], dim + 1)
-    shape[dim] *= ranks
-    return in_order_of(parts[0], whole.reshape(shape))
+    rest = parts[0].shape[dim] // groups
+    each = whole.unflatten(dim, (groups, ranks, rest))
+    for rank, mine in enumerate(parts):
+        each.select(dim + 1, rank).copy_(mine.unflatten(dim, (groups, rest)))
+    return whole
 
 
 def memory_order(x: Tensor) -> list[int]:

@@ -26,7 +26,7 @@ def collective_digest(program: Planned) -> str:
     Shapes of activations are left out: ranks with other sequence lengths may run together.
     """
     launches = [
-        (name, str(n.target), n.args[1:4] if not spec.is_sync else constants(n))
+        (name, str(n.target), constants(n) if spec.is_sync or spec.is_value else n.args[1:4])
         for name, gm in program.graphs.items()
         for n in gm.graph.nodes
         if (spec := spec_of(n)) is not None and spec.is_agreed

@@ -1,6 +1,7 @@
 """Conversions: how a value that is cut, or a sum of summands, comes to lie in another way.
 
     reduce_values    P -> R      the sum, on all ranks of the axis
+    reduce_joined    P -> R      the sums of several values, in one message
     scatter_values   P -> S      the sum, a part on each
     gather_values    S -> R      all parts, on all
     swap_values      S -> S      cut along another dimension
@@ -8,6 +9,9 @@
 
 The value is the same before and after: so the proof erases them, and checks that each is what its
 argument's placement needs. Parts are `layout.placements.Cut`s, written as (dim, groups).
+
+What sends is a launch, and ends at a wait. The pass `place` puts launches alone into a graph;
+`overlap-values` gives each its wait, and from there on only what the wait returns may be read.
 """
 
 from __future__ import annotations
@@ -16,13 +20,31 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from zerofx.analysis.memory.places import Places
+from zerofx.analysis.memory.storage import Storage
 from zerofx.analysis.time.tasks import Walk
-from zerofx.ir.meta import nbytes, value
-from zerofx.ir.order import Order
-from zerofx.ir.program import Planned
-from zerofx.ir.spec import Carries, Kind, Lane, OpSpec, Payload, define
+from zerofx.ir.meta import info, nbytes, value
+from zerofx.ir.names import op_stem
+from zerofx.ir.order import Buffer, Order
+from zerofx.ir.program import Fact, Planned
+from zerofx.ir.spec import (
+    Carries,
+    Holds,
+    Kind,
+    Lane,
+    OpSpec,
+    Payload,
+    define,
+    kind_of,
+    launch_of,
+    launched,
+    spec_of,
+)
+from zerofx.ir.text import identifier
+from zerofx.ir.verify_fault import name_of
+from zerofx.ir.verify_values import Numbering, args
 from zerofx.layout.placements import Cut, P, R, fits, local_shape, strides_like
-from zerofx.ops.waits import same
+from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.policy import exchange
 from zerofx.runtime import placed
 
@@ -46,15 +68,10 @@ def _whole_bytes(node: fx.Node) -> int:
     return max(nbytes(value(node)), nbytes(value(node.all_input_nodes[0])))
 
 
-def _takes(kind: str, verb: str) -> Any:
+def _takes(kind: str) -> Any:
     def task(w: Walk, node: fx.Node) -> None:
         axis: Any = node.args[1]
-        mesh, size = w.layout.mesh, _whole_bytes(node)
-        price = w.found.prices.collective(kind, size, mesh.along(axis), mesh.stride(axis))
-        taken = w.found.prices.beside(kind, size, mesh.along(axis))
-        name = f"{verb} {node.name}"
-        done = w.found.sends(Lane.VALUES, name, price, taken, axis=axis)
-        w.found.ended.add(done)
+        w.collective(node, kind, _whole_bytes(node), axis)
 
     return task
 
@@ -81,8 +98,55 @@ def _task_part(w: Walk, node: fx.Node) -> None:
     w.found.computes("store", f"part {node.name}", w.found.prices.touch(2 * nbytes(value(node))))
 
 
-def _order(o: Order, node: fx.Node) -> None:
+def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return what the value will lie in, and what is sent, which is held until the wait."""
+    ends = [user for user in node.users if kind_of(user) is Kind.WAIT]
+    category = p.category(ends[0] if ends else node)
+    sent = [storage for given in node.all_input_nodes for storage in p.held[given]]
+    return p.own(node, category, value(node), time) + tuple(sent)
+
+
+# -- proof ----------------------------------------------------------------------------------------
+def _order_local(o: Order, node: fx.Node) -> None:
     """All that is to be checked is how values lie: see `ir.placing`."""
+
+
+def _order(o: Order, node: fx.Node) -> None:
+    """Note what is under way, once waits are in the graph; what it is made of stays until then."""
+    if not {Fact.VALUES_AWAITED, Fact.REGIONS_CUT} & o.program.facts:
+        return
+    made = Buffer(Holds.CONVERTED, node, landed=False)
+    for given in node.all_input_nodes:
+        for buffer in o.roots[given]:
+            buffer.sent.append(made)
+    o.add(node, made)
+
+
+def _order_joined_value(o: Order, node: fx.Node) -> None:
+    flat, number, offset, shape = args(node)
+    xs = args(launch_of(flat))[0] if launched(flat) is not None else None
+    if not isinstance(xs, (list, tuple)) or not 0 <= number < len(xs):
+        o.fail(node, f"{node.name} takes value {number} of {name_of(flat)}, which has none")
+    before = sum(value(x).numel() for x in xs[:number])
+    if offset != before or list(shape) != list(value(xs[number]).shape):
+        o.fail(
+            node,
+            f"{node.name} takes {list(shape)} at {offset} for {name_of(xs[number])}, which is "
+            f"{list(value(xs[number]).shape)} at {before}",
+        )
+    o.roots.follow(node)
+
+
+def _erase_joined(numbering: Numbering, node: fx.Node) -> Any:
+    return [numbering.of[x] for x in args(node)[0]]
+
+
+def _lies_joined(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return R if all(each == P for each in now) else "it takes summands"
+
+
+def _lies_joined_value(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return R if now == R else "it takes what was summed"
 
 
 def _needs_summands(now: Any) -> str:
@@ -120,28 +184,44 @@ def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
     return cut if is_right else f"{list(shape)} cannot be cut as {cut} over {over} ranks"
 
 
-def _define(
-    schema: str, fake: Any, runtime: Any, lies: Any, kind: str, verb: str, means: str
-) -> Any:
+def _arrived(word: str) -> Any:
+    """Return how what a wait delivers is called: by what was sent, and what became of it."""
 
+    def name(wait: fx.Node) -> str:
+        sent, unit = launch_of(wait).all_input_nodes[0], info(wait).unit
+        stem = (op_stem(sent) if spec_of(sent) is not None else "") or sent.name
+        return identifier(f"{unit}_{stem}_{word}" if unit and spec_of(sent) is None else stem)
+
+    return name
+
+
+def _define(
+    schema: str, fake: Any, runtime: Any, lies: Any, kind: str, verb: str, means: str, word: str,
+    erase: Any = same,
+) -> Any:  # fmt: skip
     return define(
         OpSpec(
             schema=schema,
-            kind=Kind.SYNC,
+            kind=Kind.LAUNCH,
             carries=Carries.VALUE,
             axis="tensor",
             fake=fake,
-            run=lambda calls, *args: runtime(calls.engine, *args),
+            run=lambda calls, *args: calls.moved(runtime(calls.engine, *args)),
             runtime=runtime,
             lane=Lane.VALUES,
             verb=verb,
             means=means,
-            task=_takes(kind, verb),
+            task=_takes(kind),
             sends=_sends(kind),
+            hold=_hold,
+            arrive=hold_at_source,
             adds=lambda node: nbytes(value(node)),
+            stem=word,
+            arrives_as=_arrived(word),
             lies=lies,
             order=_order,
-            erase=same,
+            end=end_once,
+            erase=erase,
         )
     )
 
@@ -151,17 +231,40 @@ reduce_values = _define(
     "reduce_values(Tensor x, str axis) -> Tensor",
     lambda x, axis: _like(x, list(x.shape)),
     placed.reduce_values, _lies_reduced, "all_reduce", "AR values", "all-reduce of a value",
+    "sum",
 )  # fmt: skip
+reduce_joined = _define(
+    "reduce_joined(Tensor[] xs, str axis) -> Tensor",
+    lambda xs, axis: xs[0].new_empty(sum(x.numel() for x in xs)),
+    placed.reduce_joined, _lies_joined, "all_reduce", "AR values", "all-reduce of a value",
+    "sums", _erase_joined,
+)  # fmt: skip
+joined_value = define(
+    OpSpec(
+        schema="joined_value(Tensor(a) flat, int number, int offset, int[] shape) -> Tensor(a)",
+        kind=Kind.MAKE,
+        carries=Carries.VALUE,
+        fake=lambda flat, number, offset, shape: placed.joined_value(
+            None, flat, number, offset, shape
+        ),
+        run=lambda calls, *args: placed.joined_value(calls.engine, *args),
+        runtime=placed.joined_value,
+        lies=_lies_joined_value,
+        order=_order_joined_value,
+        erase=lambda numbering, node: numbering.of[args(node)[0]][args(node)[1]],
+    )
+)
 scatter_values = _define(
     "scatter_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
     placed.scatter_values, _lies_scattered, "reduce_scatter", "RS values",
-    "reduce-scatter of a value",
+    "reduce-scatter of a value", "part",
 )  # fmt: skip
 gather_values = _define(
     "gather_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _joined(x, dim, ranks),
     placed.gather_values, _lies_gathered, "all_gather", "AG values", "all-gather of a value",
+    "whole",
 )  # fmt: skip
 swap_values = _define(
     "swap_values(Tensor x, str axis, int dim, int groups, int to_dim, int to_groups, int ranks) "
@@ -170,6 +273,7 @@ swap_values = _define(
         _joined(x, dim, ranks), to_dim, to_groups, ranks
     ),
     placed.swap_values, _lies_swapped, "all_to_all", "A2A values", "all-to-all of a value",
+    "swapped",
 )  # fmt: skip
 part = define(
     OpSpec(
@@ -183,7 +287,7 @@ part = define(
         task=_task_part,
         adds=lambda node: nbytes(value(node)),
         lies=_lies_part,
-        order=_order,
+        order=_order_local,
         erase=same,
     )
 )
@@ -201,7 +305,7 @@ def _local(schema: str, fake: Any, runtime: Any) -> Any:
             runtime=runtime,
             task=_task_part,
             adds=lambda node: nbytes(value(node)),
-            order=_order,
+            order=_order_local,
             erase=lambda numbering, node: numbering.whole_call(node),
         )
     )

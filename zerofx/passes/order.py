@@ -18,10 +18,12 @@ from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.join_sums import JoinSums
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
+from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.release import Release
@@ -87,6 +89,8 @@ PREPARE: list[Make] = [
 PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
     lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
+    # behind split, which must not save what is under way; before regions are cut at launches
+    lambda s: OverlapValues(),
     # before communication: cuts depend on units alone, so identical layers stay identical
     lambda s: CutRegions(),
     # between regions, and before gathers: what it moves is forward's own, and all that comes later
@@ -111,6 +115,8 @@ PLACE: list[Make] = [
         layout=s.layout,
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
+    # once it is known which gradients travel together, and before they do
+    lambda s: JoinSums(),
     # after shard-parameters: it reads the shard placeholders
     lambda s: ShardGradients(
         world_size=s.world_size // s.plan.parallel.num_shared, by_rows=s.plan.sparse_gradients

@@ -11,9 +11,9 @@ from zerofx import ops
 from zerofx.ir.graphs import call, users_after_views
 from zerofx.ir.meta import info, set_info
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import is_wait_of
+from zerofx.ir.spec import Kind, is_wait_of, kind_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.placement import spans
+from zerofx.passes.placement import Span, spans
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ def _release(graph: fx.Graph, full: fx.Node, where: dict) -> None:
     readers = list(users_after_views(full))
     if any(r.op == "output" for r in readers):
         return  # kept for backward: the call's context holds it
-    regions = [r for r in (info(u).region for u in readers) if r is not None]
-    if regions:
-        last = where[max(regions)].last
-    else:
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        last = max([full, *readers], key=order.__getitem__)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = max([full, *(_end(reader, where) for reader in readers)], key=order.__getitem__)
     with graph.inserting_after(last):
         node = call(graph, ops.release, (full,))
     set_info(node, phase=info(full).phase, unit=info(full).unit, index=info(full).index)
+
+
+def _end(reader: fx.Node, where: dict[int, Span]) -> fx.Node:
+    """Return the node behind which a reader is done: its region's last, or the wait of a launch."""
+    region = info(reader).region
+    if region is not None:
+        return where[region].last
+    return wait_for(reader) if kind_of(reader) is Kind.LAUNCH else reader

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.ir.graphs import add_placeholder, call, root_producer, set_results
+from zerofx.ir.graphs import add_placeholder, call, is_alias, root_producer, set_results
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.spec import Kind, kind_of
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.ops.gradients import looked_up
 from zerofx.passes.base import Fact, Pass, Report
@@ -141,7 +142,11 @@ def _end(node: fx.Node, where: dict[int, Span]) -> fx.Node:
     if source.op == "placeholder":
         return _body(source.graph).prev
     region = info(source).region
-    return source if region is None else where[region].last
+    if region is not None:
+        return where[region].last
+    if is_alias(source) and kind_of(source.all_input_nodes[0]) is Kind.WAIT:  # one of several
+        return max(source.all_input_nodes[0].users)
+    return source
 
 
 def _body(graph: fx.Graph) -> fx.Node:

@@ -1,66 +1,124 @@
 """Conversions of values over an axis of the mesh, as a rank makes them (see `ops.placed`).
 
-Sums run in rank order, as all sums of zerofx do. Each takes plain tensors and returns a new one
-that is laid out in memory as its argument is.
+Sums run in rank order, as all sums of zerofx do. Each takes plain tensors and gives a new one that
+is laid out in memory as its argument is. What sends is launched; `wait` returns the value.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zerofx.layout.placements import Cut, in_order_of, join, memory_order, part
+from zerofx.layout.placements import (
+    Cut,
+    in_order_of,
+    join_into,
+    memory_order,
+    part,
+    strides_like,
+)
 
 if TYPE_CHECKING:
-    from zerofx.comm.collectives import Axis
+    from zerofx.comm.collectives import Axis, Work
 
 
 def _axis(engine: Any, name: str) -> Axis:
     return engine.world.axis(name)
 
 
-def _gathered(axis: Axis, x: Tensor, label: str) -> list[Tensor]:
-    """Return the values that all ranks have of `x`, laid out as it is."""
-    dense = in_order_of(x, x)
-    flat = dense.new_empty(axis.size * dense.numel())
-    axis.all_gather(flat, _flat(dense), label).wait()
-    return [_shaped(each, dense) for each in flat.view(axis.size, -1)]
-
-
 def _flat(dense: Tensor) -> Tensor:
     return dense.permute(memory_order(dense)).reshape(-1)
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+def _leads(x: Tensor, cut: Cut) -> bool:
+    """Say whether the parts of a dense value lie one behind the other in memory."""
+    return cut.groups == 1 and memory_order(x)[0] == cut.dim
+
+
+def _like(x: Tensor, dim: int = 0, numerator: int = 1, denominator: int = 1) -> Tensor:
+    """Return memory laid out as `x` is, with a dimension so many times as large."""
+    shape = list(x.shape)
+    if shape:
+        shape[dim] = shape[dim] * numerator // denominator
+    return x.new_empty_strided(shape, strides_like(x, shape))
+
+
+class ValueFlight:
+    """A value on its way: `tensor` may be read only after `wait`.
+
+    held: what is sent, and received into, until then. finish: fills `tensor` from that.
+    """
+
+    __slots__ = ("finish", "held", "tensor", "work")
+
+    def __init__(
+        self, tensor: Tensor, work: Work, held: Any, finish: Callable[[], Any] | None = None
+    ) -> None:
+        self.tensor: Tensor | None = tensor
+        self.work, self.held, self.finish = work, held, finish
+
+    def wait(self) -> Tensor | None:
+        """Return the value as it lies now."""
+        self.work.wait()
+        if self.finish is not None:
+            self.finish()
+        tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
+        self.held = self.finish = None
+        return tensor
 
 
 @torch.no_grad()
-def reduce_values(engine: Any, x: Tensor, axis: str) -> Tensor:
-    """Return the sum of all ranks' `x`."""
+def reduce_values(engine: Any, x: Tensor, axis: str) -> ValueFlight:
+    """Launch the sum of all ranks' `x`."""
     dense = in_order_of(x, x)
-    out = dense.clone() if dense.data_ptr() == x.data_ptr() else dense
-    _axis(engine, axis).all_reduce(_flat(out), 1.0, "all-reduce of a value").wait()
-    return out
+    out = _like(dense)
+    label = "all-reduce of a value"
+    work = _axis(engine, axis).all_reduce(_flat(out), 1.0, label, source=_flat(dense))
+    return ValueFlight(out, work, dense)
 
 
 @torch.no_grad()
-def scatter_values(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
-    """Return this rank's part of the sum of all ranks' `x`."""
+def reduce_joined(engine: Any, xs: Sequence[Tensor], axis: str) -> ValueFlight:
+    """Launch the sums of all ranks' values, one behind the other, in one message."""
+    flat = torch.cat([x.reshape(-1) for x in xs])
+    work = _axis(engine, axis).all_reduce(flat, 1.0, f"all-reduce of {len(xs)} values")
+    return ValueFlight(flat, work, flat)
+
+
+@torch.no_grad()
+def scatter_values(
+    engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
+) -> ValueFlight:
+    """Launch the sum of all ranks' `x`, of which this rank gets its part."""
+    cut = Cut(dim, groups)
+    dense = in_order_of(x, x)
+    full = _flat(dense)
+    if not _leads(dense, cut):
+        full = torch.cat([_flat(part(dense, cut, rank, ranks)) for rank in range(ranks)])
+    out = _like(dense, dim, 1, ranks)
+    label = "reduce-scatter of a value"
+    return ValueFlight(out, _axis(engine, axis).reduce_scatter(_flat(out), full, 1.0, label), full)
+
+
+@torch.no_grad()
+def gather_values(
+    engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
+) -> ValueFlight:
+    """Launch the gather of the whole value of which `x` is this rank's part."""
+    cut, label = Cut(dim, groups), "all-gather of a value"
+    dense = in_order_of(x, x)
+    out = _like(dense, dim, ranks)
     line = _axis(engine, axis)
-    parts = [part(x, Cut(dim, groups), rank, ranks) for rank in range(ranks)]
-    full = torch.cat([_flat(each) for each in parts])
-    out = full.new_empty(full.numel() // ranks)
-    line.reduce_scatter(out, full, 1.0, "reduce-scatter of a value").wait()
-    return _shaped(out, parts[0])
-
-
-@torch.no_grad()
-def gather_values(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
-    """Return the whole value of which `x` is this rank's part."""
-    return join(_gathered(_axis(engine, axis), x, "all-gather of a value"), Cut(dim, groups))
+    if _leads(dense, cut):
+        return ValueFlight(out, line.all_gather(_flat(out), _flat(dense), label), dense)
+    landing = dense.new_empty(ranks, dense.numel())
+    parts = [each.as_strided(dense.shape, dense.stride()) for each in landing]
+    work = line.all_gather(landing.view(-1), _flat(dense), label)
+    return ValueFlight(out, work, (dense, landing), lambda: join_into(out, parts, cut))
 
 
 @torch.no_grad()
@@ -73,15 +131,22 @@ def swap_values(
     to_dim: int,
     to_groups: int,
     ranks: int,
-) -> Tensor:
-    """Return this rank's part along `to_dim` of what is cut along `dim`."""
-    line = _axis(engine, axis)
+) -> ValueFlight:
+    """Launch the way of what is cut along `dim` to where it is cut along `to_dim`."""
+    cut = Cut(dim, groups)
     sends = [part(x, Cut(to_dim, to_groups), rank, ranks) for rank in range(ranks)]
     receives = [torch.empty_like(each) for each in sends]
-    line.all_to_all(
+    out = _like(sends[0], dim, ranks)
+    work = _axis(engine, axis).all_to_all(
         [_flat(each) for each in receives], [_flat(each) for each in sends], "all-to-all of a value"
-    ).wait()
-    return join(receives, Cut(dim, groups))
+    )
+    return ValueFlight(out, work, (sends, receives), lambda: join_into(out, receives, cut))
+
+
+@torch.no_grad()
+def joined_value(engine: Any, flat: Tensor, number: int, offset: int, shape: list[int]) -> Tensor:
+    """Return one of several values that were summed in one message."""
+    return flat[offset : offset + math.prod(shape)].view(shape)
 
 
 @torch.no_grad()

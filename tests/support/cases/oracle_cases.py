@@ -45,8 +45,16 @@ def captured_inference(case: str) -> Captured:
 
 
 @cache
-def make_state(case: str, world_size: int) -> State:
-    """Return weights, and for each rank a batch, incoming gradients and a seed of its own."""
+def make_state(case: str, world_size: int, team: int = 1) -> State:
+    """Return weights, and for each rank a batch, incoming gradients and a seed of its own.
+
+    team: neighbours of so many share all of that.
+    """
+    if team > 1:
+        data = make_state(case, world_size // team)
+        ranks = [rank // team for rank in range(world_size)]
+        each = ([given[r] for r in ranks] for given in (data.inputs, data.tangents, data.seeds))
+        return State(data.params, data.buffers, *each)
     model, program = CASES[case].make(), captured(case)
     inputs = []
     for rank in range(world_size):
@@ -102,6 +110,7 @@ class Choice:
     tiling: tuple[tuple[str, int], ...] = ()
     offload: tuple[tuple[str, Any], ...] = ()
     precision: str = "fp32"
+    parallel: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         chosen = self.activations
@@ -116,6 +125,7 @@ class Choice:
         parts += [self.update] if self.update != "step" else []
         parts += [f"{k}-{v}" for k, v in self.offload if k != "path"]
         parts += [self.precision] if self.precision != "fp32" else []
+        parts += [k if v is True else f"{k}{v}" for k, v in self.parallel if k != "placements"]
         return "-".join(parts)
 
     @property
@@ -139,7 +149,19 @@ class Choice:
             tiling=dict(self.tiling) or "off",
             offload=dict(self.offload),
             precision=self.precision,
+            parallel=self._parallel(),
         )
+
+    def _parallel(self) -> dict[str, Any] | None:
+        fields = dict(self.parallel)
+        if "placements" in fields:
+            fields["placements"] = dict(fields["placements"])
+        return fields or None
+
+    @property
+    def team(self) -> int:
+        """How many ranks share each layer."""
+        return dict(self.parallel).get("tensor", 1)
 
     def setting(self) -> Setting:
         machine = replace(hardware_for("cpu"), offload_min_bytes=0)  # the models are tiny

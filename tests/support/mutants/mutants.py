@@ -32,6 +32,11 @@ class Base:
     def program(self) -> Planned:
         return final(self.case, self.choice)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether its layers are cut, so that sums round otherwise than the whole graph's."""
+        return self.choice.team > 1
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -96,6 +101,23 @@ BASES = [
     Base("gpt", Choice(3, tiling=TILED, offload=STORED)),
     Base("gpt", Choice(3, units=FINE, offload=SPILLED)),
     Base("chain", Choice(0, 1, offload=SPILLED, prefetch=0)),
+]
+
+# Whose layers are cut over the tensor axis.
+TENSOR = (("tensor", 2),)
+SEQUENCE = (*TENSOR, ("sequence", True))
+_MLP = (("blocks.*.mlp.up", "colwise"), ("blocks.*.mlp.down", "rowwise"))
+OURS = (("placements", _MLP),)
+PLACED_BASES = [
+    Base("gpt", Choice(3, 2, parallel=SEQUENCE + OURS)),
+    Base("gpt", Choice(3, 4, parallel=TENSOR + OURS)),
+    Base("hf-llama", Choice(2, 4, parallel=SEQUENCE)),
+    Base("hf-gpt2", Choice(1, 2, parallel=TENSOR, activations="recompute")),
+    Base("hf-bert", Choice(3, 2, parallel=TENSOR)),
+    Base("hf-gpt2", Choice(3, 2, parallel=SEQUENCE)),
+    Base("hf-llama", Choice(3, 2, parallel=TENSOR, prefetch=2)),
+    Base("hf-vit", Choice(0, 2, parallel=SEQUENCE)),
+    Base("gpt-dropout", Choice(3, 2, parallel=TENSOR + OURS)),
 ]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from mutants import Base, Mutant
-from oracle import Outcome, differences, execute
-from oracle_cases import make_state
+from oracle import Outcome, differences, execute, far_off
+from oracle_cases import expected, make_state
 from oracle_exchange import Delivery
 
 from zerofx.codegen.emit import fingerprint, render
@@ -19,25 +19,35 @@ from zerofx.ir.verify import verify
 
 @cache
 def right_outcome(base: Base) -> list[Outcome]:
-    """Return what the unmutated program gives."""
+    """Return what the unmutated program gives; where layers are cut, what the whole graph does."""
     world = base.choice.world_size
+    if base.is_placed:
+        whole = expected(base.case, world // base.choice.team)
+        return [whole[rank // base.choice.team] for rank in range(world)]
     return execute([base.program] * world, make_state(base.case, world))
 
 
 def harm_of(mutant: Mutant) -> str | None:
     """Return what goes wrong when it runs, None if every rank's bits are as they should be.
 
+    Where layers are cut, results are compared with the whole graph's, but for rounding.
+
     Early and late delivery together see all there is: each of source and destination is touched
     as soon, and as late, as a transfer may.
     """
     base = mutant.base
-    state = make_state(base.case, base.choice.world_size)
+    state = make_state(base.case, base.choice.world_size, base.choice.team)
     for delivery in (Delivery.LATE, Delivery.EARLY):
         try:
             got = execute(mutant.programs(), state, delivery)
         except Exception as error:  # an operator may raise anything on what a mutant feeds it
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        if found := differences(right_outcome(base), got, with_shards=True):
+        right = right_outcome(base)
+        if base.is_placed:
+            found = far_off(right, got)
+        else:
+            found = differences(right, got, with_shards=True)
+        if found:
             return f"{delivery.value}: {found[0]}"
     return None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from oracle_exchange import Delivery, Exchange, scaled_sum
 from oracle_memory import OracleError
+from oracle_placed import uncut
 from oracle_rank import Rank
 from torch import Tensor
 
@@ -114,14 +115,32 @@ def _outcome(rank: Rank) -> Outcome:
 
 
 def _assemble(ranks: list[Rank], outcomes: list[Outcome]) -> None:
-    """Give every rank the full mean gradients: of its own full ones, or of its group's shards."""
+    """Give every rank the full mean gradients: of its own full ones, or of its group's shards.
+
+    What is cut over the tensor axis is put together of all parts; what is not is each rank's own.
+    """
+    team = ranks[0].team
     if any(rank.full_grads for rank in ranks):
-        scale = 1.0 / len(ranks)
+        scale = team / len(ranks)
         for name in ranks[0].full_grads:
-            mean = scaled_sum([rank.full_grads[name] for rank in ranks], scale)
-            for outcome in outcomes:
-                outcome.gradients[name] = mean
-        return
+            for place in range(team):
+                mean = scaled_sum([r.full_grads[name] for r in ranks[place::team]], scale)
+                for outcome in outcomes[place::team]:
+                    outcome.gradients[name] = mean
+    else:
+        _of_shards(ranks, outcomes)
+    for param in ranks[0].program.params.values():
+        if param.part is None or param.name not in outcomes[0].gradients:
+            continue
+        for first in range(0, len(ranks), team):
+            mine = outcomes[first : first + team]
+            way = param.part.cut
+            whole = uncut([o.gradients[param.name] for o in mine], way.dim, way.groups)
+            for outcome in mine:
+                outcome.gradients[param.name] = whole
+
+
+def _of_shards(ranks: list[Rank], outcomes: list[Outcome]) -> None:
     for rank, outcome in zip(ranks, outcomes, strict=True):
         for bucket, names in rank.ops.packed.items():
             if bucket not in rank.memory.grads:
@@ -150,6 +169,21 @@ def differences(
         for what, left, right in parts:
             for key in sorted({*left, *right}, key=str):
                 found += [f"rank {rank} {what} {key}: {w}" for w in _differ(left, right, key)]  # type: ignore[arg-type]
+    return found
+
+
+def far_off(expected: Sequence[Outcome], got: Sequence[Outcome]) -> list[str]:
+    """Return where two runs differ by more than sums of another order do; empty if nowhere."""
+    found = []
+    for rank, (a, b) in enumerate(zip(expected, got, strict=True)):
+        left, right = {**a.results, **a.gradients}, {**b.results, **b.gradients}
+        for key in sorted({*left, *right}, key=str):
+            if key not in left or key not in right or left[key].shape != right[key].shape:
+                found.append(f"rank {rank} {key}: it is missing, or of another shape")
+                continue
+            off = (right[key] - left[key]).abs().max()
+            if not off <= 1e-4 * left[key].abs().max() + 1e-7:
+                found.append(f"rank {rank} {key}: {off} off")
     return found
 
 

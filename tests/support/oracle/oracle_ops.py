@@ -10,6 +10,7 @@ from oracle_exchange import Delivery, Exchange, Transfer, concatenation, scaled_
 from oracle_host import Host, HostCopy
 from oracle_memory import Memory, OracleError
 from oracle_moves import Moves
+from oracle_placed import Placed
 from oracle_shards import Far, Move, Shards
 from torch import Tensor, fx
 
@@ -19,13 +20,15 @@ Blocking = Generator[None, None, Any]
 Format = torch.dtype | None
 
 
-class Communication(Moves):
+class Communication(Placed, Moves):
     """One rank's side of every zerofx op, over its memory and the exchange with the others."""
 
     def __init__(
-        self, rank: int, layout: Any, memory: Memory, shards: dict[int, Tensor], exchange: Exchange
-    ) -> None:
+        self, rank: int, layout: Any, memory: Memory, shards: dict[int, Tensor],
+        exchange: Exchange, team: int = 1,
+    ) -> None:  # fmt: skip
         self.rank, self.layout, self.memory, self.exchange = rank, layout, memory, exchange
+        self.team = team
         self.shards = shards  # bucket -> this rank's slice
         self.away = Shards(memory, exchange.delivery)
         self.host = Host()
@@ -37,9 +40,9 @@ class Communication(Moves):
     @property
     def group(self) -> range:
         """The ranks that this one shards with."""
-        size = self.layout.shard_size
-        first = self.rank // size * size
-        return range(first, first + size)
+        size, team = self.layout.shard_size, self.team
+        first = self.rank // (size * team) * size * team + self.rank % team
+        return range(first, first + size * team, team)
 
     def end_call(self) -> None:
         """Let what is under way proceed, and forget what does not outlive a call."""
@@ -169,11 +172,12 @@ class Communication(Moves):
         if numel * size != packed.numel():
             raise OracleError(f"{kind} of {packed.numel()} elements into {size} x {numel}")
         dest = self.memory.place(-1, numel, packed.dtype)
-        first = self.rank % size * numel
+        first = self.rank // self.team % size * numel
         signature = (kind, bucket, packed.numel(), packed.dtype, scale)
 
         def land(parts: list[list[Tensor]]) -> None:
-            dest.copy_(scaled_sum([p[0][first : first + numel] for p in parts], scale))
+            mine = parts[self.place :: self.team]  # of those that have the same part of each layer
+            dest.copy_(scaled_sum([p[0][first : first + numel] for p in mine], scale))
 
         self._reducing[dest.data_ptr()] = bucket
         self.packed[bucket] = self._filling[packed.data_ptr()][1]

@@ -8,6 +8,7 @@ import torch
 from oracle_exchange import Exchange
 from oracle_memory import Memory
 from oracle_ops import Blocking, Communication
+from oracle_placed import cut
 from oracle_shards import Far
 from torch import Tensor, fx
 
@@ -24,6 +25,7 @@ class Rank:
 
     def __init__(self, rank: int, program: Program, state: State, exchange: Exchange) -> None:
         self.rank, self.program = rank, program.planned()
+        self.team = self.program.plan.parallel.tensor
         self.buffers = {k: v.clone() for k, v in state.buffers.items()}
         self.inputs = {k: v.detach().clone() for k, v in state.inputs[rank].items()}
         self.tangents = state.tangents[rank]
@@ -32,10 +34,15 @@ class Rank:
             if p.tile is not None:
                 first, end = p.tile.rows
                 self.params[p.name] = self.params[p.tile.name][first:end]
+            if p.part is not None:
+                way, whole = p.part.cut, self.params[p.name]
+                self.params[p.name] = cut(whole, way.dim, way.groups, rank % self.team, self.team)
         self.aliases = {a: p.name for p in program.params.values() for a in p.aliases}
         self.shards = self._cut_shards()
         self.memory = Memory(self.program.slot_bytes)
-        self.ops = Communication(rank, self.program.layout, self.memory, self.shards, exchange)
+        self.ops = Communication(
+            rank, self.program.layout, self.memory, self.shards, exchange, self.team
+        )
         self.ops.away.far, self.ops.away.stays = self._far()
         self.ops.away.stored = self._stored()
         self.saved: list[Any] = []
@@ -49,9 +56,11 @@ class Rank:
         for bucket in layout.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
             for param in bucket.params:
-                flat[param.offset : param.offset + param.numel] = self.params[param.name].view(-1)
+                flat[param.offset : param.offset + param.numel] = self.params[param.name].reshape(
+                    -1
+                )
             length = bucket.numel // layout.shard_size
-            first = self.rank % layout.shard_size * length
+            first = self.rank // self.team % layout.shard_size * length
             shards[bucket.index] = flat[first : first + length].clone()
         return shards
 

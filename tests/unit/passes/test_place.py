@@ -28,6 +28,7 @@ from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.order import Setting
+from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.plan.parts import Parallel
@@ -51,6 +52,7 @@ def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
     MergeTied().run(whole)
     cut = whole.clone()
     Place(parallel).run(cut)
+    OverlapValues().run(cut)
     for each in (whole, cut):
         each.graphs[JOINT].graph.lint()
         each.graphs[JOINT].recompile()

@@ -9,10 +9,12 @@ import math
 
 import pytest
 from models import CASES
-from mutants import BASES, Mutant, generate
-from mutants_drop import drop_wait
+from mutants import BASES, PLACED_BASES, Mutant, generate
+from mutants_drop import drop_update, drop_wait
 from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
+from mutants_move import move_update
+from mutants_placed import HARMFUL, HARMLESS, PLACED, reduce_apart, reduce_early, wrong_rows
 
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info
@@ -21,6 +23,7 @@ from zerofx.ir.verify import verify
 
 FEW = [*BASES[:3], *BASES[15:22], *BASES[-4:]]
 SPILLED = BASES[-2:]
+BY_ANY = ("mutants_drop", "mutants_move", "mutants_value")
 
 
 def tally(count: int, seed: int, bases: list = BASES) -> Tally:
@@ -68,6 +71,37 @@ def test_of_what_goes_on_to_nvme() -> None:
 def test_verify_tells_harm_from_harmless_on_many(seed: int) -> None:
     """2,240 over the ten seeds; of the 70 harmless ones of a seed 4 or 5 are no news."""
     check(tally(4 * len(KINDS), seed), 0.05, strays_by=1.65)
+
+
+def test_of_layers_that_are_cut() -> None:
+    """Collectives left out, doubled, over others; summands read as sums; parts of other ranks."""
+    found = Tally()
+    kinds = [k for k in (*HARMFUL, *HARMLESS) if k not in (reduce_apart, reduce_early, wrong_rows)]
+    for mutant in generate(len(kinds), 3, PLACED_BASES[:1], kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 10 and found.total("harmless accepted") > 2
+    check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_of_layers_that_are_cut_many(seed: int) -> None:
+    """1,650 over the ten seeds, in half of which nodes note what was done."""
+    found = Tally()
+    for mutant in generate(5 * len(PLACED), seed, PLACED_BASES, PLACED):
+        found.add(mutant)
+    check(found, 0.05, strays_by=1.65)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(220, 223))
+def test_of_schedules_of_layers_that_are_cut(seed: int) -> None:
+    """The changes of any schedule, where layers are cut: waits, packs, scales, saved values."""
+    found = Tally()
+    kinds = [k for k in KINDS if k.__module__ in BY_ANY and k not in (drop_update, move_update)]
+    for mutant in generate(4 * len(kinds), seed, PLACED_BASES, kinds):
+        found.add(mutant)
+    check(found, 0.05, strays_by=1.65)
 
 
 def test_the_order_of_random_draws_is_part_of_the_program() -> None:

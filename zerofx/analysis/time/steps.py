@@ -135,7 +135,7 @@ def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
         is_sync = spec.kind is Kind.SYNC
         return Step(
             index, graph, of.lane, spec.kind.value, "" if is_sync else where.unit,
-            -1 if is_sync else where.index, of.verb, is_value=of.is_copy, resident_bytes=resident,
+            -1 if is_sync else where.index, of.verb, is_value=of.is_value, resident_bytes=resident,
         )  # fmt: skip
     compute = [n for n in nodes if n.op == "call_function" and spec_of(n) is None]
     return Step(

@@ -410,7 +410,8 @@ class Walk:
         spec = spec_of(node)
         assert spec is not None and spec.lane is not None, f"{node} has no lane"
         ranks, stride = self.layout.mesh.along(axis), self.layout.mesh.stride(axis)
-        name = f"{'AR' if kind == 'all_reduce' else spec.verb} {self.label(node)}"
+        is_sum = kind == "all_reduce" and not spec.is_value
+        name = f"{'AR' if is_sum else spec.verb} {self.label(node)}"
         if ranks == 1:
             if kind == "all_gather":
                 price = self.found.prices.touch(2 * size)
@@ -472,7 +473,7 @@ class Walk:
     def label(self, node: fx.Node) -> str:
         """Name what a node moves: `b3`, a bucket, or `v3`, a value."""
         spec = spec_of(node)
-        return f"{'v' if spec is not None and spec.is_copy else 'b'}{info(node).index}"
+        return f"{'v' if spec is not None and spec.is_value else 'b'}{info(node).index}"
 
 
 # -- The tasks of one step: every region, transfer and update of a finished program, priced --------

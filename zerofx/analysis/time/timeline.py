@@ -13,7 +13,7 @@ from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.tasks import Task
 
 Which = Literal["low_us", "us", "high_us"]
-COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE})
+COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE, Lane.VALUES})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""join-sums: sum the small gradients of a bucket over the tensor axis in one message.
+
+Where the sequence is cut, each rank has a summand of the gradients of norms and biases. Each such
+sum is a collective of a few kilobytes: those of one bucket, which nothing but its reduction reads,
+are made as one. All such sums are launched once their summands are there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.ir.graphs import call, root_producer
+from zerofx.ir.meta import Placed, Role, info, nbytes, set_info, value
+from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.spec import Kind, is_exchange, kind_of
+from zerofx.layout.placements import R
+from zerofx.passes.base import Fact, Pass, Report
+from zerofx.passes.placement import Span, spans
+
+
+@dataclass(frozen=True)
+class JoinSums(Pass):
+    """Make the sums that end in gradients of one bucket one collective.
+
+    below_bytes: of a sum, from which on it goes by itself: to join values is to copy them.
+    """
+
+    name: ClassVar[str] = "join-sums"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETS_ASSIGNED, Fact.REGIONS_CUT})
+    conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
+
+    below_bytes: int = 256 << 10
+
+    def run(self, program: Planned) -> Report:
+        if BACKWARD not in program.graphs:
+            return Report(False, "inference: no gradients")
+        graph = program.graph(BACKWARD)
+        groups: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True):
+            if spec.role is not Role.GRAD or not isinstance(node, fx.Node) or not _is_sum(node):
+                continue
+            is_small = nbytes(value(node)) < self.below_bytes
+            bucket = program.layout.where[spec.name][0].index
+            groups[(bucket, value(node).dtype) if is_small else node].append(node)
+        where = spans(graph)
+        number = 1 + max((info(n).index for n in graph.nodes if is_exchange(n)), default=-1)
+        for waits in groups.values():
+            _launch(graph, waits, where, number)
+            number += len(waits) > 1
+        sums = sum(map(len, groups.values()))
+        return Report(bool(groups), f"{sums} sums in {len(groups)} messages")
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Say whether a gradient is a sum over the tensor axis that nothing else reads."""
+    if kind_of(node) is not Kind.WAIT or len(node.users) != 1:
+        return False
+    return node.all_input_nodes[0].target is ops.reduce_values
+
+
+def _launch(graph: fx.Graph, waits: list[fx.Node], where: dict[int, Span], number: int) -> None:
+    """Launch sums behind the region that makes the last summand, and wait a region later.
+
+    number: of the message, if there is one for several.
+    """
+    launches = [wait.all_input_nodes[0] for wait in waits]
+    summands: list[Any] = [launch.args[0] for launch in launches]
+    behind = max(_end(summand, where) for summand in summands)
+    launch, done = launches[0], waits[0]
+    if len(waits) > 1:
+        shapes = [tuple(value(wait).shape) for wait in waits]
+        with graph.inserting_before(launch):
+            joined = call(graph, ops.reduce_joined, (summands, launch.args[1]), like=launch)
+            whole = call(graph, ops.wait, (joined,), like=done)
+            set_info(joined, placed=Placed(R, tuple(shapes)), index=number)
+            set_info(whole, index=number)
+            offset = 0
+            for i, wait in enumerate(waits):
+                args = (whole, i, offset, list(shapes[i]))
+                at = call(graph, ops.joined_value, args, like=wait)
+                set_info(at, placed=Placed(R, shapes[i]))
+                wait.replace_all_uses_with(at)
+                offset += value(wait).numel()
+        for node in (*waits, *launches):
+            graph.erase_node(node)
+        launch, done = joined, whole
+    moved = [launch, done, *(u for u in done.users if kind_of(u) is Kind.MAKE)]
+    for node in reversed(moved):
+        behind.append(node)
+    following = moved[-1].next
+    while following.op != "output" and info(following).region is None:
+        following = following.next
+    if (region := info(following).region) is not None:
+        for node in reversed(moved[1:]):
+            where[region].last.append(node)
+
+
+def _end(summand: fx.Node, where: dict[int, Span]) -> fx.Node:
+    region = info(root_producer(summand)).region
+    return summand if region is None else where[region].last
