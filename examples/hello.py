@@ -1,7 +1,7 @@
 """Compile a model, train it, and read what was decided: one process, CPU.
 
 $ python examples/hello.py
-22 passes; 1 slots, 4864 bytes
+24 passes; 1 slots, 4864 bytes
 # Net: training   stage=3 world=4 on cpu-box   memory: regions as ATen   peak 39.2 KiB a rank
 step   0  loss 14.4
 step  50  loss 0.0
