@@ -38,8 +38,8 @@ def trial(
 
 def _lose_a_gradient(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps its own gradients of one bucket: what an exchange that is left out does."""
-    from zerofx.runtime.flight import Flight
     from zerofx.runtime.gradients import Gradients
+    from zerofx.runtime.schedule import Flight
 
     real = Gradients.reduce
 

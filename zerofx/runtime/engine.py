@@ -13,10 +13,9 @@ from zerofx.errors import NvmeError
 from zerofx.policy import resting, shard_copies
 from zerofx.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.buffers import follow_rank_0
-from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.schedule import InFlight, Schedule, added_method
+from zerofx.runtime.schedule import Flight, InFlight, Schedule, added_method, label
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tensors.piece import CastCopy
 from zerofx.runtime.tiers.away_shards import AwayShards

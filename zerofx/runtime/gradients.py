@@ -17,9 +17,9 @@ from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
 from zerofx.policy.borrowing import Loan
 from zerofx.policy.reduction import End
-from zerofx.runtime.flight import Flight, label
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.rows import launch_rows
+from zerofx.runtime.schedule import Flight, label
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
 from zerofx.runtime.tensors.tensor import local_of

@@ -13,7 +13,7 @@ from zerofx.errors import NvmeError
 from zerofx.layout.tiers import Tier
 from zerofx.policy import shard_copies
 from zerofx.policy.shard_copies import SentAs, Stamp
-from zerofx.runtime.flight import Flight
+from zerofx.runtime.schedule import Flight
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.tiers.arrival import Arrival
 from zerofx.runtime.tiers.host_tier import D2H, H2D, Copy, HostTier

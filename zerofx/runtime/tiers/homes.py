@@ -26,7 +26,7 @@ from zerofx.nvme.checksum import covering
 from zerofx.nvme.faults import sized
 from zerofx.nvme.folder import free_bytes, prepare
 from zerofx.policy import reduction
-from zerofx.runtime.flight import full_name
+from zerofx.runtime.schedule import full_name
 from zerofx.runtime.tiers.host_tier import HostTier, host_memory
 from zerofx.runtime.tiers.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 
