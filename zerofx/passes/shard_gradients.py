@@ -104,11 +104,11 @@ class ShardGradients(Pass):
         kind = reduction.kind_over(reduction.first_axis(layout.mesh))
         indices = self._looked_up(layout, bucket, grads)
         with graph.inserting_after(packed):
-            arguments = packed, bucket.index, layout.shard_numel(bucket), 1.0 / self.world_size
+            given = packed, bucket.index, layout.shard_numel(bucket), 1.0 / self.world_size
             if indices:
-                launch = call(graph, _REDUCE_ROWS[kind], (*arguments, indices))
+                launch = call(graph, _REDUCE_ROWS[kind], (*given, indices))
             else:
-                launch = call(graph, _REDUCE[kind], arguments)
+                launch = call(graph, _REDUCE[kind], given)
         with graph.inserting_after(launch):
             done = call(graph, ops.wait, (launch,))
         with graph.inserting_after(done):
