@@ -1,4 +1,4 @@
-"""shard-gradients{by_rows=True}: gradients of tables travel by the rows that were looked up."""
+"""Gradients of tables that travel by the rows that were looked up, with the same values."""
 
 from __future__ import annotations
 
