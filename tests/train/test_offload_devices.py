@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zerofx.comm.collectives import Axis
 from zerofx.optim.flat import _sum, divisor, near
 from zerofx.runtime.store.state import iter_full_state
 from zerofx.runtime.tensors.piece import ParameterPiece
@@ -32,16 +33,21 @@ class Spy:
     def agree(self, what: str, digest: str) -> None:
         pass
 
+    def axis(self, name: str) -> Axis:
+        return Axis()
+
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "") -> Any:
         raise Launched(out.device.type, shard.device.type)
 
 
 def piece() -> Any:
-    ledger = SimpleNamespace(world=Spy(), layout=SimpleNamespace(shard_size=2))
+    layout = SimpleNamespace(shard_size=2, has=lambda bucket: True)
+    ledger = SimpleNamespace(world=Spy(), layout=layout)
     made = SimpleNamespace(
         name="w", ledger=ledger, shape=torch.Size([6]), length=3, tensor_part=None,
-        ranges_of=lambda rank: ((0, 3),),
+        ranges_of=lambda rank: ((0, 3),), bucket=None,
     )  # fmt: skip
+    made._of_stage = partial(ParameterPiece._of_stage, made)
     made._of_shards = partial(ParameterPiece._of_shards, made)
     return made
 
@@ -56,7 +62,7 @@ def the_whole_of_a_parameter() -> None:
 
 def the_whole_state() -> None:
     bucket = SimpleNamespace(index=0, label=lambda: "w", numel=6, dtype=torch.float32)
-    layout = SimpleNamespace(buckets=[bucket], shard_size=2)
+    layout = SimpleNamespace(buckets=[bucket], shard_size=2, has=lambda bucket: True)
     homes = SimpleNamespace(fetch=lambda shard: shard, nvme=None)
     store = SimpleNamespace(
         world=Spy(), layout=layout, shards=[torch.ones(3)], settle=list,
