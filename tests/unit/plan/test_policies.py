@@ -210,7 +210,7 @@ def sums(plan: dict[str, Any], patch: Patch | None) -> tuple[int, int]:
 
 def test_an_axis_is_a_row_of_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reduces, numbers ranks and predicts knows no axis by its name."""
-    monkeypatch.setattr(layout, "AXES", ("outer", "replicate", "shard", "tensor"))
+    monkeypatch.setattr(layout, "AXES", ("outer", "pipeline", "replicate", "shard", "tensor"))
     every = {**reduction._AXES, "outer": "all_reduce"}
     monkeypatch.setattr(reduction, "_AXES", every)
     axes = {name: LoopbackAxis(1, 2) for name in every}
@@ -225,7 +225,7 @@ def test_an_axis_is_a_row_of_two_tables(monkeypatch: pytest.MonkeyPatch) -> None
     out, full = torch.empty(3), torch.arange(6.0)
     world.reduce_scatter(out, full, 0.125).wait()
     assert out.tolist() == [3.0, 4.0, 5.0]  # each loopback axis doubles, and the mean halves again
-    grid = torch.arange(8).view(world.mesh.sizes[:3])
+    grid = torch.arange(8).view(2, 2, 2)
     for rank in range(8):
         at = {name: world.mesh.position(name, rank) for name in layout.AXES}
         assert world.mesh.rank(at) == rank == grid[at["outer"], at["replicate"], at["shard"]]
