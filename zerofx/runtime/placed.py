@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zerofx.comm.collectives import DONE, Work
 from zerofx.layout.placements import (
     Cut,
     in_order_of,
@@ -23,7 +24,7 @@ from zerofx.layout.placements import (
 )
 
 if TYPE_CHECKING:
-    from zerofx.comm.collectives import Axis, Work
+    from zerofx.comm.collectives import Axis
 
 
 def _axis(engine: Any, name: str) -> Axis:
@@ -67,7 +68,7 @@ class ValueFlight:
         if self.finish is not None:
             self.finish()
         tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
-        self.held = self.finish = None
+        self.work, self.held, self.finish = DONE, None, None  # a transfer holds what it has sent
         return tensor
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
+import torch
 from mutants import OURS, TENSOR
 from oracle_cases import Choice, captured, final
 
+from zerofx.comm.collectives import Work
 from zerofx.ir.graphs import is_compute
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import is_exchange, wait_for
 from zerofx.passes.order import build
 from zerofx.passes.pipeline import run
+from zerofx.runtime.placed import ValueFlight
 
 CUT = Choice(3, 4, parallel=TENSOR + OURS, bucket_bytes=1 << 20)
 
@@ -50,3 +54,13 @@ def test_waiting_at_once_sends_the_same() -> None:
     ]
     assert exchanges[0] == exchanges[1]
     assert not any(between(late, n) for n in late.graph(BACKWARD).nodes if is_exchange(n))
+
+
+def test_a_value_that_has_come_holds_nothing_that_was_sent() -> None:
+    sent = torch.ones(4)
+    work = Work()
+    flight = ValueFlight(torch.zeros(4), work, sent)
+    held = weakref.ref(sent)
+    del sent
+    assert flight.wait() is not None
+    assert held() is None and flight.work is not work
