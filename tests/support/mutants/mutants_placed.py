@@ -343,7 +343,7 @@ def wrong_literal(edit: Editor) -> str | None:
         if placed is None or placed.target is None or not isinstance(placed.gives, Cut):
             continue
         for at, given in enumerate(node.args):
-            if (type(given) is int and given >= 0) or (
+            if (type(given) is int and 0 <= given < 1 << 40) or (
                 isinstance(given, (list, tuple)) and _numbers(given)
             ):
                 found.append((node, at))
@@ -352,7 +352,7 @@ def wrong_literal(edit: Editor) -> str | None:
     node, at = edit.rng.choice(found)
     old: Any = node.args[at]
     if type(old) is int:
-        new: Any = old + edit.rng.choice([-1, 1, 2])
+        new: Any = old - 1 if old else 1  # beyond an end would change nothing
     else:
         new = list(old)
         i, j = edit.rng.randrange(len(new)), edit.rng.randrange(len(new))

@@ -124,7 +124,7 @@ def wrong_bucket(edit: Editor) -> str | None:
     layout = edit.program.layout
     assert layout is not None
     named = op_sets.LAUNCHES | {ops.resident, ops.grad_buffer, ops.store_grad}
-    nodes = edit.find(*named)
+    nodes = [n for n in edit.find(*named) if type(n.args[1]) is int]
     edit.rng.shuffle(nodes)
     for node in nodes:
         mine = layout.buckets[int(node.args[1])]  # type: ignore[arg-type]

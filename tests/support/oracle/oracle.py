@@ -182,7 +182,7 @@ def far_off(expected: Sequence[Outcome], got: Sequence[Outcome]) -> list[str]:
                 found.append(f"rank {rank} {key}: it is missing, or of another shape")
                 continue
             off = (right[key] - left[key]).abs().max()
-            if not off <= 1e-4 * left[key].abs().max() + 1e-7:
+            if not off <= 2e-5 * left[key].abs().max() + 1e-8:
                 found.append(f"rank {rank} {key}: {off} off")
     return found
 
