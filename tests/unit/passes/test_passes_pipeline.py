@@ -23,6 +23,7 @@ def test_the_order_in_reading_form() -> None:
         "open-products",
         "merge-tied",
         "place",
+        "cut-stages",
         "split",
         "overlap-values",
         "cut-regions",

@@ -155,7 +155,7 @@ def test_it_is_proved(name: str, sequence: bool) -> None:
     program = proved(name, {"parallel": parallel, "kernels": "aten", "stage": 3}, 4)
     verify(program)
     cut = [p for p in program.params.values() if p.part is not None]
-    assert len(cut) >= 8 and program.layout.mesh.sizes == (1, 2, 2)
+    assert len(cut) >= 8 and program.layout.mesh.sizes == (1, 1, 2, 2)
 
 
 def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
@@ -250,7 +250,14 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
         ({"parallel": {"sequence": True}}, "set tensor, or drop sequence"),
         ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' in groups"),
         ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not go with tiling yet"),
-        ({"parallel": {"tensor": 2}, "offload": {"optimizer": "cpu"}}, "does not go with offload"),
+        (
+            {"parallel": {"pipeline": 2}, "offload": {"optimizer": "cpu"}},
+            "does not go with offload",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "sparse_gradients": True},
+            "does not go with sparse_gradients",
+        ),
     ],
 )
 def test_plans_that_are_refused(fields: dict[str, Any], said: str) -> None:
