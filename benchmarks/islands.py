@@ -12,9 +12,7 @@ losses must agree to 1e-4.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from benchmarks import turns
 from benchmarks.report import Column, finish
-from zerofx.tools.demo.measure import PeakMemory
+from benchmarks.turns import join
 
 VOCAB, LAYERS, LENGTH = 256, 4, 32
-WARMUP = 3
 AGREEMENT = 1e-4
 
 
@@ -127,7 +125,7 @@ def sharded(model: nn.Module, system: str, kernels: str) -> nn.Module:
 class Trainee:
     def __init__(self, name: str, system: str, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.model = sharded(MODELS[name](options.width), system, options.kernels)
+        self.model: Any = sharded(MODELS[name](options.width), system, options.kernels)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.rows = options.rows
 
@@ -146,51 +144,23 @@ class Trainee:
 
 def compare(rank: int, name: str, options: argparse.Namespace, folder: str) -> None:
     """Let both take turns; rank 0 leaves what it measured."""
-    _join(rank, folder, "compare")
-    systems = "zerofx", "fsdp2"
-    trainees = {system: Trainee(name, system, options) for system in systems}
-    taken: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}
-    for number in range(WARMUP + options.turns):
-        losses = {}
-        for system in systems if number % 2 else reversed(systems):
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            losses[system] = trainees[system].step(number)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if number >= WARMUP:
-                taken[system].append((wall, cpu))
-        if abs(losses["zerofx"] - losses["fsdp2"]) > AGREEMENT * abs(losses["fsdp2"]):
-            raise ValueError(f"{name}: step {number} has the losses {losses}")
+    join(rank, folder, "compare")
+    trainees = {system: Trainee(name, system, options) for system in ("zerofx", "fsdp2")}
+    row = turns.compare(trainees, options.turns, AGREEMENT)
+    islands = trainees["zerofx"].model.zerofx.islands
     if rank == 0:
-        pairs = list(zip(taken["zerofx"], taken["fsdp2"], strict=True))
-        islands = trainees["zerofx"].model.zerofx.islands
-        torch.save({
-            "wall_ms": 1e3 * statistics.median(ours[0] for ours, _ in pairs),
-            "wall": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
-            "cpu": statistics.median(ours[1] / theirs[1] for ours, theirs in pairs),
-            "islands": len(islands), "inside": sum(island.share for island in islands),
-        }, f"{folder}/compared")  # fmt: skip
+        inside = sum(island.share for island in islands)
+        torch.save(row | {"islands": len(islands), "inside": inside}, f"{folder}/compared")
     dist.destroy_process_group()
 
 
 def weigh(rank: int, name: str, system: str, options: argparse.Namespace, folder: str) -> None:
     """Leave the peak of a step on rank 0."""
-    _join(rank, folder, system)
-    with PeakMemory(torch.device("cpu")) as memory:
-        trainee = Trainee(name, system, options)
-        for number in range(WARMUP):
-            trainee.step(number)
-        with memory.step():
-            trainee.step(WARMUP)
+    join(rank, folder, system)
+    _, peak = turns.peak_bytes(lambda: Trainee(name, system, options))
     if rank == 0:
-        torch.save(memory.steps[0].high_bytes, f"{folder}/{system}.bytes")
+        torch.save(peak, f"{folder}/{system}.bytes")
     dist.destroy_process_group()
-
-
-def _join(rank: int, folder: str, job: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/{job}", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 # -- all of it ------------------------------------------------------------------------------------

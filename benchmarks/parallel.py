@@ -16,9 +16,7 @@ has more. Losses must agree to 1e-4 before anything counts.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
@@ -35,13 +33,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zerofx
+from benchmarks import turns
 from benchmarks.report import Column, finish
+from benchmarks.turns import join
 from zerofx.capture.capture import describe_params
 from zerofx.capture.units import find_units
 from zerofx.passes.cut_stages import unit_positions
-from zerofx.tools.demo.measure import PeakMemory
 
-WARMUP, AGREEMENT, VOCAB = 3, 1e-4, 4096
+AGREEMENT, VOCAB = 1e-4, 4096
 AXES = ("tensor", "sequence", "pipeline")
 
 
@@ -160,52 +159,24 @@ class Trainee:
 
 def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Leave the medians of both on rank 0."""
-    _join(rank, folder, "compare")
-    systems = "zerofx", "torch"
-    trainees = {system: Trainee(system, options) for system in systems}
-    taken: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}
-    for number in range(WARMUP + options.turns):
-        losses = {}
-        for system in systems if number % 2 else reversed(systems):
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            losses[system] = trainees[system].step(number)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if number >= WARMUP:
-                taken[system].append((wall, cpu))
-        if abs(losses["zerofx"] - losses["torch"]) > AGREEMENT * abs(losses["torch"]):
-            raise ValueError(f"step {number} has the losses {losses}")
+    join(rank, folder, "compare")
+    trainees = {system: Trainee(system, options) for system in ("zerofx", "torch")}
+    row = turns.compare(trainees, options.turns, AGREEMENT)
     if rank == 0:
-        pairs = list(zip(taken["zerofx"], taken["torch"], strict=True))
-        torch.save({
-            "wall_ms": 1e3 * statistics.median(ours[0] for ours, _ in pairs),
-            "wall": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
-            "cpu": statistics.median(ours[1] / theirs[1] for ours, theirs in pairs),
-        }, f"{folder}/compared")  # fmt: skip
+        torch.save(row, f"{folder}/compared")
     dist.destroy_process_group()
 
 
 def weigh(rank: int, system: str, options: argparse.Namespace, folder: str) -> None:
-    """Leave the peak of a step on rank 0, and what was predicted of it."""
-    _join(rank, folder, system)
-    with PeakMemory(torch.device("cpu")) as memory:
-        trainee = Trainee(system, options)
-        for number in range(WARMUP):
-            trainee.step(number)
-        with memory.step():
-            trainee.step(WARMUP)
+    """Leave the peak of a step on each rank, and what was predicted of it."""
+    join(rank, folder, system)
+    trainee, peak = turns.peak_bytes(lambda: Trainee(system, options))
     predicted = 0
     if system == "zerofx":
         basis = "aten" if options.kernels == "aten" else "compiled"
         predicted = trainee.model.programs[0].memory(basis=basis).peak_bytes
-    torch.save((memory.steps[0].high_bytes, predicted), f"{folder}/{system}-{rank}.bytes")
+    torch.save((peak, predicted), f"{folder}/{system}-{rank}.bytes")
     dist.destroy_process_group()
-
-
-def _join(rank: int, folder: str, job: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/{job}", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 COLUMNS = [

@@ -34,7 +34,7 @@ class Base:
 
     @property
     def is_placed(self) -> bool:
-        """Whether its layers are cut, so that sums round otherwise than the whole graph's."""
+        """Whether its layers are cut, so that its sums round unlike those of the whole graph."""
         return self.choice.team > 1
 
 

@@ -487,7 +487,7 @@ def convert_late(edit: Editor) -> str | None:
 
 
 def useless_conversion(edit: Editor) -> str | None:
-    """Take a part that nobody reads, or gather it and read that."""
+    """Take a part that has no reader, or gather it and read that."""
     team = edit.program.plan.parallel.tensor
     found = []
     for node in conversions(edit):
