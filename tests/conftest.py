@@ -78,7 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.name in SLOW_CELLS.get(item.path.name, ()):
             item.add_marker(pytest.mark.slow)
     if number := config.getoption("slice"):
-        slow = {slices.name_of(item.nodeid): item for item in items if "slow" in item.keywords}
+        # keywords would not do: they hold the names of the folders above, too
+        marked = [item for item in items if item.get_closest_marker("slow")]
+        slow = {slices.name_of(item.nodeid): item for item in marked}
         chosen = set(slices.cut(list(slow), number, slices.NUM_SLICES, slices.read_times()))
         kept = [item for name, item in slow.items() if name in chosen]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -87,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
