@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from zerofx.analysis.memory.memory import ATEN
 from zerofx.analysis.time.forecast import forecast
+from zerofx.analysis.time.pipelines import PipelineForecast, pipeline_forecast
+from zerofx.analysis.time.steps import Lane
 from zerofx.api import PlanLike, load_program
 from zerofx.capture import capture
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Captured, Loop, Planned, Program
+from zerofx.ir.verify import verify, verify_stages
+from zerofx.passes.cut_stages import balanced, unit_positions
 from zerofx.passes.order import Setting
-from zerofx.passes.pipeline import Proof, run
+from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import capture_options
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.tools import reports
@@ -25,7 +30,10 @@ from zerofx.tools.search.family import Says, silent
 from zerofx.tools.search.way_out import WayOut, way_out
 from zerofx.tools.targets import Target, own_errors, resolve
 from zerofx.tools.views.memory import shown
-from zerofx.tools.views.prediction import PredictionView
+from zerofx.tools.views.prediction import BetterCuts, PipelineView, PredictionView
+
+WHOLE = "place"  # the last pass that looks at the whole model, behind which stages are cut
+GAIN = 0.02  # of the longest stage's time: what other cuts must save to be named
 
 
 def predict(
@@ -43,7 +51,7 @@ def predict(
     keeps_results: bool = False,
     basis: str = ATEN,
     says: Says = silent,
-) -> PredictionView:
+) -> PredictionView | PipelineView:
     """Return what one step of a training loop holds and takes; nothing is run or allocated.
 
     target: a captured or a finished program, or what the command line takes: `package:function`,
@@ -57,6 +65,10 @@ def predict(
     basis: what regions are counted as in memory: "aten", op by op, or "compiled", as Inductor
         compiles them; those that the cache lacks are compiled then.
     says: told what is done next, and whether that is of interest until the next thing only.
+
+    Of a plan with a pipeline it is the step of all stages together, a `PipelineView`: the call is
+    that of a micro-batch, of which a step has as many as the plan says ("auto": four a stage), and
+    what each stage holds, works and waits is told.
 
     Where the plan does not fit, `view.way_out` is the nearest plan that does: it is looked for when
     it is first asked for or printed, among a bounded number of plans.
@@ -73,17 +85,12 @@ def predict(
     seek: Callable[[], WayOut] | None = None
     known: dict[str, Any] = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results}
     if finished is None:
-        if checked.parallel.pipeline > 1:
-            raise PlanError(
-                f"predict prices one program, and Plan.parallel.pipeline = "
-                f"{checked.parallel.pipeline} makes one a stage. Capture a micro-batch, and give "
-                "predict each of zerofx.rewrite(captured, plan, world_size, position=...): what a "
-                "stage holds in a step, and takes for a micro-batch"
-            )
         captured = source if isinstance(source, Program) else _captured(source, checked)
         described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
         setting = Setting(checked, world_size, described, loop=loop)
+        if checked.parallel.pipeline > 1:
+            return _of_pipeline(captured, setting, clips, basis, **known)
         program = run(captured, setting, proof=Proof.END)
         named = source if isinstance(source, Target) else None
         given = checked, described, world_size, loop, {"clips": clips, **known}
@@ -96,6 +103,66 @@ def predict(
         program, found.memory, found.traffic, optimizer_bytes, compiled, keeps_results, basis
     )
     return PredictionView(found, held, basis, seek)
+
+
+def predict_program(target: str, plan: PlanLike, **options: Any) -> PredictionView:
+    """Return what `predict` does of a plan whose model is one program.
+
+    Raises:
+        PlanError: as `predict`; or the plan has a pipeline, which has a program for each stage.
+    """
+    size = as_plan(plan).parallel.pipeline
+    if size > 1:
+        raise PlanError(
+            f"Plan.parallel.pipeline = {size}: this compares or shows a single program, and a "
+            "pipeline has one for each stage; `zerofx predict` shows all of them together"
+        )
+    found = predict(target, plan, **options)
+    assert isinstance(found, PredictionView)
+    return found
+
+
+def _of_pipeline(
+    captured: Program, setting: Setting, clips: bool, basis: str, optimizer_bytes: int,
+    keeps_results: bool,
+) -> PipelineView:  # fmt: skip
+    """Return what a step of all stages of a pipeline holds and takes."""
+    size = setting.plan.parallel.pipeline
+    whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
+    programs = [
+        resume(whole, replace(setting, position=position), WHOLE) for position in range(size)
+    ]
+    for program in programs:
+        verify(program)
+    verify_stages(programs)
+    compiled = [reports.regions_as(basis, program) for program in programs]
+    found = pipeline_forecast(
+        programs, setting.hardware, clips, optimizer_bytes, keeps_results, compiled
+    )
+    memories = [
+        shown(f.program, f.memory, f.traffic, optimizer_bytes, regions, keeps_results, basis)
+        for f, regions in zip(found.stages, compiled, strict=True)
+    ]
+    at = unit_positions(captured.params.values(), setting.plan.parallel)
+    units = tuple(tuple(u for u, there in at.items() if there == i) for i in range(size))
+    return PipelineView(found, tuple(memories), units, _better_cuts(found, units), basis)
+
+
+def _better_cuts(found: PipelineForecast, units: Sequence[Sequence[str]]) -> BetterCuts | None:
+    """Return cuts by which the longest stage computes less; None where none gains much."""
+    weights = {unit: 0.0 for own in units for unit in own}
+    for stage in found.stages:
+        for span in stage.timeline.spans:
+            task = span.task
+            if task.lane is Lane.COMPUTE and task.unit in weights and task.graph != "step":
+                weights[task.unit] += task.us
+    names = list(weights)
+    starts = [*balanced([*weights.values()], len(units)), len(names)]
+    now = max(sum(weights[u] for u in own) for own in units)
+    then = max(sum(weights[u] for u in names[a:b]) for a, b in pairwise(starts))
+    if then > (1 - GAIN) * now:
+        return None
+    return BetterCuts(tuple(names[start] for start in starts[1:-1]), now, then)
 
 
 def _source(
@@ -121,5 +188,8 @@ def _source(
 
 
 def _captured(named: Target, plan: Plan) -> Captured:
+    options = capture_options(plan)
+    if plan.parallel.pipeline > 1:  # whose backward begins before the call returns
+        options["outputs"] = "loss"
     with own_errors(named.name, "its forward"):
-        return capture(named.module, named.args, named.kwargs, **capture_options(plan))
+        return capture(named.module, named.args, named.kwargs, **options)

@@ -69,13 +69,13 @@ def _predicted(
     """Return the look of a program that is planned and predicted for some hardware."""
     from zerofx.errors import UnpricedError
     from zerofx.hardware import load_hardware
-    from zerofx.tools.predict import predict
+    from zerofx.tools.predict import predict_program
     from zerofx.tools.reports import look_at
 
     refuse_machine(machine, hardware)
     described = load_hardware(hardware)
     try:
-        found = predict(
+        found = predict_program(
             model, None if Path(model).is_dir() else plan, hardware=described,
             world_size=world or RANKS, batch=batch, seq=seq, basis=basis,
         ).forecast  # fmt: skip

@@ -138,7 +138,7 @@ def diff(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Compare a model under two plans: memory, bytes sent, times, and the lines that differ."""
-    from zerofx.tools.predict import predict
+    from zerofx.tools.predict import predict_program
     from zerofx.tools.views.diff import DiffView
 
     if not (to or to_plan or to_world):
@@ -152,7 +152,9 @@ def diff(
         return
     refuse_machine(machine, hardware)
     before, after = (
-        predict(model, chosen, hardware=hardware, world_size=ranks or RANKS, batch=batch, seq=seq)
+        predict_program(
+            model, chosen, hardware=hardware, world_size=ranks or RANKS, batch=batch, seq=seq
+        )
         for chosen, ranks in each
     )
     show(DiffView.of(before.forecast, after.forecast), as_json)

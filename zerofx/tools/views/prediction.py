@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from zerofx.analysis.memory.memory import ATEN
 from zerofx.analysis.time.forecast import Forecast, Range
+from zerofx.analysis.time.pipelines import PipelineForecast
+from zerofx.ir.program import FORWARD
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.views.memory import MemoryView
 from zerofx.tools.views.schedule import title
-from zerofx.tools.views.timeline import TimelineView, format_us
+from zerofx.tools.views.timeline import WIDTH, TimelineView, format_us
 
 LARGEST = 4  # tensors that are named where a tier is too small
 
@@ -71,20 +73,15 @@ class PredictionView:
     @property
     def title(self) -> str:
         """Name the program and where it would run."""
-        ranks, hardware = self.forecast.program.world_size, self.forecast.hardware
-        nodes = -(-ranks // hardware.devices_per_node)
-        where = f"{hardware.name}, {nodes} node{'s' if nodes > 1 else ''}"
-        return title(self.forecast.program, self.basis, where)
+        return _title(self.forecast, self.basis)
 
     def __str__(self) -> str:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
         """Return the figures with their ranges, the lanes, and the names at the peak."""
-        head = f"{'':<26}{'from':>12}{'predicted':>12}{'to':>12}"
-        rows = [f"{name:<26}{''.join(f'{t:>12}' for t in texts)}" for name, texts in self._rows()]
         return [
-            f"# {self.title}", *self._fit(), "", head, *rows, "",
+            f"# {self.title}", *self._fit(), "", *_table(self.forecast), "",
             *self.timeline.lines()[1:], "", *self.memory.lines(),
         ]  # fmt: skip
 
@@ -99,45 +96,209 @@ class PredictionView:
             return [*found, "this program is finished: zerofx search on its model finds what fits"]
         return [*found, *self.way_out.lines()]
 
-    def _rows(self) -> list[tuple[str, list[str]]]:
-        """Return each figure's name with its least, middle and most as text."""
-        found, rate = self.forecast, "{:.4g}".format
-        shown: list[tuple[str, Range, Callable[[Any], str]]] = [
-            ("peak memory a rank", found.peak_bytes, lambda v: format_bytes(round(v))),
-            ("step", found.step_us, format_us),
-            ("exposed communication", found.exposed_us, format_us),
-            ("samples/s", found.samples_per_s, rate),
-        ]
-        if found.tokens:
-            shown.append(("tokens/s", found.tokens_per_s, rate))
-        shown += [
-            ("TFLOPS a device", found.flops_per_s, lambda v: rate(v / 1e12)),
-            ("model FLOPS utilisation", found.mfu, "{:.1%}".format),
-        ]
-        return [(name, [write(v) for v in asdict(r).values()]) for name, r, write in shown]
-
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         found = self.forecast
-        ranges = {
-            "peak_bytes": found.peak_bytes,
-            "step_us": found.step_us,
-            "exposed_us": found.exposed_us,
-            "samples_per_s": found.samples_per_s,
-            "tokens_per_s": found.tokens_per_s,
-            "flops_per_s": found.flops_per_s,
-            "mfu": found.mfu,
-        }
         return {
             "title": self.title,
-            "hardware": found.hardware.name,
-            "basis": self.basis,
-            "world_size": found.program.world_size,
-            "fits": self.fits,
-            "shortages": [{**asdict(s), "missing_bytes": s.missing_bytes} for s in found.shortages],
+            **_plain(found, self.basis),
             "way_out": self.way_out.to_dict() if self.way_out is not None else None,
-            **{name: asdict(r) for name, r in ranges.items()},
-            "lane_bytes": {lane.value: n for lane, n in found.lane_bytes().items()},
             "memory": self.memory.to_dict(),
             "timeline": found.timeline.to_dict(),
         }
+
+
+@dataclass(frozen=True)
+class BetterCuts:
+    """Where stages could begin so that the longest one takes less: by the times of their units.
+
+    before_us, after_us: what the longest stage computes in a step.
+    """
+
+    cuts: tuple[str, ...]
+    before_us: float
+    after_us: float
+
+
+@dataclass(frozen=True)
+class PipelineView:
+    """What is known of a pipeline's step before it runs: print it, or take `to_dict()` for JSON.
+
+    memories: of a rank of each stage. units: those of each stage, in order. better: None where no
+    other cuts gain much. basis: what regions are counted as in memory.
+    """
+
+    forecast: PipelineForecast
+    memories: tuple[MemoryView, ...]
+    units: tuple[tuple[str, ...], ...]
+    better: BetterCuts | None = None
+    basis: str = ATEN
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices, hosts and NVMe hold what they should."""
+        return not self.forecast.shortages
+
+    @property
+    def missing_bytes(self) -> dict[str, int]:
+        """How much is missing, by tier and stage; empty where the plan fits."""
+        return {s.tier: s.missing_bytes for s in self.forecast.shortages}
+
+    @property
+    def step_us(self) -> float:
+        return self.forecast.step_us.middle
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of a rank of the stage that holds most."""
+        return max(memory.peak_bytes for memory in self.memories)
+
+    @property
+    def title(self) -> str:
+        """Name the model, its schedule, and where it would run."""
+        return _title(self.forecast, self.basis)
+
+    def __str__(self) -> str:
+        return as_text(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the figures with their ranges, each stage, when each runs, and the fullest's
+        memory.
+        """
+        found = self.forecast
+        parallel = found.program.plan.parallel
+        num = f"{found.micro_batches} micro-batches"
+        calls = f" in each of {found.calls} calls" if found.calls > 1 else ""
+        said = f"pipeline of {len(found.stages)} stages, {parallel.schedule}, {num}{calls}"
+        fit = [f"does not fit: {shortage}" for shortage in found.shortages]
+        return [
+            f"# {self.title}", said, *(fit or ["fits: devices, host memory and nvme hold it"]), "",
+            *_table(found), "", *self._stages(), "", *self._chart(), "",
+            f"memory of pipeline stage {found.fullest}, which holds most:",
+            *self.memories[found.fullest].lines()[1:],
+        ]  # fmt: skip
+
+    def _stages(self) -> list[str]:
+        """Return a line a stage, and cuts that would be better."""
+        found = self.forecast
+        head = ("peak", "forward", "backward", "works", "waits")
+        lines = [f"{'stage':<8}{''.join(f'{name:>12}' for name in head)}   units"]
+        for position, (times, idle) in enumerate(zip(found.times, found.idle, strict=True)):
+            cells = (
+                format_bytes(self.memories[position].peak_bytes), format_us(times.forward),
+                format_us(times.backward), format_us(found.busy_us[position]), f"{idle:.0%}",
+            )  # fmt: skip
+            row = "".join(f"{cell:>12}" for cell in cells)
+            lines.append(f"{position:<8}{row}   {self._units(position)}")
+        better = self.better
+        if better is not None:
+            lines.append(
+                f"cuts={list(better.cuts)} would balance better: the longest stage computes "
+                f"{format_us(better.after_us)} in place of {format_us(better.before_us)}"
+            )
+        return lines
+
+    def _chart(self) -> list[str]:
+        """Return when each stage runs: / forward, # backward, = the optimizer's step."""
+        found = self.forecast
+        ends = [runs[-1].end_us + t.end for runs, t in zip(found.runs, found.times, strict=True)]
+        step = max(ends)
+        which = "a step" if found.calls == 1 else "the step's last call"
+        lines = [f"{which}: 0 .. {format_us(step)}   / forward  # backward  = step"]
+        for position, runs in enumerate(found.runs):
+            bar = ["."] * WIDTH
+            marks = [
+                (r.start_us, r.end_us, "/" if r.action.graph == FORWARD else "#") for r in runs
+            ]
+            marks.append((runs[-1].end_us, ends[position], "="))
+            for start, end, mark in marks:
+                first, last = (round(WIDTH * us / step) for us in (start, end))
+                bar[first:last] = mark * (last - first)
+            lines.append(f"{position:<8}{''.join(bar)}")
+        return lines
+
+    def _units(self, position: int) -> str:
+        """Name the first and the last unit of a stage."""
+        own = self.units[position]
+        return own[0] if len(own) == 1 else f"{own[0]} .. {own[-1]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        found, better = self.forecast, self.better
+        return {
+            "title": self.title,
+            **_plain(found, self.basis),
+            "micro_batches": found.micro_batches,
+            "idle_us": asdict(found.idle_us),
+            "better_cuts": list(better.cuts) if better is not None else None,
+            "sent_bytes": found.sent_bytes,
+            "stages": [
+                {
+                    "units": list(self.units[i]), "peak_bytes": memory.peak_bytes,
+                    "forward_us": times.forward, "backward_us": times.backward,
+                    "end_us": times.end, "busy_us": found.busy_us[i], "idle": found.idle[i],
+                    "memory": memory.to_dict(),
+                }
+                for i, (times, memory) in enumerate(zip(found.times, self.memories, strict=True))
+            ],
+            "timeline": [
+                [
+                    {"action": str(run.action), "start_us": run.start_us, "end_us": run.end_us}
+                    for run in runs
+                ]
+                for runs in found.runs
+            ],
+        }  # fmt: skip
+
+
+# -- What both have --------------------------------------------------------------------------------
+def _title(found: Forecast | PipelineForecast, basis: str) -> str:
+    ranks, hardware = found.program.world_size, found.hardware
+    nodes = -(-ranks // hardware.devices_per_node)
+    where = f"{hardware.name}, {nodes} node{'s' if nodes > 1 else ''}"
+    return title(found.program, basis, where)
+
+
+def _table(found: Forecast | PipelineForecast) -> list[str]:
+    """Return each figure with its least, middle and most."""
+    rate = "{:.4g}".format
+    shown: list[tuple[str, Range, Callable[[Any], str]]] = [
+        ("peak memory a rank", found.peak_bytes, lambda v: format_bytes(round(v))),
+        ("step", found.step_us, format_us),
+        ("exposed communication", found.exposed_us, format_us),
+    ]
+    if isinstance(found, PipelineForecast):
+        shown.append(("waits for other stages", found.idle_us, format_us))
+    shown.append(("samples/s", found.samples_per_s, rate))
+    if found.tokens:
+        shown.append(("tokens/s", found.tokens_per_s, rate))
+    shown += [
+        ("TFLOPS a device", found.flops_per_s, lambda v: rate(v / 1e12)),
+        ("model FLOPS utilisation", found.mfu, "{:.1%}".format),
+    ]
+    rows = [(name, [write(v) for v in asdict(r).values()]) for name, r, write in shown]
+    head = f"{'':<26}{'from':>12}{'predicted':>12}{'to':>12}"
+    return [head, *(f"{name:<26}{''.join(f'{t:>12}' for t in texts)}" for name, texts in rows)]
+
+
+def _plain(found: Forecast | PipelineForecast, basis: str) -> dict[str, Any]:
+    """Return the figures of a step as plain values."""
+    ranges = {
+        "peak_bytes": found.peak_bytes,
+        "step_us": found.step_us,
+        "exposed_us": found.exposed_us,
+        "samples_per_s": found.samples_per_s,
+        "tokens_per_s": found.tokens_per_s,
+        "flops_per_s": found.flops_per_s,
+        "mfu": found.mfu,
+    }
+    shortages = found.shortages
+    return {
+        "hardware": found.hardware.name,
+        "basis": basis,
+        "world_size": found.program.world_size,
+        "fits": not shortages,
+        "shortages": [{**asdict(s), "missing_bytes": s.missing_bytes} for s in shortages],
+        **{name: asdict(r) for name, r in ranges.items()},
+        "lane_bytes": {lane.value: n for lane, n in found.lane_bytes().items()},
+    }

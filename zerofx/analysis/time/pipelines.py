@@ -1,0 +1,323 @@
+"""What a step of a whole pipeline takes: the schedule of its stages, run on paper with prices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
+from zerofx.analysis.time.forecast import (
+    MEMORY_HIGH,
+    MEMORY_LOW,
+    Forecast,
+    Range,
+    Shortage,
+    compute_format,
+    forecast,
+)
+from zerofx.analysis.time.prices import Roofline, collective_us
+from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.tasks import tasks
+from zerofx.analysis.time.timeline import Span, timeline
+from zerofx.hardware import Hardware
+from zerofx.ir.meta import nbytes
+from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned, Wire
+from zerofx.layout.buckets import Layout
+from zerofx.policy import schedules
+from zerofx.policy.schedules import Action
+
+STEADY = 3  # micro-batches from which it is seen what the first, the next and the last one take
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one pipeline stage takes by itself, in microseconds.
+
+    forward, backward: of a micro-batch. last_backward: of the one that reduces the gradients.
+    end: of what is left after it: reductions under way, and the optimizer's step. lane_bytes: what
+    each lane moves in the first micro-batch, in one between, and in the last one and the step.
+    """
+
+    forward: float
+    backward: float
+    last_backward: float
+    end: float
+    lane_bytes: tuple[Mapping[Lane, int], ...]
+
+    def moved(self, micro_batches: int) -> dict[Lane, int]:
+        """Return what each lane moves in a step."""
+        first, between, last = self.lane_bytes
+        counts = (1 if micro_batches > 1 else 0, max(micro_batches - 2, 0), 1)
+        lanes = dict.fromkeys([*first, *between, *last])
+        pairs = list(zip(counts, self.lane_bytes, strict=True))
+        return {lane: sum(n * part.get(lane, 0) for n, part in pairs) for lane in lanes}
+
+    def of(self, action: Action, micro_batches: int) -> float:
+        """Return the time of an action."""
+        if action.graph == FORWARD:
+            return self.forward
+        return self.last_backward if action.micro_batch == micro_batches - 1 else self.backward
+
+
+@dataclass(frozen=True)
+class Run:
+    """One action of a stage with its time."""
+
+    action: Action
+    start_us: float
+    end_us: float
+
+
+def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> StageTimes:
+    """Return what a stage's forward, backward and step take, all that it is sent being there."""
+    looped = replace(program, loop=Loop(STEADY, no_sync=True))
+    found = timeline(tasks(looped, prices, clips))
+    ends: dict[tuple[str, int], float] = {}
+    at = 0.0
+    moved: list[Counter[Lane]] = [Counter() for _ in range(STEADY)]
+    for span in found.spans:
+        is_step = span.task.graph not in (FORWARD, BACKWARD)
+        moved[-1 if is_step else _micro(span)][span.task.lane] += span.task.nbytes
+        if span.task.lane in (Lane.COMPUTE, Lane.HOST):
+            key = span.task.graph, _micro(span)
+            ends[key] = at = max(at, span.end_us)
+    last = STEADY - 1
+    if (BACKWARD, last) not in ends:
+        return StageTimes(ends.get((FORWARD, 0), 0.0), 0.0, 0.0, 0.0, (moved[0],) * STEADY)
+    return StageTimes(
+        forward=ends[FORWARD, 1] - ends[BACKWARD, 0],
+        backward=ends[BACKWARD, 1] - ends[FORWARD, 1],
+        last_backward=ends[BACKWARD, last] - ends[FORWARD, last],
+        end=found.step_us - ends[BACKWARD, last],
+        lane_bytes=tuple(moved),
+    )
+
+
+def _micro(span: Span) -> int:
+    """Return of which micro-batch a task is: its name says so, but for the first."""
+    found = re.search(r" #(\d+)", span.task.name)
+    return int(found[1]) if found else 0
+
+
+def run_on_paper(
+    orders: Sequence[Sequence[Action]], times: Sequence[StageTimes], wires: Mapping[Wire, float]
+) -> list[list[Run]]:
+    """Return when each stage runs its actions: each once the one before it is done, and all that
+    it reads has come.
+
+    orders: of each stage. wires: what travels, with the time that it is on its way. What is sent
+    is taken to wait for no receiver: `verify` proves that none waits for good.
+    """
+    micro_batches = 1 + max((a.micro_batch for order in orders for a in order), default=0)
+    done: dict[tuple[int, Action], float] = {}
+    found: list[list[Run]] = [[] for _ in orders]
+    into: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for wire, us in wires.items():
+        into.setdefault((wire.target, wire.graph), []).append((wire.source, us))
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while len(found[stage]) < len(order):
+                action = order[len(found[stage])]
+                before = into.get((stage, action.graph), [])
+                if any((source, action) not in done for source, _ in before):
+                    break
+                arrived = [done[source, action] + us for source, us in before]
+                free = found[stage][-1].end_us if found[stage] else 0.0
+                start = max([free, *arrived])
+                end = start + times[stage].of(action, micro_batches)
+                found[stage].append(Run(action, start, end))
+                done[stage, action] = end
+                moved = True
+    assert all(len(f) == len(o) for f, o in zip(found, orders, strict=True)), "the schedule hangs"
+    return found
+
+
+@dataclass(frozen=True)
+class PipelineForecast:
+    """A step of all stages of a pipeline: what each holds, and when each runs.
+
+    stages: the forecast of each stage's program by itself, as if it waited for no other. times:
+    what each takes of it. runs: the actions of each stage in one call, with their times.
+    micro_batches: of a call. calls: of a step.
+    """
+
+    stages: tuple[Forecast, ...]
+    times: tuple[StageTimes, ...]
+    runs: tuple[tuple[Run, ...], ...] = field(repr=False)
+    micro_batches: int
+    calls: int = 1
+
+    @property
+    def program(self) -> Planned:
+        """The first stage's program; plan, world and hardware are those of all."""
+        return self.stages[0].program
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.stages[0].hardware
+
+    @property
+    def fullest(self) -> int:
+        """The position of the stage whose ranks hold most."""
+        return max(range(len(self.stages)), key=lambda i: self.stages[i].memory.peak_bytes)
+
+    @property
+    def samples(self) -> int:
+        return self.stages[0].samples
+
+    @property
+    def tokens(self) -> int:
+        return self.stages[0].tokens
+
+    @cached_property
+    def ends_us(self) -> tuple[float, ...]:
+        """When each stage has ended its step."""
+        before = (self.calls - 1) * max(runs[-1].end_us for runs in self.runs)
+        pairs = zip(self.runs, self.times, strict=True)
+        return tuple(before + runs[-1].end_us + t.end for runs, t in pairs)
+
+    @cached_property
+    def busy_us(self) -> tuple[float, ...]:
+        """What each stage works in a step, the optimizer's step with it."""
+        pairs = zip(self.runs, self.times, strict=True)
+        works = ((sum(r.end_us - r.start_us for r in runs), t.end) for runs, t in pairs)
+        return tuple(self.calls * each + end for each, end in works)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the step in which each stage waits for others."""
+        step = max(self.ends_us)
+        return tuple(1 - busy / step if step else 0.0 for busy in self.busy_us)
+
+    @property
+    def step_us(self) -> Range:
+        """The step, with the bounds that the slowest stage's own tasks have."""
+        slowest = max(self.stages, key=lambda f: f.step_us.middle).step_us
+        return self._like(slowest, max(self.ends_us))
+
+    @property
+    def idle_us(self) -> Range:
+        """What stages wait for others in a step, on average."""
+        waits = max(self.ends_us) * sum(self.idle) / len(self.stages)
+        return self._like(self.step_us, waits)
+
+    @staticmethod
+    def _like(bounds: Range, middle: float) -> Range:
+        if not bounds.middle:
+            return Range(middle, middle, middle)
+        low, high = bounds.low / bounds.middle, bounds.high / bounds.middle
+        return Range(low * middle, middle, high * middle)
+
+    @property
+    def exposed_us(self) -> Range:
+        """Communication within a stage that no compute covers: of the stage with the most."""
+        return max((f.exposed_us for f in self.stages), key=lambda found: found.middle)
+
+    @property
+    def peak_bytes(self) -> Range:
+        peak = self.stages[self.fullest].memory.peak_bytes
+        return Range(MEMORY_LOW * peak, peak, MEMORY_HIGH * peak)
+
+    @property
+    def _flops(self) -> float:
+        """The operations of a step, on average over the stages."""
+        return sum(f.flops for f in self.stages) / len(self.stages)
+
+    @property
+    def samples_per_s(self) -> Range:
+        return self.step_us.inverse(self._of_all(self.samples))
+
+    @property
+    def tokens_per_s(self) -> Range:
+        return self.step_us.inverse(self._of_all(self.tokens))
+
+    def _of_all(self, of_one: int) -> float:
+        ranks = self.program.layout.mesh.num_data_ranks
+        return 1e6 * of_one * self.program.loop.accumulation * ranks
+
+    @property
+    def flops_per_s(self) -> Range:
+        """Operations a second and device, recomputed ones included, on average over the stages."""
+        return self.step_us.inverse(1e6 * self._flops)
+
+    @property
+    def mfu(self) -> Range:
+        """The share of the device's rate on paper that the model's own operations reach."""
+        rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
+        model = sum(f.model_flops for f in self.stages) / len(self.stages)
+        return self.step_us.inverse(1e6 * model / rate if rate else 0.0)
+
+    @property
+    def shortages(self) -> tuple[Shortage, ...]:
+        """The tiers that cannot hold what they should, of the stage that misses most of each."""
+        worst: dict[str, Shortage] = {}
+        for position, found in enumerate(self.stages):
+            for each in found.shortages:
+                named = replace(each, tier=f"{each.tier} of pipeline stage {position}")
+                known = worst.get(each.tier)
+                if known is None or named.missing_bytes > known.missing_bytes:
+                    worst[each.tier] = named
+        return tuple(worst.values())
+
+    def lane_bytes(self) -> dict[Lane, int]:
+        """Return the bytes that each lane moves in a step: of the rank that moves most on it."""
+        found: dict[Lane, int] = {}
+        for times in self.times:
+            for lane, moved in times.moved(self.program.loop.accumulation).items():
+                if lane not in (Lane.COMPUTE, Lane.HOST) and moved:
+                    found[lane] = max(found.get(lane, 0), moved)
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the rank that sends most to other stages sends them in a step."""
+        wires = self.program.stage.wires
+        each = Counter[int]()
+        for wire in wires:
+            each[wire.source] += nbytes(wire.value)
+        return self.program.loop.accumulation * max(each.values(), default=0)
+
+
+def pipeline_forecast(
+    programs: Sequence[Planned],
+    hardware: Hardware,
+    clips: bool = False,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    keeps_results: bool = False,
+    compiled: Sequence[Any] | None = None,
+) -> PipelineForecast:
+    """Return what a step of a pipeline holds and takes; arguments are as of `forecast`.
+
+    programs: those of all stages, in order, each of one micro-batch.
+    """
+    parallel, layout = programs[0].plan.parallel, programs[0].layout
+    num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+    each = compiled or [None] * len(programs)
+    stages = tuple(
+        forecast(program, hardware, clips, optimizer_bytes, keeps_results, regions)
+        for program, regions in zip(programs, each, strict=True)
+    )
+    times = [stage_times(p, Roofline.of(p.plan, hardware, p.world_size), clips) for p in programs]
+    orders = [
+        schedules.actions(parallel.schedule, parallel.pipeline, position, num)
+        if BACKWARD in programs[0].graphs
+        else (Action(FORWARD, 0),)
+        for position in range(len(programs))
+    ]
+    wires = {w: wire_us(w, hardware, layout) for w in programs[0].stage.wires}
+    runs = run_on_paper(orders, times, wires)
+    calls = max(1, programs[0].loop.accumulation // num)
+    return PipelineForecast(stages, tuple(times), tuple(map(tuple, runs)), num, calls)
+
+
+def wire_us(wire: Wire, hardware: Hardware, layout: Layout) -> float:
+    """Return how long a value is on its way between the ranks of two stages."""
+    stride = layout.mesh.stride("pipeline") * abs(wire.target - wire.source)
+    # each of two ranks that gather receives as much from the other
+    return collective_us(hardware, "all_gather", 2 * nbytes(wire.value), 2, stride)
