@@ -52,7 +52,7 @@ class ValueFlight:
     sent, until then. fill: fills the tensor from what was received.
     """
 
-    __slots__ = ("_fill", "_held", "_made", "_work")
+    __slots__ = ("_fill", "_held", "_made", "work")
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ValueFlight:
         fill: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self._made: Tensor | Callable[[], Tensor] | None = made
-        self._work, self._held, self._fill = work, held, fill
+        self.work, self._held, self._fill = work, held, fill
 
     @property
     def tensor(self) -> Tensor | None:
@@ -73,8 +73,8 @@ class ValueFlight:
 
     def wait(self) -> Tensor | None:
         """Return the value as it lies now."""
-        self._work.wait()
-        self._work, self._held = DONE, None  # a transfer holds what it has sent
+        self.work.wait()
+        self.work, self._held = DONE, None  # a transfer holds what it has sent
         tensor, fill = self.tensor, self._fill
         if fill is not None and tensor is not None:
             fill(tensor)

@@ -27,14 +27,13 @@ class Trainee:
                 num_key_value_heads=4, vocab_size=1024, use_cache=False,
             )
         )  # fmt: skip
-        self.model = zerofx.compile(model, {"kernels": "aten", "parallel": parallel})
+        self.model: Any = zerofx.compile(model, {"kernels": "aten", "parallel": parallel})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
 
     def step(self, number: int) -> float:
         draw = torch.Generator().manual_seed(number)
         ids = torch.randint(0, 1024, (4, 64), generator=draw)
-        result: Any = self.model(input_ids=ids, labels=ids)
-        result.loss.backward()
+        self.model(input_ids=ids, labels=ids).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return 0.0

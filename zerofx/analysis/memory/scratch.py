@@ -73,7 +73,7 @@ class _Pool:
 
 
 def lent_buffers(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
-    """Return what reductions and sums of values are lent in a micro-batch of the steady state.
+    """Return what reductions and sums of values borrow in a micro-batch of the steady state.
 
     Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
     counted). Where it cannot end in p.grad itself, to which it is added or which has another
@@ -114,12 +114,12 @@ class _Walk:
         """Go through one backward; what is small is there from the one before."""
         for pool in self.pools:
             pool.rest()
-        lent: dict[fx.Node, list[Loan[_Buffer]]] = {}
+        loans: dict[fx.Node, list[Loan[_Buffer]]] = {}
         ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice its reduction ends in
         is_set = micro.before is Before.REDUCED
         is_gloo = self.hardware.backend == "gloo"
         for time, (_, node) in enumerate(self.life.nodes):
-            if is_gloo and self._is_of_values(node, lent, time):
+            if is_gloo and self._is_of_values(node, loans, time):
                 continue
             if not micro.reduces:
                 continue
@@ -131,24 +131,24 @@ class _Walk:
                 spec = spec_of(node)
                 borrows = spec is not None and spec.borrows(self.program, node)
                 if is_gloo and self.legs and borrows:
-                    lent[node] = self._launch(node, time)
-            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
-                self._wait(launch, lent.pop(launch), time)
+                    loans[node] = self._launch(node, time)
+            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in loans:
+                self._wait(launch, loans.pop(launch), time)
             elif kind_of(node) is Kind.STORE:
                 self.slices.give_back(ends.pop(info(node).index, []))
 
     def _is_of_values(
-        self, node: fx.Node, lent: dict[fx.Node, list[Loan[_Buffer]]], time: int
+        self, node: fx.Node, loans: dict[fx.Node, list[Loan[_Buffer]]], time: int
     ) -> bool:
         """Borrow for a collective of values or give back, if the node launches or ends one."""
         if is_exchange(node):
-            lent[node] = self._pool(node).borrow(self._of_values(node).at_launch, node, time)
+            loans[node] = self._pool(node).borrow(self._of_values(node).at_launch, node, time)
             return True
         if kind_of(node) is not Kind.WAIT or not is_exchange(launch := launch_of(node)):
             return False
         pool = self._pool(launch)
         more = pool.borrow(self._of_values(launch).at_end, launch, time)
-        pool.give_back([*lent.pop(launch), *more])
+        pool.give_back([*loans.pop(launch), *more])
         return True
 
     def _pool(self, launch: fx.Node) -> _Pool:
@@ -171,11 +171,11 @@ class _Walk:
         sizes = self._receives(first, launch).at_launch
         return self.receive[first.axis].borrow(sizes, launch, time)
 
-    def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:
+    def _wait(self, launch: fx.Node, loans: list[Loan[_Buffer]], time: int) -> None:
         first, *later = self.legs
         pool = self.receive[first.axis]
         more = pool.borrow(self._receives(first, launch).at_end, launch, time)
-        pool.give_back([*lent, *more])
+        pool.give_back([*loans, *more])
         for leg in later:  # each starts when the one before has ended
             receives, pool = self._receives(leg, launch), self.receive[leg.axis]
             pool.give_back(pool.borrow(receives.at_launch + receives.at_end, launch, time))
