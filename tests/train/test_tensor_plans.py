@@ -124,9 +124,7 @@ PARALLEL = {"tensor": 2}
 
 
 @pytest.mark.parametrize("share", [slow(0.0), slow(0.5)])
-def test_a_budget_is_kept_but_for_what_collectives_of_values_receive(
-    pool: Pool, share: float
-) -> None:
+def test_a_budget_is_kept_with_what_collectives_of_values_hold(pool: Pool, share: float) -> None:
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
     program = zerofx.capture(MEASURED["gpt"](None), (tokens, tokens))
     plan = {**ATEN, "parallel": PARALLEL}

@@ -20,6 +20,7 @@ from torch.fx.node import has_side_effect
 from zerofx.compat.graphs import OpOverload
 from zerofx.layout.buckets import Layout
 from zerofx.layout.tiers import Tier
+from zerofx.policy.exchange import Receives
 from zerofx.runtime.graph_calls import current_calls
 from zerofx.runtime.schedule import add_method
 
@@ -185,8 +186,11 @@ class OpSpec:
     In memory
         hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
         for the wait of a launch. borrows: of a reduction, whether it
-        receives into the buffers of its axis. is_static: dropping its result frees nothing. adds,
-        frees: bytes of the device that the op takes and gives back, for the columns of a dump.
+        receives into the buffers of its axis. receives: of a collective of values, what it borrows
+        of these buffers over gloo: `receives(node, ranks, is_native)`, where is_native says whether
+        a full buffer of so many bytes is reduced natively. is_static: dropping its result frees
+        nothing. adds, frees: bytes of the device that the op takes and gives back, for the columns
+        of a dump.
     Names and code
         stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
         which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
@@ -228,6 +232,7 @@ class OpSpec:
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     borrows: Callable[[Any, fx.Node], bool] = field(default=lambda program, node: True)
+    receives: Callable[[fx.Node, int, Callable[[int], bool]], Receives] | None = None
     is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees: Callable[[fx.Node], int] = field(default=lambda node: 0)

@@ -93,6 +93,26 @@ def join_into(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> Tensor:
     return whole
 
 
+def cut_into(parts: Sequence[Tensor], whole: Tensor, cut: Cut) -> None:
+    """Fill the parts of all ranks from a whole value."""
+    dim, groups, ranks = cut.dim, cut.groups, len(parts)
+    rest = parts[0].shape[dim] // groups
+    each = whole.unflatten(dim, (groups, ranks, rest))
+    for rank, mine in enumerate(parts):
+        mine.unflatten(dim, (groups, rest)).copy_(each.select(dim + 1, rank))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Say whether the elements of a tensor lie in memory without gaps, in some order."""
+    return x.permute(memory_order(x)).is_contiguous()
+
+
+def leads(x: Tensor, cut: Cut) -> bool:
+    """Say whether the parts of a dense value lie one after the other in memory."""
+    first = next(d for d in memory_order(x) if d == cut.dim or x.shape[d] > 1)
+    return cut.groups == 1 and first == cut.dim
+
+
 def memory_order(x: Tensor) -> list[int]:
     """Return the dimensions of a tensor as they lie in memory, the slowest first."""
     return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))

@@ -16,12 +16,13 @@ What sends is a launch, and ends at a wait. The pass `place` puts launches alone
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
 
 from zerofx.analysis.memory.places import Places
-from zerofx.analysis.memory.storage import Storage
+from zerofx.analysis.memory.storage import Category, Storage
 from zerofx.analysis.time.tasks import Walk
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.names import op_stem
@@ -43,9 +44,10 @@ from zerofx.ir.spec import (
 from zerofx.ir.text import identifier
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering, args
-from zerofx.layout.placements import Cut, P, R, fits, local_shape, strides_like
+from zerofx.layout.placements import Cut, P, R, fits, is_dense, leads, local_shape, strides_like
 from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.policy import exchange
+from zerofx.policy.exchange import Receives
 from zerofx.runtime import placed
 
 
@@ -98,12 +100,85 @@ def _task_part(w: Walk, node: fx.Node) -> None:
     w.found.computes("store", f"part {node.name}", w.found.prices.touch(2 * nbytes(value(node))))
 
 
-def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what the value will lie in, and what is sent, which is held until the wait."""
-    ends = [user for user in node.users if kind_of(user) is Kind.WAIT]
-    category = p.category(ends[0] if ends else node)
-    sent = [storage for given in node.all_input_nodes for storage in p.held[given]]
-    return p.own(node, category, value(node), time) + tuple(sent)
+# -- memory: as `runtime.placed` makes what is sent, received and delivered -----------------------
+def _ends(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if kind_of(user) is Kind.WAIT]
+
+
+def _delivered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    return p.own(node, p.category((_ends(node) or [node])[0]), value(node), time)
+
+
+def _sent(p: Places, node: fx.Node, time: int, is_ordered: bool = False) -> tuple[Storage, ...]:
+    """Return what is sent: the value itself, or a dense copy, or one in the order of the ranks."""
+    (given,) = node.all_input_nodes
+    x = value(given)
+    if not is_ordered and is_dense(x):
+        return p.held[given]
+    copy = x.new_empty(x.shape)
+    return p.own(node, Category.COMMUNICATION, copy, time, name=f"sent by {node.name}")
+
+
+def _hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    return _delivered(p, node, time) + _sent(p, node, time)
+
+
+def _hold_joined(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    return _delivered(p, node, time)  # summed where the summands were joined
+
+
+def _hold_scattered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    return _delivered(p, node, time) + _sent(p, node, time, not _lands_in_place(node))
+
+
+def _hold_gathered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    lands = _delivered if _lands_in_place(node) else _landing
+    return lands(p, node, time) + _sent(p, node, time)
+
+
+def _hold_swapped(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    return _landing(p, node, time) + _sent(p, node, time, is_ordered=True)
+
+
+def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return what it is received into; what it is put together in is made at the wait."""
+    landed = value(node).new_empty(value(node).shape)
+    made = p.own(node, Category.COMMUNICATION, landed, time, name=f"received by {node.name}")
+    return made if _ends(node) else _delivered(p, node, time) + made
+
+
+def _lands_in_place(node: fx.Node) -> bool:
+    return leads(value(node.all_input_nodes[0]), _cut_of(node))
+
+
+def _cut_of(node: fx.Node) -> Cut:
+    _, _, dim, groups, *_ = args(node)
+    return Cut(dim, groups)
+
+
+def _arrive_gathered(p: Places, wait: fx.Node, time: int) -> tuple[Storage, ...]:
+    arrive = hold_at_source if _lands_in_place(launch_of(wait)) else _arrive_apart
+    return arrive(p, wait, time)
+
+
+def _arrive_apart(p: Places, wait: fx.Node, time: int) -> tuple[Storage, ...]:
+    """Return the whole, made once nothing is sent any more, and filled from what was received."""
+    for storage in p.held[launch_of(wait)][1:]:
+        storage.death = min(storage.death, time - 1)  # unless something reads it later
+    return p.own(wait, p.category(wait), value(wait), time)
+
+
+def _receives(kind: str) -> Any:
+    def receives(node: fx.Node, ranks: int, is_native: Callable[[int], bool]) -> Receives:
+        made = value(node)
+        if kind == "all_reduce":
+            return exchange.all_reduce_receives(made.numel(), 0, ranks)
+        if kind == "reduce_scatter":
+            full_bytes = nbytes(made) * ranks
+            return exchange.reduce_scatter_receives(made.numel(), ranks, is_native(full_bytes))
+        return Receives(())
+
+    return receives
 
 
 # -- proof ----------------------------------------------------------------------------------------
@@ -197,7 +272,7 @@ def _arrived(word: str) -> Any:
 
 def _define(
     schema: str, fake: Any, runtime: Any, lies: Any, kind: str, verb: str, means: str, word: str,
-    erase: Any = same,
+    hold: Any, arrive: Any = hold_at_source, erase: Any = same,
 ) -> Any:  # fmt: skip
     return define(
         OpSpec(
@@ -213,8 +288,9 @@ def _define(
             means=means,
             task=_takes(kind),
             sends=_sends(kind),
-            hold=_hold,
-            arrive=hold_at_source,
+            receives=_receives(kind),
+            hold=hold,
+            arrive=arrive,
             adds=lambda node: nbytes(value(node)),
             stem=word,
             arrives_as=_arrived(word),
@@ -231,13 +307,13 @@ reduce_values = _define(
     "reduce_values(Tensor x, str axis) -> Tensor",
     lambda x, axis: _like(x, list(x.shape)),
     placed.reduce_values, _lies_reduced, "all_reduce", "AR values", "all-reduce of a value",
-    "sum",
+    "sum", _hold_reduced,
 )  # fmt: skip
 reduce_joined = _define(
     "reduce_joined(Tensor[] xs, str axis) -> Tensor",
     lambda xs, axis: xs[0].new_empty(sum(x.numel() for x in xs)),
     placed.reduce_joined, _lies_joined, "all_reduce", "AR values", "all-reduce of a value",
-    "sums", _erase_joined,
+    "sums", _hold_joined, erase=_erase_joined,
 )  # fmt: skip
 joined_value = define(
     OpSpec(
@@ -258,13 +334,13 @@ scatter_values = _define(
     "scatter_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
     placed.scatter_values, _lies_scattered, "reduce_scatter", "RS values",
-    "reduce-scatter of a value", "part",
+    "reduce-scatter of a value", "part", _hold_scattered,
 )  # fmt: skip
 gather_values = _define(
     "gather_values(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
     lambda x, axis, dim, groups, ranks: _joined(x, dim, ranks),
     placed.gather_values, _lies_gathered, "all_gather", "AG values", "all-gather of a value",
-    "whole",
+    "whole", _hold_gathered, _arrive_gathered,
 )  # fmt: skip
 swap_values = _define(
     "swap_values(Tensor x, str axis, int dim, int groups, int to_dim, int to_groups, int ranks) "
@@ -273,7 +349,7 @@ swap_values = _define(
         _joined(x, dim, ranks), to_dim, to_groups, ranks
     ),
     placed.swap_values, _lies_swapped, "all_to_all", "A2A values", "all-to-all of a value",
-    "swapped",
+    "swapped", _hold_swapped, _arrive_apart,
 )  # fmt: skip
 part = define(
     OpSpec(

@@ -16,8 +16,10 @@ from torch import Tensor
 from zerofx.comm.collectives import DONE, Work
 from zerofx.layout.placements import (
     Cut,
+    cut_into,
     in_order_of,
     join_into,
+    leads,
     memory_order,
     part,
     strides_like,
@@ -35,11 +37,6 @@ def _flat(dense: Tensor) -> Tensor:
     return dense.permute(memory_order(dense)).reshape(-1)
 
 
-def _leads(x: Tensor, cut: Cut) -> bool:
-    """Say whether the parts of a dense value lie one behind the other in memory."""
-    return cut.groups == 1 and memory_order(x)[0] == cut.dim
-
-
 def _like(x: Tensor, dim: int = 0, numerator: int = 1, denominator: int = 1) -> Tensor:
     """Return memory laid out as `x` is, with a dimension so many times as large."""
     shape = list(x.shape)
@@ -51,25 +48,43 @@ def _like(x: Tensor, dim: int = 0, numerator: int = 1, denominator: int = 1) -> 
 class ValueFlight:
     """A value on its way: `tensor` may be read only after `wait`.
 
-    held: what is sent, and received into, until then. finish: fills `tensor` from that.
+    made: the tensor, or what makes it, which is called when the value has arrived. held: what is
+    sent, until then. fill: fills the tensor from what was received.
     """
 
-    __slots__ = ("finish", "held", "tensor", "work")
+    __slots__ = ("_fill", "_held", "_made", "work")
 
     def __init__(
-        self, tensor: Tensor, work: Work, held: Any, finish: Callable[[], Any] | None = None
+        self,
+        made: Tensor | Callable[[], Tensor],
+        work: Work,
+        held: Any,
+        fill: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self.tensor: Tensor | None = tensor
-        self.work, self.held, self.finish = work, held, finish
+        self._made: Tensor | Callable[[], Tensor] | None = made
+        self.work, self._held, self._fill = work, held, fill
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Where the value will lie, which is made for whoever asks before it has arrived."""
+        if callable(self._made):
+            self._made = self._made()
+        return self._made
 
     def wait(self) -> Tensor | None:
         """Return the value as it lies now."""
         self.work.wait()
-        if self.finish is not None:
-            self.finish()
-        tensor, self.tensor = self.tensor, None  # the schedule's name for this outlives it
-        self.work, self.held, self.finish = DONE, None, None  # a transfer holds what it has sent
+        self.work, self._held = DONE, None  # a transfer holds what it has sent
+        tensor, fill = self.tensor, self._fill
+        if fill is not None and tensor is not None:
+            fill(tensor)
+        self._made = self._fill = None  # the schedule's name for this outlives it
         return tensor
+
+
+def _parts_of(flat: Tensor, like: Tensor) -> list[Tensor]:
+    """Return views of flat memory, one after the other, each laid out as `like` is."""
+    return [each.as_strided(like.shape, like.stride()) for each in flat]
 
 
 @torch.no_grad()
@@ -95,14 +110,16 @@ def scatter_values(
     engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
 ) -> ValueFlight:
     """Launch the sum of all ranks' `x`, of which this rank gets its part."""
-    cut = Cut(dim, groups)
-    dense = in_order_of(x, x)
-    full = _flat(dense)
-    if not _leads(dense, cut):
-        full = torch.cat([_flat(part(dense, cut, rank, ranks)) for rank in range(ranks)])
-    out = _like(dense, dim, 1, ranks)
-    label = "reduce-scatter of a value"
-    return ValueFlight(out, _axis(engine, axis).reduce_scatter(_flat(out), full, 1.0, label), full)
+    cut, label = Cut(dim, groups), "reduce-scatter of a value"
+    like = _like(x, dim, 1, ranks)
+    if leads(x, cut):
+        full = _flat(in_order_of(x, x))
+    else:
+        full = x.new_empty(ranks, like.numel())
+        cut_into(_parts_of(full, like), x, cut)
+        full = full.view(-1)
+    work = _axis(engine, axis).reduce_scatter(_flat(like), full, 1.0, label)
+    return ValueFlight(like, work, full)
 
 
 @torch.no_grad()
@@ -112,14 +129,16 @@ def gather_values(
     """Launch the gather of the whole value of which `x` is this rank's part."""
     cut, label = Cut(dim, groups), "all-gather of a value"
     dense = in_order_of(x, x)
-    out = _like(dense, dim, ranks)
     line = _axis(engine, axis)
-    if _leads(dense, cut):
+    if leads(x, cut):
+        out = _like(dense, dim, ranks)
         return ValueFlight(out, line.all_gather(_flat(out), _flat(dense), label), dense)
     landing = dense.new_empty(ranks, dense.numel())
-    parts = [each.as_strided(dense.shape, dense.stride()) for each in landing]
+    parts = _parts_of(landing, dense)
     work = line.all_gather(landing.view(-1), _flat(dense), label)
-    return ValueFlight(out, work, (dense, landing), lambda: join_into(out, parts, cut))
+    return ValueFlight(
+        lambda: _like(parts[0], dim, ranks), work, dense, lambda out: join_into(out, parts, cut)
+    )
 
 
 @torch.no_grad()
@@ -137,11 +156,15 @@ def swap_values(
     cut = Cut(dim, groups)
     sends = [part(x, Cut(to_dim, to_groups), rank, ranks) for rank in range(ranks)]
     receives = [torch.empty_like(each) for each in sends]
-    out = _like(sends[0], dim, ranks)
     work = _axis(engine, axis).all_to_all(
         [_flat(each) for each in receives], [_flat(each) for each in sends], "all-to-all of a value"
     )
-    return ValueFlight(out, work, (sends, receives), lambda: join_into(out, receives, cut))
+    return ValueFlight(
+        lambda: _like(receives[0], dim, ranks),
+        work,
+        sends,
+        lambda out: join_into(out, receives, cut),
+    )
 
 
 @torch.no_grad()

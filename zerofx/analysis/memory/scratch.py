@@ -1,4 +1,4 @@
-"""What reductions borrow: buffers to receive into, kept for later ones, freed at the end.
+"""What sums over ranks borrow: buffers to receive into, kept for later ones, freed at the end.
 
 The rules are the runtime's own (`runtime/policy`): this walk borrows stand-ins that have only a
 size, in the order in which the runtime borrows buffers.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from zerofx.analysis.memory.micro import Before, Micro
 from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import Kind, is_reduction, kind_of, launch_of, spec_of
+from zerofx.ir.spec import Kind, is_exchange, is_reduction, kind_of, launch_of, spec_of
 from zerofx.layout.buckets import Layout
 from zerofx.policy import exchange, reduction, resting
 from zerofx.policy.borrowing import Loan, Scratch
@@ -72,7 +73,7 @@ class _Pool:
 
 
 def lent_buffers(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
-    """Return what reductions are lent in a micro-batch of the steady state.
+    """Return what reductions and sums of values borrow in a micro-batch of the steady state.
 
     Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
     counted). Where it cannot end in p.grad itself, to which it is added or which has another
@@ -95,7 +96,12 @@ class _Walk:
             leg.axis: _Pool("receive buffer", life.end, self.layout) for leg in self.legs
         }
         self.slices = _Pool("reduced slice", life.end, self.layout)
-        self.pools = (*self.receive.values(), self.slices)
+        self.values: dict[str, _Pool] = {}
+        for _, node in life.nodes:
+            if is_exchange(node):
+                axis: Any = node.args[1]
+                self.values[axis] = _Pool("receive buffer", life.end, self.layout)
+        self.pools = (*self.receive.values(), self.slices, *self.values.values())
 
     def storages(self) -> list[Storage]:
         return [
@@ -108,12 +114,15 @@ class _Walk:
         """Go through one backward; what is small is there from the one before."""
         for pool in self.pools:
             pool.rest()
-        if not micro.reduces:
-            return
-        lent: dict[fx.Node, list[Loan[_Buffer]]] = {}
+        loans: dict[fx.Node, list[Loan[_Buffer]]] = {}
         ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice its reduction ends in
         is_set = micro.before is Before.REDUCED
+        is_gloo = self.hardware.backend == "gloo"
         for time, (_, node) in enumerate(self.life.nodes):
+            if is_gloo and self._is_of_values(node, loans, time):
+                continue
+            if not micro.reduces:
+                continue
             if is_reduction(node):
                 bucket = self.layout.buckets[info(node).index]
                 if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
@@ -121,23 +130,52 @@ class _Walk:
                     ends[bucket.index] = self.slices.borrow(size, node, time)
                 spec = spec_of(node)
                 borrows = spec is not None and spec.borrows(self.program, node)
-                if self.hardware.backend == "gloo" and self.legs and borrows:
-                    lent[node] = self._launch(node, time)
-            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in lent:
-                self._wait(launch, lent.pop(launch), time)
+                if is_gloo and self.legs and borrows:
+                    loans[node] = self._launch(node, time)
+            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in loans:
+                self._wait(launch, loans.pop(launch), time)
             elif kind_of(node) is Kind.STORE:
                 self.slices.give_back(ends.pop(info(node).index, []))
+
+    def _is_of_values(
+        self, node: fx.Node, loans: dict[fx.Node, list[Loan[_Buffer]]], time: int
+    ) -> bool:
+        """Borrow for a collective of values or give back, if the node launches or ends one."""
+        if is_exchange(node):
+            loans[node] = self._pool(node).borrow(self._of_values(node).at_launch, node, time)
+            return True
+        if kind_of(node) is not Kind.WAIT or not is_exchange(launch := launch_of(node)):
+            return False
+        pool = self._pool(launch)
+        more = pool.borrow(self._of_values(launch).at_end, launch, time)
+        pool.give_back([*loans.pop(launch), *more])
+        return True
+
+    def _pool(self, launch: fx.Node) -> _Pool:
+        axis: Any = launch.args[1]
+        return self.values[axis]
+
+    def _of_values(self, launch: fx.Node) -> Receives:
+        """Return what a rank borrows for a collective of values."""
+        spec, axis = spec_of(launch), launch.args[1]
+        assert spec is not None and spec.receives is not None, f"{launch} says no such thing"
+        ranks = self.layout.mesh.along(axis)  # type: ignore[arg-type]
+
+        def is_native(full_bytes: int) -> bool:
+            return self.hardware.algorithm("reduce", "gloo", full_bytes, ranks) == "native"
+
+        return spec.receives(launch, ranks, is_native)
 
     def _launch(self, launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
         first = self.legs[0]
         sizes = self._receives(first, launch).at_launch
         return self.receive[first.axis].borrow(sizes, launch, time)
 
-    def _wait(self, launch: fx.Node, lent: list[Loan[_Buffer]], time: int) -> None:
+    def _wait(self, launch: fx.Node, loans: list[Loan[_Buffer]], time: int) -> None:
         first, *later = self.legs
         pool = self.receive[first.axis]
         more = pool.borrow(self._receives(first, launch).at_end, launch, time)
-        pool.give_back([*lent, *more])
+        pool.give_back([*loans, *more])
         for leg in later:  # each starts when the one before has ended
             receives, pool = self._receives(leg, launch), self.receive[leg.axis]
             pool.give_back(pool.borrow(receives.at_launch + receives.at_end, launch, time))

@@ -1,0 +1,53 @@
+"""Predicted and measured peaks of layers that are cut over ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+
+import zerofx
+from benchmarks.turns import peak_bytes
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
+
+
+class Trainee:
+    """A Llama whose logits are larger than all else."""
+
+    def __init__(self, parallel: dict[str, Any]) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+                num_key_value_heads=4, vocab_size=1024, use_cache=False,
+            )
+        )  # fmt: skip
+        self.model: Any = zerofx.compile(model, {"kernels": "aten", "parallel": parallel})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+
+    def step(self, number: int) -> float:
+        draw = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, 1024, (4, 64), generator=draw)
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return 0.0
+
+
+def weigh(parallel: dict[str, Any]) -> tuple[int, int]:
+    trainee, measured = peak_bytes(lambda: Trainee(parallel))
+    (program,) = trainee.model.programs
+    return measured, program.memory(basis="aten").peak_bytes
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_peaks_are_known_with_what_collectives_of_values_hold(pool: Pool, sequence: bool) -> None:
+    pytest.importorskip("transformers")
+    for measured, predicted in pool.run(2, weigh, {"tensor": 2, "sequence": sequence}):
+        assert measured > 2**22
+        assert measured == pytest.approx(predicted, rel=0.02)
