@@ -34,7 +34,7 @@ from zerofx.passes.place import OpenProducts, Place
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
 
-NAMES = ["llama", "gpt2", "bert", "t5", "vit"]
+NAMES = ["llama", "gpt2", "bert", "t5", "vit", "mixtral", "batched", "qwen3-moe"]
 
 
 @cache
