@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tensor_models import MODELS, batch
+from tensor_models import MODELS, batch, mixtral
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import ShardError
+from zerofx.errors import CaptureError, ShardError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
@@ -89,6 +89,14 @@ def slow(*values: Any) -> Any:
         slow("gpt2", 4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
         slow("bert", 4, {"stage": 2, "parallel": {"tensor": 2}}),
         slow("t5", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        ("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("mixtral", 2, {"stage": 0, "parallel": {"tensor": 2}}),
+        slow("mixtral", 4, {"stage": 0, "parallel": {"tensor": 2}}),
+        slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
+        slow("batched", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("qwen3-moe", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
         slow("llama", 2, {"stage": 3, "parallel": {"tensor": 2}, "activations": "recompute"}),
@@ -153,6 +161,34 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
         assert "differs between the 2 ranks that share each layer" in text
         assert "num_replicas=model.zerofx.data_world" in text
+
+
+def loop_over_experts() -> tuple[str, float]:
+    """Return what is said of experts in a loop, and the loss once what it says is done."""
+    model = zerofx.compile(mixtral("eager"), Plan(parallel={"tensor": 2}, kernels="aten"))
+    with pytest.raises(CaptureError) as caught:
+        model(**batch("mixtral"))
+    torch.manual_seed(0)
+    model = mixtral("eager")
+    model.set_experts_implementation("grouped_mm")
+    model = zerofx.compile(model, Plan(parallel={"tensor": 2}, kernels="aten"))
+    return str(caught.value), float(model(**batch("mixtral")).loss)
+
+
+def test_a_loop_over_experts_is_told_what_to_do(pool: Pool) -> None:
+    torch.manual_seed(0)
+    expected = float(mixtral("eager")(**batch("mixtral")).loss)
+    for text, loss in pool.run(2, loop_over_experts):
+        assert "cannot be cut over Plan.parallel.tensor = 2 ranks" in text
+        assert 'model.set_experts_implementation("grouped_mm")' in text
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def at_rest(plan: dict[str, Any]) -> tuple[int, int]:
+    """Return how many bytes of experts a rank holds, and of all parameters."""
+    model = zerofx.compile(make("mixtral"), {"kernels": "aten", **plan})
+    held = {n: p.to_local().untyped_storage().nbytes() for n, p in model.named_parameters()}
+    return sum(b for n, b in held.items() if ".experts." in n), sum(held.values())
 
 
 def dropped() -> list[Tensor]:

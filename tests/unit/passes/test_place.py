@@ -34,7 +34,7 @@ from zerofx.passes.place import OpenProducts, Place
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
 
-NAMES = ["llama", "gpt2", "bert", "t5", "vit", "mixtral", "batched", "qwen3-moe"]
+NAMES = ["llama", "gpt2", "bert", "t5", "vit"]
 
 
 @cache
@@ -136,6 +136,34 @@ def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
         ("forward", "gather_values"): 2, ("forward", "scatter_values"): 2,
         ("backward", "gather_values"): 4, ("backward", "scatter_values"): 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("batched", "qwen3-moe"))],
+)
+def test_experts_send_what_an_mlp_does(name: str) -> None:
+    """One all-reduce each way, of the tokens; and in backward one of a number a chosen expert."""
+    program = check(name, Parallel(tensor=2))
+    cut = program.params["model.layers.1.mlp.experts.gate_up_proj"].part
+    assert cut is not None and cut.cut == Cut(1, 2)
+    cut = program.params["model.layers.1.mlp.experts.down_proj"].part
+    assert cut is not None and cut.cut == Cut(2)
+    shapes: Counter[tuple[str, int]] = Counter()
+    for node in program.graph(JOINT).nodes:
+        if node.target is reduce_values and "layers.1.mlp" in info(node).module:
+            shapes[info(node).phase.value, value(node).numel()] += 1
+    tokens, chosen, width = 16, 2, 32
+    assert shapes["forward", tokens * width] <= 1  # that of the sum is in the block around it
+    assert shapes["backward", tokens * chosen] == 1
+    found = sent(program)
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if "layers.1" in unit}
+    assert mine["forward", "reduce_values"] == 2
+
+
+@pytest.mark.slow
+def test_experts_with_the_sequence_cut() -> None:
+    check("mixtral", Parallel(tensor=2, sequence=True))
 
 
 def test_fewer_heads_of_keys_than_ranks() -> None:
