@@ -163,32 +163,29 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
         assert "num_replicas=model.zerofx.data_world" in text
 
 
-def loop_over_experts() -> tuple[str, float]:
-    """Return what is said of experts in a loop, and the loss once what it says is done."""
+def loop_over_experts() -> tuple[str, float, float]:
+    """Return what is said of experts in a loop; once what it says is done, the loss and the share
+    of the experts' weights that this rank has."""
     model = zerofx.compile(mixtral("eager"), Plan(parallel={"tensor": 2}, kernels="aten"))
     with pytest.raises(CaptureError) as caught:
         model(**batch("mixtral"))
     torch.manual_seed(0)
-    model = mixtral("eager")
-    model.set_experts_implementation("grouped_mm")
-    model = zerofx.compile(model, Plan(parallel={"tensor": 2}, kernels="aten"))
-    return str(caught.value), float(model(**batch("mixtral")).loss)
+    plain = mixtral("eager")
+    plain.set_experts_implementation("grouped_mm")
+    whole = {n: p.numel() for n, p in plain.named_parameters() if ".experts." in n}
+    model = zerofx.compile(plain, Plan(parallel={"tensor": 2}, kernels="aten"))
+    held = sum(p.to_local().numel() for n, p in model.named_parameters() if n in whole)
+    return str(caught.value), float(model(**batch("mixtral")).loss), held / sum(whole.values())
 
 
 def test_a_loop_over_experts_is_told_what_to_do(pool: Pool) -> None:
     torch.manual_seed(0)
     expected = float(mixtral("eager")(**batch("mixtral")).loss)
-    for text, loss in pool.run(2, loop_over_experts):
+    for text, loss, share in pool.run(2, loop_over_experts):
         assert "cannot be cut over Plan.parallel.tensor = 2 ranks" in text
         assert 'model.set_experts_implementation("grouped_mm")' in text
         assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def at_rest(plan: dict[str, Any]) -> tuple[int, int]:
-    """Return how many bytes of experts a rank holds, and of all parameters."""
-    model = zerofx.compile(make("mixtral"), {"kernels": "aten", **plan})
-    held = {n: p.to_local().untyped_storage().nbytes() for n, p in model.named_parameters()}
-    return sum(b for n, b in held.items() if ".experts." in n), sum(held.values())
+        assert share == pytest.approx(0.5, abs=0.01)
 
 
 def dropped() -> list[Tensor]:
