@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tensor_models import MODELS, batch, mixtral
+from tensor_models import MODELS, batch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import CaptureError, ShardError
+from zerofx.errors import ShardError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
@@ -90,12 +90,9 @@ def slow(*values: Any) -> Any:
         slow("bert", 4, {"stage": 2, "parallel": {"tensor": 2}}),
         slow("t5", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         ("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}}),
-        slow("mixtral", 2, {"stage": 0, "parallel": {"tensor": 2}}),
         slow("mixtral", 4, {"stage": 0, "parallel": {"tensor": 2}}),
+        slow("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
         slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2}}),
-        slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
-        slow("mixtral", 4, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
-        slow("batched", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("qwen3-moe", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
@@ -161,31 +158,6 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
         assert "differs between the 2 ranks that share each layer" in text
         assert "num_replicas=model.zerofx.data_world" in text
-
-
-def loop_over_experts() -> tuple[str, float, float]:
-    """Return what is said of experts in a loop; once what it says is done, the loss and the share
-    of the experts' weights that this rank has."""
-    model = zerofx.compile(mixtral("eager"), Plan(parallel={"tensor": 2}, kernels="aten"))
-    with pytest.raises(CaptureError) as caught:
-        model(**batch("mixtral"))
-    torch.manual_seed(0)
-    plain = mixtral("eager")
-    plain.set_experts_implementation("grouped_mm")
-    whole = {n: p.numel() for n, p in plain.named_parameters() if ".experts." in n}
-    model = zerofx.compile(plain, Plan(parallel={"tensor": 2}, kernels="aten"))
-    held = sum(p.to_local().numel() for n, p in model.named_parameters() if n in whole)
-    return str(caught.value), float(model(**batch("mixtral")).loss), held / sum(whole.values())
-
-
-def test_a_loop_over_experts_is_told_what_to_do(pool: Pool) -> None:
-    torch.manual_seed(0)
-    expected = float(mixtral("eager")(**batch("mixtral")).loss)
-    for text, loss, share in pool.run(2, loop_over_experts):
-        assert "cannot be cut over Plan.parallel.tensor = 2 ranks" in text
-        assert 'model.set_experts_implementation("grouped_mm")' in text
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert share == pytest.approx(0.5, abs=0.01)
 
 
 def dropped() -> list[Tensor]:

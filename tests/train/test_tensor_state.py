@@ -135,7 +135,6 @@ TENSOR = {"stage": 3, "parallel": {"tensor": 2}}
         slow("llama", "adamw", (4, {"stage": 1, "parallel": {"tensor": 4}}), (4, TENSOR)),
         slow("bert", "adamw", (4, {**TENSOR, "shard_axis_size": 1}), (3, {"stage": 3})),
         slow("t5", "flat", (4, TENSOR), (4, {"stage": 3})),
-        slow("mixtral", "adamw", (2, TENSOR), (1, {"stage": 3})),
     ],
 )
 def test_any_layout_loads_any_other(

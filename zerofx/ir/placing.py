@@ -596,8 +596,6 @@ def _new_zeros(call: WholeCall) -> Iterator[Way]:
         if isinstance(x.now, Cut) and cut.dim == x.now.dim + len(shape) - x.dim:
             local = local_shape(shape, cut, call.ranks)
             yield Way((x.now,), cut, (call.args[0], local, *call.args[2:]))
-    if x.now != R:
-        yield Way((x.now,), R)
 
 
 @rule_for(_aten.gather.default)

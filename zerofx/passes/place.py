@@ -383,8 +383,6 @@ class Placing:
             return 0.0
         if to == P or isinstance(now, tuple):
             return _NEVER
-        if _is_zeros(node, to):
-            return 0.0
         if isinstance(now, Cut) and self._is_weight(node):
             return _NEVER / 1e3
         size, share = nbytes(value(node)), (self.ranks - 1) / self.ranks
@@ -418,9 +416,6 @@ class Placing:
             source = self.to(node.args[0], R)  # type: ignore[arg-type]
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
-        elif _is_zeros(node, to):
-            given = (self.new[node.args[0]], *node.args[1:])  # type: ignore[index]
-            made = self._emit(node, node.target, given, dict(node.kwargs), R, self._whole(node))
         else:
             made = self._convert(node, new, now, to)
         self.made[key] = made
@@ -516,11 +511,6 @@ def _dense(where: Info) -> Placed:
     named = {"memory_format": torch.contiguous_format}
     target = _aten.clone.default
     return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named, True)
-
-
-def _is_zeros(node: fx.Node, to: Placement) -> bool:
-    """Say whether a value is zeros that each rank can have whole by itself."""
-    return node.target is _aten.new_zeros.default and to == R
 
 
 def _seen_by(node: fx.Node) -> fx.Node:
