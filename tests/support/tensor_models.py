@@ -20,6 +20,32 @@ def llama(**more: Any) -> nn.Module:
     )  # fmt: skip
 
 
+def mixtral(experts: str = "grouped_mm", **more: Any) -> nn.Module:
+    """Two layers of four experts, of which each token has two."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False, **more,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation(experts)
+    return model
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=8, vocab_size=64, num_experts=4,
+            num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[0], use_cache=False,
+        )
+    )  # fmt: skip
+
+
 def gpt2(dropout: float = 0.0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -104,6 +130,9 @@ MODELS = {
     "blocks": Blocks,
     "llama": llama,
     "grouped": lambda: llama(num_key_value_heads=2),
+    "mixtral": mixtral,
+    "batched": lambda: mixtral("batched_mm"),
+    "qwen3-moe": qwen3_moe,
     "gpt2": gpt2,
     "dropout": lambda: gpt2(dropout=0.1),
     "bert": bert,

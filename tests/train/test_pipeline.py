@@ -96,6 +96,7 @@ def slow(*values: Any) -> Any:
         slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
         slow("t5", 4, {"stage": 2, "parallel": {"pipeline": 4, "micro_batches": 8}}),
         slow("gpt2", 4, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("mixtral", 2, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
     ],
 )

@@ -387,12 +387,17 @@ def describe_params(
             aliases=tuple(names[1:]),
             compute_dtype=computes[names[0]],
             layer=_layer_of(model, names[0]),
-            style=next((s for n in names if (s := styles.get(n.rpartition(".")[0]))), ""),
+            style=next((s for n in names if (s := _style(styles, n))), ""),
             outputs=_outputs_of(model, names[0]),
             uses=tuple(uses[key]),
         )
         for key, names in groups.items()
     }
+
+
+def _style(styles: Mapping[str, str], name: str) -> str:
+    """Return the style of a parameter: its own, or that of the module that has it."""
+    return styles.get(name) or styles.get(name.rpartition(".")[0], "")
 
 
 def _layer_of(model: nn.Module, name: str) -> str:
@@ -417,7 +422,8 @@ def _outputs_of(model: nn.Module, name: str) -> int:
     if layer == "embedding":
         return 1
     if layer != "linear":
-        return -1
+        is_stacked = key != "weight" and model.get_parameter(name).dim() == 3
+        return 1 if is_stacked else -1  # [experts, out, in], as transformers' plans take it
     return 0 if isinstance(module, nn.Linear) else 1
 
 

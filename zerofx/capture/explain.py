@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 from zerofx.capture.lines import LineMode, in_forward, is_raised_by_model, locate
@@ -145,13 +146,31 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     has_no_values = bool(reads) and any(said in str(error) for said in _NO_VALUES)
     if isinstance(error, DataDependentError) or last_call == "numpy" or has_no_values:
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
+        way = _way_for_experts(error.__traceback__) or way
         return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
     if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
+        way = _way_for_experts(error.__traceback__) or (
+            "use a mask with torch.where, or a size that is fixed in advance"
+        )
         return CaptureError(
-            f"capture: the shape of the result of {call}{at} depends on the data; use a mask with "
-            "torch.where, or a size that is fixed in advance"
+            f"capture: the shape of the result of {call}{at} depends on the data; {way}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     said = f"capture: forward failed{at}: {type(error).__name__}: {first}"
     return CaptureError.like(error, said)
+
+
+def _way_for_experts(trace: TracebackType | None) -> str:
+    """Return the fix if what was left is a loop over experts of transformers, "" if it is not."""
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        config = getattr(module, "config", None)
+        is_loop = getattr(config, "_experts_implementation", None) == "eager"
+        if is_loop and hasattr(module, "has_gate"):  # as its decorator of experts leaves them
+            return (
+                'call model.set_experts_implementation("grouped_mm") before compile, which '
+                "computes the same in shapes that are known in advance"
+            )
+        trace = trace.tb_next
+    return ""

@@ -96,6 +96,7 @@ class Way:
 
 Rule = Callable[[WholeCall], Iterator[Way]]
 RULES: dict[Any, Rule] = {}
+"""By operator; one that a library registers when it is imported, by its name."""
 
 
 def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
@@ -109,7 +110,7 @@ def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
 
 def ways(call: WholeCall) -> Iterator[Way]:
     """Yield the ways in which a call can run: that of its rule, and whole on every rank."""
-    rule = RULES.get(call.target)
+    rule = RULES.get(call.target) or RULES.get(str(call.target))
     if rule is not None:
         for way in rule(call):
             cuts = zip(call.operands, way.needs, strict=True)
@@ -164,6 +165,10 @@ def _point(call: WholeCall) -> Iterator[Way]:
     is_linear = call.target in _LINEAR or (call.target in _SUMS and count == 2)
     if is_linear or (call.target in _SCALED and count == 1 and call.args[0] == Hole(0)):
         yield Way((P,) * count, P)
+    for number in range(count if call.target in _SCALED and count == 2 else 0):
+        factor = call.target is _aten.mul.Tensor or number == 0
+        if factor and call.operands[number].shape == shape:
+            yield Way(tuple(P if i == number else R for i in range(2)), P)
     for cut in _candidates(call, shape):
         yield Way(tuple(_seen(o, cut, shape) for o in call.operands), cut)
 
@@ -431,6 +436,42 @@ def _addmm(call: WholeCall) -> Iterator[Way]:
         yield Way((Cut(bias.dim - 1, groups), R, Cut(1, groups)), Cut(1, groups))
 
 
+# -- products of experts --------------------------------------------------------------------------
+@rule_for(_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def _grouped_product(call: WholeCall) -> Iterator[Way]:
+    """Rows [rows, in] by groups, each with a matrix of its own, of [groups, in, out].
+
+    Where both have two dimensions, the groups are of the inner one: [in, rows] with [rows, out]
+    give [groups, in, out]. Where groups end is whole on every rank.
+    """
+    if len(call.operands) != 3:
+        return
+    a, b, _ = call.operands
+    yield Way((P, R, R), P)
+    yield Way((R, P, R), P)
+    if b.dim == 2:
+        for groups in {_groups(a, 0), 1}:
+            yield Way((Cut(0, groups), R, R), Cut(1, groups))
+        for groups in {_groups(b, 1), 1}:
+            yield Way((R, Cut(1, groups), R), Cut(2, groups))
+    elif a.dim == 2:
+        for groups in {_groups(b, 2), 1}:
+            yield Way((R, Cut(2, groups), R), Cut(1, groups))
+        for groups in {_groups(a, 1), _groups(b, 1), 1}:
+            yield Way((Cut(1, groups), Cut(1, groups), R), P)
+
+
+@rule_for("transformers.grouped_mm_fallback_backward.default")
+def _grouped_product_backward(call: WholeCall) -> Iterator[Way]:
+    """Return gradients of the rows and of the matrices."""
+    x, weight, _, grad = call.operands
+    yield Way((R, R, R, P), (P, P))
+    for groups in {_groups(weight, 2), _groups(grad, 1), 1}:
+        yield Way((R, Cut(2, groups), R, Cut(1, groups)), (P, Cut(2, groups)))
+    for groups in {_groups(weight, 1), _groups(x, 1), 1}:
+        yield Way((Cut(1, groups), Cut(1, groups), R, R), (Cut(1, groups),) * 2)
+
+
 # -- reductions -----------------------------------------------------------------------------------
 @rule_for(_aten.sum.dim_IntList)
 def _sum(call: WholeCall) -> Iterator[Way]:
@@ -527,6 +568,34 @@ def _index(call: WholeCall) -> Iterator[Way]:
     yield Way((P, R), P)
     if isinstance(x.now, Cut) and x.now.dim > 0 and len(call.shape) == x.dim - 1 + ids.dim:
         yield Way((x.now, R), Cut(x.now.dim - 1 + ids.dim, x.now.groups))
+
+
+@rule_for(_aten.index_put.default)
+def _index_put(call: WholeCall) -> Iterator[Way]:
+    """Rows put, or added, where one whole index along the first dimension says."""
+    x, indices = call.operand(0), call.args[1]
+    if len(call.operands) != 3 or not isinstance(indices[0], Hole) or len(indices) != 1:
+        return
+    ids, values = call.operands[1:]
+    if call.argument(3, False):
+        yield Way((P, R, P), P)
+    if values.shape != (*ids.shape, *x.shape[1:]):
+        return
+    shift = ids.dim - 1
+    moved = (Cut(v.dim - shift, v.groups) for v in (values.now,) if isinstance(v, Cut))
+    for cut in {c: None for c in (x.now, *moved) if isinstance(c, Cut) and c.dim > 0}:
+        yield Way((cut, R, Cut(cut.dim + shift, cut.groups)), cut)
+
+
+@rule_for(_aten.new_zeros.default)
+def _new_zeros(call: WholeCall) -> Iterator[Way]:
+    """Zeros lie in any way; that of what they are made like is the likeliest to be asked for."""
+    x, shape = call.operand(0), call.shape
+    yield Way((P,), P)
+    for cut in _candidates(call, shape):
+        if isinstance(x.now, Cut) and cut.dim == x.now.dim + len(shape) - x.dim:
+            local = local_shape(shape, cut, call.ranks)
+            yield Way((x.now,), cut, (call.args[0], local, *call.args[2:]))
 
 
 @rule_for(_aten.gather.default)

@@ -45,6 +45,8 @@ output.dense proj
 def styles_of(model: nn.Module) -> dict[str, str]:
     """Return the style of each layer of a model by its qualified name: where it has one.
 
+    A plan may also name a parameter: such are the weights of all experts of a layer in one.
+
     A model's own plan (`tp_plan`, of transformers) comes first. Of another, layers of the repeated
     blocks are known by the names that implementations use; a block in which no layer is known to
     be rowwise is left whole.
@@ -69,7 +71,9 @@ def styles_of(model: nn.Module) -> dict[str, str]:
 
 def _by_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, str]:
     found = {}
-    for name, _ in model.named_modules():
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in names:
         for pattern, style in plan.items():
             if fnmatchcase(name, pattern) and style in _OF_TRANSFORMERS:
                 found[name] = _OF_TRANSFORMERS[style]
@@ -90,8 +94,8 @@ def _named(name: str) -> str:
 def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
     """Return how a style cuts a parameter of a layer; None where it leaves it whole.
 
-    outputs: the dimension of the parameter that counts the layer's outputs, -1 for none. Another
-        one, where it has two, counts the inputs: the rows of an embedding are its.
+    outputs: the dimension of the parameter that counts the layer's outputs, -1 for none. The other
+        one of the last two, where it has two, counts the inputs: the rows of an embedding are its.
     """
     kind, _, groups = style.partition("/")
     if outputs < 0 or kind not in ("colwise", "rowwise"):
@@ -99,7 +103,8 @@ def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
     number = int(groups or 1)
     if kind == "colwise":
         return Cut(outputs, number)
-    return Cut(1 - outputs, number) if len(shape) == 2 else None
+    count = len(shape)
+    return Cut(2 * count - 3 - outputs, number) if count in (2, 3) else None
 
 
 def part_of(shape: tuple[int, ...], cut: Cut | None, ranks: int) -> Part | None:

@@ -61,7 +61,8 @@ def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInf
 def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
     style = param.style
     if isinstance(parallel.placements, Patterns):
-        names = [name.rpartition(".")[0] for name in (param.name, *param.aliases)]
+        own = (param.name, *param.aliases)
+        names = [*own, *(name.rpartition(".")[0] for name in own)]
         style = next((s for n in names if (s := parallel.placements.match(n))), style)
     part = part_of(param.shape, cut_of(style, param.shape, param.outputs), parallel.tensor)
     return param if part is None else replace(param, shape=part.local, part=part)
@@ -172,6 +173,7 @@ class Placing:
     views: dict[Any, fx.Node] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
+    narrowed: dict[fx.Node, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = self.parallel.tensor
@@ -319,9 +321,12 @@ class Placing:
         tensors = tensors_of(node)
         cost = sum(self._move(a, need) for a, need in zip(tensors, way.needs, strict=True))
         made = nbytes(value(node))
-        is_product = node.target in _PRODUCTS
+        is_product = node.target in _PRODUCTS or str(node.target) in _PRODUCTS
         if all(need == R for need in way.needs):
             cost += (0.5 if is_product else 0.2) * made
+        if node.target in _SCALED and {*way.needs} == {P, R}:
+            summand = tensors[way.needs.index(P)]
+            cost += 0.0 if self._is_narrowed(_seen_by(summand)) else _NEVER / 1e6
         gives = way.gives if isinstance(way.gives, tuple) else (way.gives,)
         want = self.wanted.get(node)
         if P in gives and P not in way.needs:
@@ -346,6 +351,29 @@ class Placing:
         if len(whole.shape) != 3 or P not in [o.now for o in whole.operands]:
             return None
         return Cut(1) if fits(whole.shape, Cut(1), self.ranks) else None
+
+    def _is_narrowed(self, node: fx.Node) -> bool:
+        """Say whether all that reads a sum of summands comes to a smaller sum of it.
+
+        Then less is sent if products with whole values are made of the summands: so experts'
+        outputs are weighted, and those of each token summed, before the ranks' summands are.
+        """
+        if node not in self.narrowed:
+            self.narrowed[node] = bool(node.users) and all(
+                self._narrows(user, node) for user in node.users
+            )
+        return self.narrowed[node]
+
+    def _narrows(self, reader: fx.Node, source: fx.Node) -> bool:
+        if reader.op != "call_function" or not isinstance(value(reader), torch.Tensor):
+            return False
+        made, given = value(reader).numel(), value(source).numel()
+        if reader.target is _aten.sum.dim_IntList:
+            return made < given
+        is_linear = reader.target is _aten.mul.Tensor or (
+            reader.target in _ROWS and reader.args[0] is source
+        )
+        return is_linear and made <= given and self._is_narrowed(reader)
 
     # -- conversions --------------------------------------------------------------------------
     def _move(self, node: fx.Node, to: Placement) -> float:
@@ -383,7 +411,8 @@ class Placing:
         key = self._key(node, to)
         if key in self.made:
             return self.made[key]
-        if node.target in _TURNED and isinstance(now, Cut) and to == R:
+        is_turned = node.target in _TURNED and isinstance(now, Cut) and to == R
+        if is_turned or self._is_of_a_sum(node, to):
             source = self.to(node.args[0], R)  # type: ignore[arg-type]
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
@@ -393,6 +422,13 @@ class Placing:
         if now == P:  # a sum is made once, for all that read it
             self.new[node], self.lies[node] = made, to
         return made
+
+    def _is_of_a_sum(self, node: fx.Node, to: Placement) -> bool:
+        """Say whether a value is another's, seen or negated, whose sum others read too."""
+        if to != R or self.lies[node] != P or node.target not in {_aten.neg.default, *_VIEWS}:
+            return False
+        source: Any = node.args[0]
+        return self.lies[source] == P and len(source.users) > 1
 
     def _convert(self, node: fx.Node, new: fx.Node, now: Placement, to: Placement) -> fx.Node:
         more: tuple[int, ...]
@@ -477,8 +513,23 @@ def _dense(where: Info) -> Placed:
     return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named, True)
 
 
-_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default}
+def _seen_by(node: fx.Node) -> fx.Node:
+    """Return what a value is that of, seen in another form or negated."""
+    while node.target in _ROWS and node.target is not _aten.index.Tensor:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+_PRODUCTS = {
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten._grouped_mm.default,
+    "transformers.grouped_mm_fallback.default",
+    "transformers.grouped_mm_fallback_backward.default",
+}  # fmt: skip
+_SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_ROWS = {
+    *_VIEWS, _aten.index.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.neg.default,
+}  # fmt: skip
 _TURNED = {_aten.t.default, _aten.transpose.int}
 _SHARED = _VIEWS | {
     _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default,

@@ -138,6 +138,29 @@ def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("batched",))],
+)
+def test_experts_send_what_an_mlp_does(name: str) -> None:
+    """One all-reduce each way, of the tokens; and in backward one of a number a chosen expert."""
+    program = check(name, Parallel(tensor=2))
+    cut = program.params["model.layers.1.mlp.experts.gate_up_proj"].part
+    assert cut is not None and cut.cut == Cut(1, 2)
+    cut = program.params["model.layers.1.mlp.experts.down_proj"].part
+    assert cut is not None and cut.cut == Cut(2)
+    shapes: Counter[tuple[str, int]] = Counter()
+    for node in program.graph(JOINT).nodes:
+        if node.target is reduce_values and "layers.1.mlp" in info(node).module:
+            shapes[info(node).phase.value, value(node).numel()] += 1
+    tokens, chosen, width = 16, 2, 32
+    assert shapes["forward", tokens * width] <= 1  # that of the sum is in the block around it
+    assert shapes["backward", tokens * chosen] == 1
+    found = sent(program)
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if "layers.1" in unit}
+    assert mine["forward", "reduce_values"] == 2
+
+
 def test_fewer_heads_of_keys_than_ranks() -> None:
     check("grouped", Parallel(tensor=4))
 

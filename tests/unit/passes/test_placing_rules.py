@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  # it registers operators
 from placed_ranks import together
 from torch import Tensor
 
@@ -39,6 +40,10 @@ abs sgn erf logical_not hardtanh leaky_relu softplus elu mish hardswish
 """.split()
 TWO = "tanh_backward sigmoid_backward silu_backward gelu_backward maximum minimum logical_and logical_or".split()  # noqa: E501
 COMPARED = "eq ne le lt ge gt".split()
+
+ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # of three groups of rows, one of them empty
+GROUPED = torch.ops.transformers.grouped_mm_fallback.default
+GROUPED_BACKWARD = torch.ops.transformers.grouped_mm_fallback_backward.default
 
 CASES: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(aten, name).default, (X,)) for name in ONE),
@@ -78,6 +83,10 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.cat.default, ([torch.empty(0, dtype=torch.float64), X], -1)),
     (aten.stack.default, ([X, Y], 1)),
     (aten.mm.default, (rand(4, 6), rand(6, 8))), (aten.bmm.default, (rand(2, 4, 6), rand(2, 6, 8))),
+    (aten._grouped_mm.default, (rand(8, 24).float(), rand(3, 24, 24).float(), ENDS)),
+    (aten._grouped_mm.default, (rand(24, 8).float(), rand(8, 24).float(), ENDS)),
+    (GROUPED, (rand(8, 12), rand(3, 12, 12), ENDS)),
+    (GROUPED_BACKWARD, (rand(8, 12), rand(3, 12, 12), ENDS, rand(8, 12))),
     (aten.addmm.default, (rand(8), rand(4, 6), rand(6, 8))),
     (aten.addmm.default, (rand(4, 8), rand(4, 6), rand(6, 8))),
     (aten.sum.dim_IntList, (rand(2, 4, 6), [0, 1])), (aten.sum.dim_IntList, (X, [1], True)),
@@ -90,7 +99,11 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.embedding.default, (rand(6, 4), ids(2, 4))),
     (aten.embedding_dense_backward.default, (rand(2, 4, 6), ids(2, 4), 8, -1, False)),
     (aten.embedding_dense_backward.default, (rand(2, 4, 6), ids(2, 4), 8, 0, True)),
-    (aten.index.Tensor, (rand(4, 6), [ids(8)])), (aten.gather.default, (X, 1, ids(4, 2))),
+    (aten.index.Tensor, (rand(4, 6), [ids(8)])),
+    (aten.index_put.default, (rand(4, 6), [ids(8)], rand(8, 6), True)),
+    (aten.index_put.default, (rand(4, 6), [torch.tensor([[2, 0]])], rand(1, 2, 6))),
+    (aten.new_zeros.default, (rand(4, 6), [2, 4, 6])), (aten.new_zeros.default, (X, [4, 3])),
+    (aten.gather.default, (X, 1, ids(4, 2))),
     (aten.native_layer_norm.default, (rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)),
     (aten.native_layer_norm_backward.default,
      (rand(2, 4, 6), rand(2, 4, 6), [6], MEAN, RSTD, rand(6), rand(6), [True, True, True])),
@@ -178,5 +191,5 @@ def test_every_way_gives_the_whole_result(number: int) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    tested = {target for target, _ in CASES}
+    tested = {target for target, _ in CASES} | {str(target) for target, _ in CASES}
     assert not RULES.keys() - tested, RULES.keys() - tested
