@@ -85,8 +85,8 @@ def test_ranks_that_share_layers_have_the_same_samples() -> None:
 
 def test_better_cuts_are_named_and_are_better() -> None:
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, use_cache=False,
-        vocab_size=256,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=256, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config), torch.zeros(4, 64, dtype=torch.long)
@@ -109,8 +109,8 @@ def test_better_cuts_are_named_and_are_better() -> None:
 def test_the_command(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False,
-        "vocab_size": 128,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 128, "use_cache": False,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = f"hf:{tmp_path}/config.json"
