@@ -1,4 +1,4 @@
-"""Which plan fields exclude each other."""
+"""Rules: the plan fields that exclude each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
-    """Yield what no release could honour: two fields that exclude each other."""
+    """Yield an error text for each pair of fields that contradict each other."""
     if plan.stage == 0 and plan.shard_axis_size is not None:
         yield (
             f"Plan.shard_axis_size = {plan.shard_axis_size} contradicts stage = 0, which shards "
@@ -48,11 +48,11 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 
 def lets_sizes_vary(plan: Plan) -> bool:
-    """Tell whether programs of a plan may serve several sizes of their inputs.
+    """Return whether one program of a plan may serve several sizes of its inputs.
 
-    A CUDA graph replays one call, fused kernels are chosen by size, values that wait on NVMe have
-    files of one size, and values are cut over a tensor axis, and sent from one pipeline stage to
-    the next, at sizes that are known.
+    Sizes are fixed if a CUDA graph is replayed, if fused kernels are chosen by size, if activations
+    are on NVMe in files of one size, and if values are cut over a tensor axis or sent from one
+    pipeline stage to the next.
     """
     is_fixed = plan.cuda_graph or plan.numerics == "fast" or plan.offload.activations == "nvme"
     is_fixed |= plan.parallel.is_used
