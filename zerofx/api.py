@@ -180,17 +180,17 @@ def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ArgumentError(
             f"{name} is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
-            "not an optimizer over model.parameters(), nor a list of such. Build any optimizers "
-            "over the parameters of the model that zerofx.compile returns, and leave optimizer out"
+            "not an optimizer over model.parameters() or a list of optimizers. Leave optimizer "
+            "out, and build optimizers over the parameters of the model that zerofx.compile returns"
         )
     held = {id(param) for param in model.parameters()}
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if held and not any(id(param) in held for param in given):
         raise OptimizerError(
-            f"{name} {type(optimizer).__name__} has none of the parameters of "
-            f"{type(model).__name__}, so that its steps would not train the model. It has "
-            f"{len(given)} parameters, the model {len(held)} others. Build it over the "
-            "model.parameters() of the model that is compiled"
+            f"{name} {type(optimizer).__name__} holds none of the parameters of "
+            f"{type(model).__name__}, so its steps would not train the model. It holds "
+            f"{len(given)} parameters; the model has {len(held)} others. Build it over the "
+            "parameters of the model that is compiled"
         )
 
 
@@ -216,8 +216,8 @@ def _connect(
     if mesh is not None and parallel.is_used:
         axis = "tensor" if parallel.tensor > 1 else "pipeline"
         raise PlanError(
-            f"mesh was given, and Plan.parallel.{axis} is {getattr(parallel, axis)}: zerofx makes "
-            "the mesh of all ranks itself where it divides layers. Leave mesh out"
+            f"mesh is given, but Plan.parallel.{axis} is {getattr(parallel, axis)}. zerofx builds "
+            "the mesh of all ranks itself if it cuts or divides layers. Leave mesh out"
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
@@ -237,7 +237,7 @@ def _either(hardware: Any, machine: Any) -> Any:
     """
     if hardware is not None and machine is not None:
         raise ArgumentError(
-            "hardware and machine are two names of one parameter, and both are given. Give hardware"
+            "hardware and machine are two names of one parameter. Both were given. Give hardware"
         )
     return machine if hardware is None else hardware
 
@@ -302,8 +302,8 @@ def rewrite(
     described = hardware_for("cpu", _either(hardware, machine))
     if position not in range(checked.parallel.pipeline):
         raise PlanError(
-            f"position is {position}, and Plan.parallel.pipeline is {checked.parallel.pipeline}: "
-            "stages are counted from 0"
+            f"position is {position}, but Plan.parallel.pipeline is {checked.parallel.pipeline}. "
+            "Give a pipeline stage from 0 to pipeline - 1"
         )
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop, position=position))

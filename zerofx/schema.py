@@ -50,7 +50,7 @@ def check(value: Any, form: Form, where: str = "") -> Any:
 
 def refuse(where: str, value: Any, wanted: str) -> FormError:
     """Return the error for a value that differs from what was wanted."""
-    return FormError(f"{where or 'it'} is {shown(value, _SHOWN)}, and should be {wanted}")
+    return FormError(f"{where or 'it'} is {shown(value, _SHOWN)}, but should be {wanted}")
 
 
 def shown(value: object, most: int = 200) -> str:
@@ -58,7 +58,7 @@ def shown(value: object, most: int = 200) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4300 digits
-        text = f"a {type(value).__name__} with a number of thousands of digits"
+        text = f"a value of type {type(value).__name__} with a number that is too long to print"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
@@ -228,9 +228,9 @@ def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise FormError("it is no plain file")
+            raise FormError("it is not a regular file")
         if found.st_size > most_bytes:
-            raise FormError(f"it has {found.st_size} bytes, and at most {most_bytes} are read")
+            raise FormError(f"it has {found.st_size} bytes, but at most {most_bytes} are allowed")
         return file.read(most_bytes)
 
 

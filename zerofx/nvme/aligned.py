@@ -63,12 +63,12 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
         kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} is {kind}; only dense tensors in host memory "
-            "move to and from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
+            "can be moved. Copy it to one (zerofx.nvme.aligned_empty creates the fastest)"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} with strides {tensor.stride()} is not "
-            "contiguous; give tensor.contiguous(), or a buffer of its own to read into"
+            "contiguous; give tensor.contiguous(), or read into a contiguous buffer"
         )
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat.view(-1).view(torch.uint8)

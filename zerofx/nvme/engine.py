@@ -35,11 +35,11 @@ class IOEngine:
 
     def __init__(self, num_threads: int = NUM_THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         if num_threads < 1:
-            raise NvmeError(f"num_threads = {num_threads}; at least 1 has to move the bytes")
+            raise NvmeError(f"num_threads = {num_threads} is too small; give at least 1")
         if piece_bytes < BLOCK_BYTES or piece_bytes % BLOCK_BYTES:
             raise NvmeError(
-                f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), by "
-                "which checksums go; round it up"
+                f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), the "
+                "size of a block with a checksum; round it up"
             )
         self.num_threads, self.piece_bytes, self._pid = num_threads, piece_bytes, os.getpid()
         self._work = Work(piece_bytes)
@@ -79,7 +79,7 @@ class IOEngine:
         with self._work.lock:
             handle.need_open()
             if self._work.is_closing:
-                raise NvmeError(f"{handle.path}: the engine is closed; make another")
+                raise NvmeError(f"{handle.path}: the engine is closed; create another")
             self._start()
             self._work.submit(request, offset, up(end) if handle.pads else end)
         return request
@@ -89,7 +89,7 @@ class IOEngine:
         if here != self._pid or here != handle.pid:
             raise NvmeError(
                 f"{handle.path}: opened in process {handle.pid}, with an engine of {self._pid}, "
-                f"used in {here}: threads and locks do not follow a fork; open it again there"
+                f"but used in {here}: threads and locks do not survive a fork; open it again there"
             )
 
     def _start(self) -> None:

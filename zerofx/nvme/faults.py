@@ -98,11 +98,11 @@ def fault_of(is_write: bool, where: Stretch, error: BaseException) -> Fault:
         return Fault(f"{doing} of {where}: {error}")
     if isinstance(error, EndOfFile):
         if is_write:
-            text = f"the file system takes no bytes at offset {error.at}; {_OTHERWISE}"
+            text = f"the file system accepts no bytes at offset {error.at}; {_OTHERWISE}"
         else:
             text = (
-                f"the file ends at offset {error.at}; it was cut short by somebody else, or never "
-                "held these bytes: write them first"
+                f"the file ends at offset {error.at}; another process truncated it, or these bytes "
+                "were never written: write them first"
             )
         return Fault(f"{doing} of {where}: {text}")
     if isinstance(error, OSError):

@@ -70,7 +70,9 @@ class File:
             NvmeError: as for `submit_read`, or the file is open for reading only.
         """
         if self.mode == "r":
-            raise NvmeError(f"{self.path}: open for reading; open it with 'r+' or 'w' to write")
+            raise NvmeError(
+                f"{self.path}: open for reading only; open it with 'r+' or 'w' to write"
+            )
         return self._engine.submit_write(self._handle, tensor, offset, label)
 
     def read(self, out: Tensor, offset: int = 0, label: str = "") -> Tensor:

@@ -37,8 +37,8 @@ def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "th
     if not folder.exists():
         if not folder.parent.is_dir():
             raise NvmeError(
-                f"{folder}: neither it nor {folder.parent} exists; make the folder, or mount the "
-                "device that it should be on"
+                f"{folder}: neither it nor {folder.parent} exists; create the folder, or mount "
+                "its device"
             )
         try:
             folder.mkdir(exist_ok=True)

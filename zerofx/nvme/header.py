@@ -48,8 +48,8 @@ def check_sizes(sizes: Mapping[str, int], label: str) -> None:
         is_size = isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0
         if not isinstance(name, str) or not is_size:
             raise NvmeError(
-                f"{label}: extent {name!r} of {nbytes!r} bytes; give names as strings and sizes as "
-                "whole numbers of bytes"
+                f"{label}: extent {name!r} of {nbytes!r} bytes is not valid; give names as strings "
+                "and sizes as whole numbers of bytes"
             )
 
 
@@ -158,7 +158,7 @@ def read_layout(fd: int, path: str) -> Layout:
         raise path_error("cannot read the header of", path, error) from error
     if prefix[: len(MAGIC)] != MAGIC:
         raise NvmeError(
-            f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: no store of "
+            f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: not a store of "
             "zerofx; give the path of one"
         )
     if len(prefix) < _PREFIX.size:
@@ -175,7 +175,7 @@ def read_layout(fd: int, path: str) -> Layout:
         if length <= _MAX_LAYOUT_BYTES and _PREFIX.size + length > actual:
             raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}")
         raise NvmeError(
-            f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not have its "
+            f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not match its "
             "checksum: the file is damaged; write it again"
         )
     return _parse(text)
@@ -186,12 +186,12 @@ def need_whole(fd: int, path: str, layout: Layout) -> None:
     actual = os.fstat(fd).st_size
     if actual < layout.nbytes:
         missing = [n for n, e in layout.extents.items() if e.offset + e.nbytes > actual]
-        first = f"; {missing[0]} is the first extent that is not whole" if missing else ""
+        first = f"; {missing[0]} is the first incomplete extent" if missing else ""
         raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}")
 
 
 def _cut(actual: int, expected: int) -> str:
-    return f"cut short at offset {actual}: {sized(expected)} were written; write it again"
+    return f"truncated at offset {actual}: {sized(expected)} were written; write it again"
 
 
 def _parse(text: bytes) -> Layout:

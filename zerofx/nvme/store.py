@@ -52,15 +52,15 @@ class Blocks:
         at, expected = offset + bad * BLOCK_BYTES, int(written[bad])
         if not expected:
             raise Damaged(
-                f"the block at offset {at} holds nothing that was written: it was never written, "
-                "or its last write failed; write it first"
+                f"the block at offset {at} has no valid content: it was never written, or its last "
+                "write failed; write it first"
             )
         nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
         raise Damaged(
             f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
             f"but {expected:016x} was written: the device or the file is damaged, or a state was "
-            "written where torch does not count it (.data, numpy); load the last save, and check "
-            "the device"
+            "changed in a way that torch does not track (.data, numpy); load the last save, and "
+            "check the device"
         )
 
 
@@ -70,13 +70,13 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     state = State.decode(page)
     if state is None:
         raise NvmeError(
-            f"{handle.path}: the state at offset {layout.state_at} does not have its checksum: the "
-            "file is damaged; write it again"
+            f"{handle.path}: the state at offset {layout.state_at} does not match its checksum: "
+            "the file is damaged; write it again"
         )
     if not state.num_flushes:
         raise NvmeError(
-            f"{handle.path}: never flushed by {layout.maker}, so that nothing in it can be "
-            "proved; write it again, and flush"
+            f"{handle.path}: never flushed by {layout.maker}, so nothing in it can be verified; "
+            "write it again, and flush"
         )
     sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
     if zlib.crc32(sums) != state.crc_of_sums:
@@ -199,7 +199,7 @@ class NvmeStore:
         """Begin to write an extent from `tensor`, which must have its size."""
         extent = self._find(name, tensor)
         if not self.can_write:
-            raise NvmeError(f"{self.path}: open for reading; {name} cannot be written here")
+            raise NvmeError(f"{self.path}: open for reading only; {name} cannot be written here")
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_write(self._handle, tensor, extent.offset, label or name, blocks)
 
@@ -236,8 +236,8 @@ class NvmeStore:
         if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give one of its "
-                "size"
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give a tensor of "
+                "its size"
             )
         return extent
 

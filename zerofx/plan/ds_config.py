@@ -320,7 +320,7 @@ class _Reading:
                 self.values["zero_optimization.stage"] = int(value)
                 self.say(key, "translated", f"stage={int(value)}; this form is old")
             elif value is None:
-                self.say(key, "ignored", "null: as if it were not there")
+                self.say(key, "ignored", "null: treated as missing")
             elif key in SECTIONS:
                 self._section(key, value)
             else:
@@ -341,7 +341,7 @@ class _Reading:
     def _key(self, key: str, value: Any) -> None:
         rule = KEYS.get(key)
         if rule is None:
-            self.say(key, "unknown", f"no key of DeepSpeed's{_hint(key)}")
+            self.say(key, "unknown", f"not a key of DeepSpeed{_hint(key)}")
             return
         read = self.resolved(key, value, rule.read)
         if read is _MISSING:
@@ -385,7 +385,7 @@ class _Reading:
             known = _SIZES[key](self.auto)
             if known is _MISSING:
                 self.say(
-                    key, "translated", "the hardware's own value, since no hidden_size is known"
+                    key, "translated", "the hardware's value, because hidden_size is not known"
                 )
                 return _MISSING
             return read(key, known)
@@ -394,10 +394,10 @@ class _Reading:
             self.say(key, "ignored", rule.why)
         elif key in _AUTO:
             self.refuse(
-                key, f"it stands for {_AUTO[key][0]} of TrainingArguments. Give auto=, or a value"
+                key, f"its value is {_AUTO[key][0]} of TrainingArguments. Give auto=, or a value"
             )
         else:
-            self.refuse(key, "nothing fills it. Give a value")
+            self.refuse(key, "there is no value for it. Give one")
         return _MISSING
 
     def say(self, key: str, verdict: str, why: str, is_warned: bool = False) -> None:
@@ -507,7 +507,7 @@ class _Reading:
             self.refuse(
                 "bf16.bf16_optimizer_states",
                 "states have the format of the master weights. Set bf16_master_weights_and_grads "
-                "too, or set it to false",
+                "too, or set this to false",
             )
         return found | ({"reduce": reduce} if reduce else {})
 
@@ -546,7 +546,7 @@ class _Reading:
             found["bucket_bytes"] = bucket * item
         for key in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
             if stage < 3 and f"{zero}.{key}" in self.rows:
-                self._ignore_if_translated(f"{zero}.{key}", "it is for stage 3")
+                self._ignore_if_translated(f"{zero}.{key}", "only stage 3 uses it")
         persist = self.get(f"{zero}.stage3_param_persistence_threshold")
         if persist is not None and stage == 3:
             found["persist_below"] = persist * item
@@ -595,7 +595,7 @@ class _Reading:
             key = f"{start}.nvme_path"
             if what not in on_nvme:
                 if key in self.rows:
-                    self._ignore_if_translated(key, "nothing of it is on nvme")
+                    self._ignore_if_translated(key, "nothing in this section is on nvme")
             elif self.get(key):
                 paths[key] = self.get(key)
             else:
@@ -619,7 +619,7 @@ class _Reading:
             key = f"{section}.params.{name}"
             self.raw[key] = value
             if value is None:
-                self.say(key, "ignored", "null: as if it were not there")
+                self.say(key, "ignored", "null: treated as missing")
                 continue
             reader = anything if known is None else known.get(name)
             if reader is None:
@@ -688,12 +688,12 @@ class _Reading:
             return Chosen(kind, given)
         key = "optimizer.params.bias_correction"
         if is_torch or given.pop("amsgrad", False) or (not is_decoupled and given["weight_decay"]):
-            self.refuse(key, "only AdamW without amsgrad goes without it. Set it to true")
+            self.refuse(key, "only AdamW without amsgrad can be used without it. Set it to true")
             return None
         if given.get("eps") == 0.0:
             self.refuse(key, "without it eps must be above 0. Raise optimizer.params.eps")
             return None
-        self.say(key, "translated", "zerofx.optim.Lamb with trust ratios of 1 is this very update")
+        self.say(key, "translated", "zerofx.optim.Lamb with trust ratios of 1 is the same update")
         self.say("optimizer.type", "translated", "zerofx.optim.Lamb with trust ratios of 1")
         return Chosen(
             "Lamb", {**given, "bias_correction": False, "min_coeff": 1.0, "max_coeff": 1.0}
@@ -722,9 +722,9 @@ class _Reading:
         if params.get("warmup_num_steps") == 0:
             params["warmup_num_steps"] = 2
             key = "scheduler.params.warmup_num_steps"
-            self.say(key, "translated", "taken as 2, as DeepSpeed did before it refused 0")
+            self.say(key, "translated", "treated as 2, as in versions of DeepSpeed that allowed 0")
         if "scheduler.type" in self.rows and self.rows["scheduler.type"].verdict != "refused":
-            self.say("scheduler.type", "honoured", f"{kind}, which starts as DeepSpeed's")
+            self.say("scheduler.type", "honoured", f"{kind}, which starts as in DeepSpeed")
         return Chosen(kind, params)
 
     def _monitors(self) -> dict[str, Params]:

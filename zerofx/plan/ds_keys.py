@@ -146,7 +146,7 @@ KEYS: dict[str, KeyRule] = {
         "translated", "precision.reduce, unless communication_data_type is given", _dtype
     ),
     "data_types.param_dtype": KeyRule(
-        "refused", "say it by bf16.enabled or fp16.enabled, and remove it", _dtype
+        "refused", "bf16.enabled or fp16.enabled sets it. Remove it", _dtype
     ),
     "data_types.buffer_dtype": KeyRule("refused", "buffers keep their formats. Remove it", _dtype),
     "seq_parallel_communication_data_type": KeyRule("ignored", "there is no sequence axis"),
@@ -200,7 +200,7 @@ KEYS: dict[str, KeyRule] = {
     "fp16.auto_cast": KeyRule("ignored", "inputs are always cast", _switch),
     "fp16.fp16_master_weights_and_grads": KeyRule(
         "refused",
-        "master weights are kept in fp32 under fp16. Set it to false",
+        "master weights are in fp32 with fp16 compute. Set it to false",
         _switch,
         harmless=(False,),
     ),
@@ -242,7 +242,7 @@ KEYS: dict[str, KeyRule] = {
     ),
     "zero_optimization.offload_param.device": KeyRule(
         "translated",
-        "offload.parameters; trained parameters lie where their optimizer is",
+        "offload.parameters; trained parameters are in the tier of their optimizer",
         _word("none", "cpu", "nvme"),
     ),
     "zero_optimization.offload_param.nvme_path": KeyRule("translated", "offload.path", _text),
@@ -264,7 +264,7 @@ KEYS: dict[str, KeyRule] = {
     },
     **{
         f"zero_optimization.{name}": KeyRule(
-            "ignored", "what stays gathered is decided by Plan.memory_budget and prefetch"
+            "ignored", "Plan.memory_budget and prefetch decide which parameters stay gathered"
         )
         for name in (
             "stage3_max_live_parameters", "stage3_max_reuse_distance", "allgather_bucket_size",
@@ -348,14 +348,14 @@ KEYS: dict[str, KeyRule] = {
     ),
     "elasticity": KeyRule(
         "ignored",
-        "batch sizes do not follow the number of ranks; write the three of them. zerofx.load takes "
-        "any world size",
+        "batch sizes do not follow the number of ranks; write all three. zerofx.load accepts any "
+        "world size",
         is_warned=True,
     ),
     "sparse_attention": KeyRule(
         "ignored",
-        "DeepSpeed's engine does not apply it either; model code that asks for it has to "
-        "bring its own attention",
+        "DeepSpeed's engine does not apply it either; model code that needs it must bring its own "
+        "attention",
         is_warned=True,
     ),
     "aio": KeyRule("ignored", "zerofx.nvme chooses its own request sizes"),

@@ -263,7 +263,7 @@ def read_value(source: str, what: str) -> Any:
     try:
         node = yaml.compose(source, _Loader)
         if _num_values(node, {}) > _MOST_VALUES:
-            raise ValueError(f"with its aliases written out, it has over {_MOST_VALUES} values")
+            raise ValueError(f"it has over {_MOST_VALUES} values once its aliases are expanded")
         return yaml.load(source, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise PlanError(f"{what} is not YAML: {error}") from error
@@ -284,7 +284,7 @@ def _num_values(node: Any, known: dict[int, int | None]) -> int:
         return 1
     if id(node) in known:
         if (count := known[id(node)]) is None:
-            raise ValueError("an alias stands for what contains it")
+            raise ValueError("an alias refers to a value that contains it")
         return count
     known[id(node)] = None
     pairs = isinstance(node, yaml.MappingNode)

@@ -50,7 +50,7 @@ class LossScale:
         if self.dynamic and self.initial < self.minimum:
             raise PlanError(
                 f"Plan.precision.loss_scale.initial = {self.initial} is below minimum = "
-                f"{self.minimum}; raise the one or lower the other"
+                f"{self.minimum}. Raise initial, or lower minimum"
             )
 
     @classmethod
@@ -112,18 +112,18 @@ class Precision:
         if self.loss_scale is not None and not self._has_fp16:
             raise PlanError(
                 f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
-                f"{self.compute!r}: only fp16 underflows; drop loss_scale or compute in fp16"
+                f"{self.compute!r}: only fp16 underflows. Drop loss_scale, or compute in fp16"
             )
         if self.loss_scale is None and self._has_fp16:
             raise PlanError(
                 "Plan.precision.loss_scale = None contradicts compute in 'fp16', whose gradients "
-                "underflow; use loss_scale='dynamic', a fixed factor, or 'external' where "
+                "underflow. Use loss_scale='dynamic', a fixed factor, or 'external' if "
                 "torch.amp.GradScaler scales the loss"
             )
         if self.master not in ("fp32", self.compute):
             raise PlanError(
                 f"Plan.precision.master = {self.master!r} contradicts compute = {self.compute!r}: "
-                f"master weights are fp32 or the compute format; use one of these"
+                f"master weights are in fp32 or the compute format. Use one of these"
             )
 
     @classmethod
@@ -184,15 +184,15 @@ class Offload:
         read_fields(self, "Plan.offload")
         if ("nvme" in self.tiers.values()) != (self.path is not None):
             raise PlanError(
-                f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: tier "
-                "'nvme' needs a path and no other tier does; set path, or change the tier"
+                f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: only tier "
+                "'nvme' needs a path. Set path, or change the tier"
             )
         for name in ("delayed", "device_fraction"):
             if getattr(self, name) and self.optimizer == "none":
                 raise PlanError(
                     f"Plan.offload.{name} = {getattr(self, name)!r} contradicts optimizer = "
-                    f"'none': it describes the offloaded optimizer; set optimizer to 'cpu' or "
-                    f"'nvme', or drop {name}"
+                    f"'none': it applies to the offloaded optimizer only. Set optimizer to 'cpu' "
+                    f"or 'nvme', or drop {name}"
                 )
 
     @property
@@ -230,7 +230,7 @@ class Offload:
 
 def _style(where: str, value: Any) -> str:
     if not isinstance(value, str) or not _STYLE.fullmatch(value):
-        raise refuse(where, value, "are 'colwise', 'rowwise' and 'whole', or 'colwise/3' in groups")
+        raise refuse(where, value, "are 'colwise', 'rowwise', 'whole', or 'colwise/3' for groups")
     return value
 
 
@@ -287,19 +287,19 @@ class Parallel:
         if self.pipeline == 1 and (self.cuts, self.micro_batches) != ("auto", "auto"):
             name = "micro_batches" if self.cuts == "auto" else "cuts"
             raise PlanError(
-                f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it is "
-                f"about pipeline stages; set pipeline, or drop {name}"
+                f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it "
+                f"applies to pipeline stages only. Set pipeline, or drop {name}"
             )
         if self.cuts != "auto" and len(self.cuts) != self.pipeline - 1:
             raise PlanError(
-                f"Plan.parallel.cuts has {len(self.cuts)} modules and pipeline is "
-                f"{self.pipeline}: name the first module of every pipeline stage but the first, "
+                f"Plan.parallel.cuts has {len(self.cuts)} modules, but pipeline is "
+                f"{self.pipeline}. Name the first module of every pipeline stage except the first: "
                 f"{self.pipeline - 1} in all"
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
-                "the ranks of the tensor axis; set tensor, or drop sequence"
+                "the ranks of the tensor axis. Set tensor, or drop sequence"
             )
 
     @classmethod
@@ -375,8 +375,8 @@ def read_ignored(where: str, value: Any) -> tuple[str, ...]:
         return (text(where, value),)
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise PlanError(
-            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. Of a set of "
-            "parameters these are [n for n, p in model.named_parameters() if p in the_set]"
+            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. For a set "
+            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]"
         )
     return tuple(text(where, pattern) for pattern in value)
 

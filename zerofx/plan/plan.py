@@ -168,7 +168,7 @@ class Plan:
     def __new__(cls, *args: Any, **fields: Any) -> Plan:
         """Refuse unknown names here: the generated `__init__` would raise a plain TypeError."""
         if args:
-            raise PlanError(f"Plan takes its fields by name: Plan(stage={args[0]!r})")
+            raise PlanError(f"Plan takes its fields by name. Write Plan(stage={args[0]!r})")
         check_names("plan", fields, cls.__dataclass_fields__)
         return super().__new__(cls)
 
@@ -194,7 +194,7 @@ class Plan:
             found = {f"parallel.{axis}": getattr(self.parallel, axis) for axis in axes}
             said = " x ".join(f"{name} = {size}" for name, size in found.items() if size > 1)
             raise PlanError(
-                f"Plan.{said} does not divide the world of {world_size} ranks; use a divisor, or "
+                f"Plan.{said} does not divide the world of {world_size} ranks. Use a divisor, or "
                 "start another number of ranks"
             )
         world_size //= shared
@@ -202,7 +202,7 @@ class Plan:
         if world_size % shard_size:
             raise PlanError(
                 f"Plan.shard_axis_size = {shard_size} does not divide the world of {world_size} "
-                "ranks; use a divisor, or None to shard over the whole world"
+                "ranks. Use a divisor, or None to shard over all ranks"
             )
         return shard_size, world_size // shard_size
 
@@ -292,7 +292,7 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
     elif plan is Plan:
         hint = "; this is the class: write Plan()"
     raise PlanError(
-        f"plan is of type {type(plan).__name__}; give a Plan, a dict, a YAML or JSON path, or "
+        f"plan is of type {type(plan).__name__}. Give a Plan, a dict, a YAML or JSON path, or "
         f"None{hint}"
     )
 

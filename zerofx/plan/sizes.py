@@ -23,16 +23,16 @@ def parse_bytes(size: object, where: str = "size") -> int:
         PlanError: it is not a whole, non-negative number of bytes, or its unit is unknown or
             ambiguous; the message starts with `where`.
     """
-    way_out = 'give a whole number of bytes, or a string like "40GiB" or "512KiB"'
+    way_out = 'Give a whole number of bytes, or a string like "40GiB" or "512KiB"'
     if isinstance(size, float) and size.is_integer():
         size = int(size)
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise PlanError(f"{where} = {size} is negative; {way_out}")
+            raise PlanError(f"{where} = {size} is negative. {way_out}")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise PlanError(f"{where} = {size!r} is not a size; {way_out}")
+        raise PlanError(f"{where} = {size!r} is not a size. {way_out}")
     number, unit = match[1], match[2].upper() or "B"
     if unit not in UNITS:
         known = "B, KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)"
