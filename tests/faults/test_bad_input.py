@@ -166,7 +166,7 @@ def test_an_axis_that_does_not_divide_the_world(
 ) -> None:
     where = ["--hardware", "dgx-h100", "--world", "6", "--set", "shard_axis_size=4"]
     text = said(capsys, "predict", f"{model}:build", *where)
-    assert "shard_axis_size = 4 does not divide the world of 6 ranks; use a divisor" in text
+    assert "shard_axis_size = 4 does not divide the world of 6 ranks. Use a divisor" in text
 
 
 def test_hardware_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

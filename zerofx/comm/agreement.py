@@ -233,7 +233,7 @@ class Agreement:
         names = " and ".join(self.name(self.ranks[row]) for row in rows)
         pids = " ".join(str(self.board.pid(row)) for row in rows)
         return (
-            f"{names} {'is' if len(rows) == 1 else 'are'} stopped (kill -CONT {pids} lets it go on)"
+            f"{names} {'is' if len(rows) == 1 else 'are'} stopped (kill -CONT {pids} continues it)"
         )
 
     def name(self, rank: int) -> str:
@@ -274,7 +274,7 @@ class Agreement:
                 return f"{self._place(row)} died"
             call = self.board.call(row)
             if self.board.broke_off(row, call) is not None and self._is_missed(call):
-                return f"{self._place(row)} does not go on"
+                return f"{self._place(row)} does not continue"
         return self._lost_elsewhere(number) if self.link is not None else None
 
     def _is_missed(self, call: int) -> bool:
@@ -295,7 +295,7 @@ class Agreement:
             if broken.is_last:
                 return f"{place}, has left ({broken.reason})"
             if self._is_missed(broken.call):
-                return f"{place}, broken off by {broken.reason}, does not go on"
+                return f"{place}, broken off by {broken.reason}, does not continue"
         return None
 
     def _place(self, row: int) -> str:
@@ -350,7 +350,7 @@ class Agreement:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
             if stopped := self.stopped():
                 lost += f"; {stopped}"
-            rule = "; every rank must make as many calls, of several models in the same order"
+            rule = "; every rank must make as many calls, and use several models in the same order"
         if lost is not None:
             here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})"
             raise self.fail(f"{lost}; {here}{rule}")

@@ -126,7 +126,7 @@ class FlightRecorder:
             os.close(self._file)
         self._file = -1
         log.warning(
-            "zerofx: no flight record of this rank is kept: %s. %s names another folder.",
+            "zerofx: no flight record of this rank is kept: %s. Set %s to another folder.",
             error, VARIABLE,
         )  # fmt: skip
 

@@ -94,7 +94,7 @@ def rank_grid(
             axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
                 f"Plan.parallel has {axes}, which does not divide the {world} ranks; start a "
-                f"multiple of {tensor * pipeline}"
+                f"multiple of {tensor * pipeline} ranks"
             )
         size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size

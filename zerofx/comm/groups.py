@@ -95,7 +95,7 @@ def _device(device: torch.device | str) -> torch.device:
         num = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= num:
             raise PlanError(
-                f"device = {str(found)!r} is not there. torch sees {num} CUDA devices on this "
+                f"device = {str(found)!r} does not exist. torch sees {num} CUDA devices on this "
                 "machine. Use one of these, or device='cpu'"
             )
         if found.index is None:

@@ -263,7 +263,7 @@ class Meeting:
             self.check()
             if time.monotonic() > deadline:
                 missing = self._missing(topic) if source is None else [source]
-                late = self.name(missing) if missing else "a rank that ended as it came"
+                late = self.name(missing) if missing else "a rank that ended when it arrived"
                 raise self.fail(
                     f"{late} did not come within "
                     f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S); rank {self.rank} waits for it to "

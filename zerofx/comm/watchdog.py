@@ -135,7 +135,7 @@ class Watchdog(ABC):
             try:
                 launched = {**agreement.link.progress(), **launched}
             except DesyncError as error:
-                return f"who has not arrived cannot be told ({error})"
+                return f"the ranks that have not arrived are unknown ({error})"
         absent = [rank for rank, count in launched.items() if count < number]
         stopped = agreement.stopped()
         if not absent:
@@ -281,4 +281,4 @@ class _Round:
         """Log the error of a look, but only once while it repeats."""
         if repr(error) != self._reported:
             self._reported = repr(error)
-            log.warning("zerofx: the watchdog could not look after the ranks: %r", error)
+            log.warning("zerofx: the watchdog failed to check the ranks: %r", error)

@@ -241,7 +241,7 @@ class FlatOptimizer(Optimizer, ABC):
         """
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise OptimizerError(
-                f"max_grad_norm is {max_grad_norm}, but must be positive; None does not clip"
+                f"max_grad_norm is {max_grad_norm}, but must be positive; give None not to clip"
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
@@ -295,8 +295,8 @@ class FlatOptimizer(Optimizer, ABC):
         """Update all parameters that have a gradient; return what `closure` returns."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
-                f"{type(self).__name__}: a step reads rates and step counts on the host, so that a "
-                "CUDA graph would repeat the same ones at every replay; step outside the graph"
+                f"{type(self).__name__}: a step reads rates and step counts on the host, and a "
+                "CUDA graph would repeat the same values at every replay; step outside the graph"
             )
         loss = None
         if closure is not None:

@@ -74,9 +74,9 @@ class BackwardUpdates:
             )
         if self._options not in (None, _options(optimizer)):
             raise OptimizerError(
-                f"{kind}: the options of a group (a learning rate, say) were changed between "
-                f"backward, which has updated with the old ones ({_PLAN}), and step(); change them "
-                "behind step(), as schedulers do, or use Plan(update='step')"
+                f"{kind}: the options of a group (for example, the learning rate) were changed "
+                f"between backward, which has used the old ones ({_PLAN}), and step(); change them "
+                "after step(), as schedulers do, or use Plan(update='step')"
             )
         self._options = None
         for updates in self._updates:

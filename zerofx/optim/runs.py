@@ -256,7 +256,7 @@ def strided(grad: Tensor, param: Tensor) -> Tensor:
     """
     if grad.layout is not torch.strided:
         raise OptimizerError(
-            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim takes dense ones; "
+            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim needs dense ones; "
             "make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
     return grad
@@ -491,8 +491,8 @@ def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
         return
     if value.shape != view.shape:
         raise OptimizerError(
-            f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, the "
-            f"parameter {list(view.shape)}"
+            f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, but the "
+            f"parameter has {list(view.shape)}"
         )
     view.copy_(value)
 

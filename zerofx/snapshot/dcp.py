@@ -237,9 +237,9 @@ def check_index(index: Any, has_values: bool = False) -> None:
     tensors = getattr(index, "state_dict_metadata", None)
     places = getattr(index, "storage_data", None)
     if not (isinstance(index, Metadata) and isinstance(tensors, dict) and isinstance(places, dict)):
-        raise FormError("it does not list tensors and where they are")
+        raise FormError("it does not list tensors and their places")
     if not isinstance(getattr(index, "planner_data", None), (dict, type(None))):
-        raise FormError("planner_data is no mapping")
+        raise FormError("planner_data is not a mapping")
     num_chunks = 0
     for key, entry in tensors.items():
         if has_values and isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
@@ -248,7 +248,7 @@ def check_index(index: Any, has_values: bool = False) -> None:
             num_chunks += 1
             continue
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
-            raise FormError(f"{key} is no tensor")
+            raise FormError(f"{key} is not a tensor")
         properties = getattr(entry, "properties", None)
         if not isinstance(getattr(properties, "dtype", None), torch.dtype):
             raise FormError(f"{key} has no dtype")
@@ -262,7 +262,7 @@ def check_index(index: Any, has_values: bool = False) -> None:
                 raise FormError(f"{key} lacks the place of its chunk at {list(chunk.offsets)}")
         num_chunks += len(chunks)
     if len(places) != num_chunks:
-        raise FormError(f"it has places for {len(places)} chunks, and there are {num_chunks}")
+        raise FormError(f"it has places for {len(places)} chunks, but there are {num_chunks}")
     _check_places(places)
 
 
@@ -302,7 +302,7 @@ def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
         return
     cut = [d for d, n in enumerate(size) if any(box[d] != (0, n) for box in boxes)]
     if len(cut) > _MOST_CUT:
-        raise FormError(f"{key} is cut along {len(cut)} dimensions, at most {_MOST_CUT} are read")
+        raise FormError(f"{key} is cut along {len(cut)} dimensions; {_MOST_CUT} are allowed")
     corners: Counter[tuple[int, ...]] = Counter()
     whole = tuple((0, n) for n in size)
     for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
@@ -323,7 +323,7 @@ def _check_places(places: dict[Any, Any]) -> None:
             raise FormError(f"{getattr(index, 'fqn', index)} has no place in a file")
         if getattr(info, "transform_descriptors", None):
             raise FormError(
-                f"{index.fqn} was transformed (compressed, say). Only plain files are read"
+                f"{index.fqn} was transformed (for example, compressed). Only plain files are read"
             )
         taken.append((name, at, at + n, index.fqn))
     for (file, _, end, left), (other, start, _, right) in itertools.pairwise(sorted(taken)):
@@ -357,7 +357,7 @@ class LoadSteps:
             end = info.offset + info.length
             if not 0 <= info.offset <= end <= file_bytes.get(info.relative_path, -1):
                 raise SnapshotError(
-                    f"{where}: {index.fqn} should lie at {info.offset}:{end} of "
+                    f"{where}: {index.fqn} should be at {info.offset}:{end} of "
                     f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
                 )
 

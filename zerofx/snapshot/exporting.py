@@ -60,7 +60,7 @@ def export(
     check_call("zerofx.export(target, model)", target)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
-            f"{target}: export takes what zerofx.compile returned, and this is a plain "
+            f"{target}: export needs a model that zerofx.compile returned, but this is a plain "
             f"{type(model).__name__}; use safetensors.torch.save_model"
         )
     path = place(target)

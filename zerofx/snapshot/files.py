@@ -175,7 +175,7 @@ class OpenSnapshot:
         try:
             num_bytes = self.files.num_bytes(MANIFEST)
             if num_bytes > _MOST_MANIFEST_BYTES:
-                raise SnapshotError(f"{path}: {num_bytes} bytes are no manifest")
+                raise SnapshotError(f"{path}: {num_bytes} bytes are too many for a manifest")
             text = self.files.stream(MANIFEST).read()
         except FileNotFoundError:
             raise SnapshotError(
@@ -189,7 +189,7 @@ class OpenSnapshot:
             raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
         if found.get("version") != VERSION:
             raise SnapshotError(
-                f"{path}: format {found.get('version')}, and this zerofx reads format {VERSION}"
+                f"{path}: format {found.get('version')}, but this zerofx reads format {VERSION}"
             )
         if found.pop("checksum", None) != _digest(found):
             raise SnapshotError(

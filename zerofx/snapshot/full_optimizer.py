@@ -107,8 +107,8 @@ def _checked(call: str, model: Any, optimizer: Any) -> ShardStore:
     """
     if not isinstance(model, CompiledModule):
         raise ArgumentError(
-            f"model is of type {type(model).__name__}, which zerofx.compile has not returned. Call "
-            f"zerofx.{call} with the compiled model, or take optimizer.state_dict()"
+            f"model is of type {type(model).__name__}, not a model that zerofx.compile returned. "
+            f"Call zerofx.{call} with the compiled model, or take optimizer.state_dict()"
         )
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
@@ -215,15 +215,15 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         return SnapshotError(
             f"the state of {kind} on rank 0 is a {type(state_dict).__name__} without 'state' and "
-            "'param_groups'. Give what full_optimizer_state_dict or optimizer.state_dict() returned"
+            "'param_groups'. Give the result of full_optimizer_state_dict or optimizer.state_dict()"
         )
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     here = [len(group["params"]) for group in groups]
     there = [len(group["params"]) for group in saved]
     if here != there:
         return SnapshotError(
-            f"{kind} has groups of {here} parameters, the state dict of {there}. Build the "
-            "optimizer as it was built when the state was saved"
+            f"{kind} has groups of {here} parameters, but the state dict has groups of {there}. "
+            "Build the optimizer as it was built when the state was saved"
         )
     if updates_of(optimizer) is not None:
         return None
@@ -236,8 +236,8 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
                 piece = piece_of(param)
                 assert piece is not None
                 return SnapshotError(
-                    f"{piece.name}: state {key!r} has shape {list(value.shape)}, the parameter "
-                    f"{list(param.shape)}. Only states of the parameter's shape can be cut"
+                    f"{piece.name}: state {key!r} has shape {list(value.shape)}, but the parameter "
+                    f"has {list(param.shape)}. Only states of the parameter's shape can be sharded"
                 )
     return None
 

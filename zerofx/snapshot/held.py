@@ -211,7 +211,7 @@ def _open_and_check(world: World, what: str, job: Read) -> str:
         if why:
             return why
         if seen != found[0][0]:
-            return f"rank {rank} found other files there than rank 0"
+            return f"rank {rank} found other files than rank 0"
     return _step(world, what, job.check)
 
 

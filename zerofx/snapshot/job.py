@@ -47,8 +47,8 @@ class Job:
             )
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
-                f"{folder}: a snapshot is of what zerofx.compile returned, and this is a plain "
-                f"{type(model).__name__}; use torch.save(model.state_dict(), ...)"
+                f"{folder}: a snapshot needs a model that zerofx.compile returned, but this is a "
+                f"plain {type(model).__name__}; use torch.save(model.state_dict(), ...)"
             )
         self.optimizers = _named(optimizer)
         for name, each in self.optimizers.items():
@@ -56,7 +56,7 @@ class Job:
                 raise ArgumentError(
                     f"{name} is of type {type(each).__name__}, not an optimizer. Call "
                     "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
-                    "optimizer); other values go to extra"
+                    "optimizer), and pass other values as extra"
                 )
         self.folder, self.model = folder, model
         self.store = model._zerofx.engine.store
@@ -138,7 +138,7 @@ def _numpy_state() -> Tensor:
     if state["bit_generator"] != "MT19937":
         raise SnapshotError(
             f"NumPy's global generator is a {state['bit_generator']}, and only the state of the "
-            "MT19937 that NumPy starts with is saved; use a numpy.random.Generator of your own "
+            "default MT19937 can be saved; use a numpy.random.Generator of your own "
             "and put its state into extra="
         )
     inner = state["state"]
@@ -161,9 +161,9 @@ def pack(values: Mapping[str, Any]) -> bytes:
         return data
     where, culprit = _find_culprit(values, "")
     raise SnapshotError(
-        f"{where} is a {type(culprit).__name__}, which cannot be saved so that loading it runs no "
-        "code; give tensors, numbers, strings and containers of them (of a scheduler or a scaler "
-        f"its state_dict()): {problem}"
+        f"{where} is a {type(culprit).__name__}, which could only be loaded by running code; give "
+        "tensors, numbers, strings and containers of them (for a scheduler or a scaler, its "
+        f"state_dict()): {problem}"
     )
 
 

@@ -145,7 +145,7 @@ def _load_newest(job: _Load, found: list[Path]) -> dict[str, Any]:
             if job.world.rank == 0:
                 log.warning("zerofx: a damaged snapshot is skipped: %s", error)
     raise SnapshotError(
-        f"none of the {len(found)} snapshots in {found[0].parent} is whole: {'; '.join(problems)}"
+        f"all {len(found)} snapshots in {found[0].parent} are damaged: {'; '.join(problems)}"
     )
 
 

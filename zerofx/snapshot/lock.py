@@ -57,7 +57,7 @@ class Lock:
                 raise
             self._fd = fd
             return
-        raise SnapshotError(f"{path} changes all the time. Save when no other job saves to {place}")
+        raise SnapshotError(f"{path} keeps changing. Save when no other job saves to {place}")
 
     def _check_owner(self, fd: int, has_flock: bool | None) -> None:
         """Check that the lock is free, or that its owner is dead.
@@ -122,7 +122,7 @@ def _opened(path: Path) -> int:
 
 def _foreign(path: Path) -> SnapshotError:
     return SnapshotError(
-        f"{path} is in the way: zerofx keeps a lock file under this name and did not make this "
+        f"{path} is in the way: zerofx needs this name for a lock file, and did not make this "
         "one. Move it, or save to another name"
     )
 

@@ -164,8 +164,8 @@ class _Save(Job):
         """Return the plan of everything that this rank could write."""
         if not written.is_dir():
             raise SnapshotError(
-                f"{written}, which rank 0 made, is not here; save to a file system that all ranks "
-                "share"
+                f"{written}, which rank 0 made, does not exist here; save to a file system that "
+                "all ranks share"
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
         tensors: dict[str, Any] = {"model": dict(sharded_state(self.store)), "random": random}

@@ -109,8 +109,8 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
             if id(param) not in names:
                 raise SnapshotError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{list(param.shape)} that is not the model's; make the optimizer over "
-                    "model.parameters() after zerofx.compile, or keep others in one of their own"
+                    f"{list(param.shape)} that is not the model's; build the optimizer over "
+                    "model.parameters() after zerofx.compile, and another one for other parameters"
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -156,8 +156,8 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise SnapshotError(
                     f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
-                    f"{list(value.shape)}, the parameter {list(param.shape)}; only states of the "
-                    "parameter's shape and single numbers can be cut again for other ranks. Give "
+                    f"{list(value.shape)}, but the parameter has {list(param.shape)}; only states "
+                    "of the parameter's shape and single numbers can be sharded again. Give "
                     "zerofx.optim.whole_matrices(optimizer), whose states are saved whole"
                 )
             others.setdefault(name, {})[key] = value
@@ -222,10 +222,10 @@ def check_same_groups(
     """
     kind = type(optimizer).__name__
     if saved["type"] != kind:
-        raise SnapshotError(f"the save has the state of {saved['type']}, but was given {kind}")
+        raise SnapshotError(f"the save has the state of {saved['type']}, but {kind} was given")
     groups = saved["groups"]
     if len(groups) != len(names):
-        raise SnapshotError(f"{kind} has {len(names)} groups, the save {len(groups)}")
+        raise SnapshotError(f"{kind} has {len(names)} groups, but the save has {len(groups)}")
     for number, (mine, group) in enumerate(zip(names, groups, strict=True)):
         only = sorted(set(mine) ^ set(group["params"]))
         if only:

@@ -59,7 +59,7 @@ def check_call(call: str, path: object) -> None:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(
-            f"{call.partition('(')[0]} was given a {type(path).__name__} where it takes a path. "
+            f"{call.partition('(')[0]} was given a {type(path).__name__} instead of a path. "
             f"Call {call}"
         )
 
@@ -121,7 +121,7 @@ def _check_names(folder: Path) -> None:
         left = beside(folder, role)
         if os.path.lexists(left) and not is_ours(left) and not _is_empty(left):
             raise SnapshotError(
-                f"{left} is in the way: a save uses this name for a moment, and zerofx did not "
+                f"{left} is in the way: a save needs this name temporarily, and zerofx did not "
                 "make this one. Move it, or save to another name"
             )
 
@@ -145,7 +145,7 @@ def _check_replaceable(folder: Path) -> None:
     is_sticky = parent.st_mode & stat.S_ISVTX and me not in (0, found.st_uid, parent.st_uid)
     if is_sticky or not os.access(folder, os.W_OK | os.X_OK):
         raise SnapshotError(
-            f"{folder} is of user {found.st_uid}, and user {me} may not replace it. Save to "
+            f"{folder} belongs to user {found.st_uid}, and user {me} may not replace it. Save to "
             "another directory, or change its owner"
         )
 
@@ -159,7 +159,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     free = free_bytes(folder)
     if num_bytes > free:
         raise SnapshotError(
-            f"{folder}: the save takes at least {format_bytes(num_bytes)}, and "
+            f"{folder}: the save needs at least {format_bytes(num_bytes)}, but "
             f"{format_bytes(free)} are free. Free space there, or save to another file system"
         )
 
@@ -254,7 +254,7 @@ def discard(folder: Path) -> None:
             os.rename(folder, kept)
             (kept / MARK).unlink(missing_ok=True)
             log.warning(
-                "%s: zerofx did not write %s, which lay in a snapshot that a save replaced. It is "
+                "%s: zerofx did not write %s, which was in a snapshot that a save replaced. It is "
                 "now in %s", folder, ", ".join(others[:6]), kept,
             )  # fmt: skip
             return

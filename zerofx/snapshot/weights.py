@@ -80,8 +80,8 @@ def load_weights(
     check_call("zerofx.load_weights(model, source)", source)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
-            f"{source}: load_weights takes what zerofx.compile returned, and this is a plain "
-            f"{type(model).__name__}; use safetensors.torch.load_model"
+            f"{source}: load_weights needs a model that zerofx.compile returned, but this is a "
+            f"plain {type(model).__name__}; use safetensors.torch.load_model"
         )
     check_names(names)
     path = Path(os.path.abspath(source))
@@ -212,13 +212,13 @@ class Fill(_Files):
         adapters = getattr(self._model, "peft_config", None)
         if not isinstance(adapters, dict) or not adapters:
             raise SnapshotError(
-                f"{self._path} is a PEFT adapter, and {type(self._model).__name__} has none. Give "
-                "the model its adapters before zerofx.compile: peft.get_peft_model(model, config)"
+                f"{self._path} is a PEFT adapter, but {type(self._model).__name__} has none. Add "
+                "the adapters before zerofx.compile: peft.get_peft_model(model, config)"
             )
         if len(adapters) > 1 and "default" not in adapters:
             raise SnapshotError(
-                f"{self._path} is a PEFT adapter, and the model has {', '.join(adapters)}. Say "
-                "which by names=, a function from the model's names to those in the files"
+                f"{self._path} is a PEFT adapter, but the model has {', '.join(adapters)}. Choose "
+                "one by names=, a function from the model's names to those in the files"
             )
         return "default" if "default" in adapters else str(next(iter(adapters)))
 
@@ -270,7 +270,7 @@ class Fill(_Files):
         ]
         hint = ""
         if self._strict and (self.keys.missing_keys or self.keys.unexpected_keys):
-            hint = "; strict=False leaves such names alone"
+            hint = "; strict=False ignores such names"
             differ += [f"{name} is only in the model" for name in self.keys.missing_keys]
             differ += [f"{name} is only in the files" for name in self.keys.unexpected_keys]
         if differ:
@@ -426,7 +426,7 @@ class _States:
         for name, held in sorted(keys.items()):
             for key in sorted(kinds - held):
                 raise SnapshotError(
-                    f"{what}: {name} has no {key}, as the state of an optimizer that has "
+                    f"{what}: {name} has no {key}, but other states of the optimizer are "
                     f"{', '.join(sorted(kinds))}"
                 )
 
@@ -437,14 +437,14 @@ class _States:
                   and v.ndim}  # fmt: skip
         if shaped and param.ndim and shaped != tensors.keys():
             raise SnapshotError(
-                f"{what}: {name} has the states {', '.join(sorted(tensors))}, and "
+                f"{what}: {name} has the states {', '.join(sorted(tensors))}, but "
                 f"{type(self._optimizer).__name__} has {', '.join(sorted(shaped))}. Give the kind "
                 "of optimizer that was saved"
             )
         for key, entry in tensors.items():
             if math.prod(entry.shape) != math.prod(param.shape):
                 raise SnapshotError(
-                    f"{what}: {key} of {name} is {describe(entry)}, and the parameter "
+                    f"{what}: {key} of {name} is {describe(entry)}, but the parameter is "
                     f"{list(param.shape)}"
                 )
             for near in _neighbours(self._store.pieces[name].ranges, entry.dtype.itemsize):
@@ -475,7 +475,7 @@ class _States:
                 if (key in options[name]) != (key in given):
                     has = "has" if key in options[name] else "lacks"
                     raise SnapshotError(
-                        f"{what} {has} {key} for {name}, so its optimizer was no {kind}. Give the "
+                        f"{what} {has} {key} for {name}, so its optimizer was not {kind}. Give the "
                         "kind of optimizer that was saved"
                     )
             if told_by and kept != found:
