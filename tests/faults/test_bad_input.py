@@ -206,7 +206,7 @@ def net() -> nn.Module:
         ({"optimizer": ["an optimizer"]}, TypeError, "optimizer[0] is of type str"),
         ({"optimizer": torch.optim.AdamW}, TypeError, "optimizer is the class AdamW"),
         ({"device": "gpu"}, ValueError, "device = 'gpu' is not a device of torch"),
-        ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' is not there"),
+        ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' does not exist"),
         ({"device": 3.5}, ValueError, "device = 3.5 is not a device of torch"),
         ({"mesh": [0, 1]}, ValueError, "mesh is a list, not a DeviceMesh"),
         ({"machine": 3}, ValueError, "machine is of type int"),

@@ -224,7 +224,7 @@ def test_as_plan_takes_every_form(tmp_path: Path) -> None:
     assert as_plan(None) == Plan()
     forms = [plan, plan.to_dict(), tmp_path / "p.yaml", str(tmp_path / "p.json")]
     assert [as_plan(form) for form in forms] == [plan] * 4
-    with pytest.raises(PlanError, match="plan is of type int. Give a Plan, a dict"):
+    with pytest.raises(PlanError, match=r"plan is of type int\. Give a Plan, a dict"):
         as_plan(3)  # type: ignore[arg-type]
 
 
