@@ -237,7 +237,6 @@ class FlatOptimizer(Optimizer, ABC):
 
         Raises:
             OptimizerError: max_grad_norm is not positive.
-            ShardError: a model updates these parameters inside backward, and this optimizer clips.
         """
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise OptimizerError(
