@@ -75,7 +75,7 @@ _HOME = {
 __all__ = sorted([*_HOME, "capture", "nvme", "optim"])
 
 
-@paused_collector()  # half a second of imports, of which it would take a third
+@paused_collector()  # the imports take half a second, a third of it in the garbage collector
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
         return importlib.import_module("zerofx.capture")

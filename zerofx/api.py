@@ -1,4 +1,4 @@
-"""compile, in reading order: a model becomes shards, then programs at its first calls."""
+"""The public functions compile, rewrite and load_program, in the order in which compile works."""
 
 from __future__ import annotations
 
@@ -67,33 +67,35 @@ def compile(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     **unknown: NoReturn,
 ) -> CompiledModule:
-    """Shard a model at once, and return it; each signature compiles at its first call.
+    """Shard a model immediately and return it; each input signature compiles at its first call.
 
-    The result is the very model, whose class is now a subclass of its own (`CompiledModule`).
+    The returned object is `model` itself. Its class becomes a subclass of its own class and
+    `CompiledModule`.
 
-    model: any nn.Module, materialised (rank 0's values are taken) or on meta (initialised unit by
+    model: any nn.Module, materialised (rank 0's values are used) or on meta (initialised unit by
         unit). Its parameters become shards in place.
     plan: a Plan, a dict of its fields, or the path of a YAML or JSON file. Default: stage 3.
-    optimizer: one built over `model.parameters()`, or a list of several, has its parameters swapped
-        for the shards.
-    device: where the shards live. Default: LOCAL_RANK's GPU where there is one, else the CPU.
+    optimizer: an optimizer built over `model.parameters()`, or a list of several. Its parameters
+        are replaced by the shards.
+    device: the device of the shards. Default: the GPU of LOCAL_RANK if there is one, else the CPU.
     mesh: a DeviceMesh of the data-parallel ranks: 1-D (shard) or 2-D (replicate, shard), without
-        names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It decides the
-        plan's shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks.
-    hardware: what to plan for (bucket sizes, prefetch, algorithms): a description, a preset's name
-        or a file. Default: that of the type of device. machine: its name of before.
-    weights: safetensors files that have all of the model, as `load_weights` takes them. What of a
-        model on meta is in them goes straight to its shards and is not initialised.
+        names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It sets the plan's
+        shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks.
+    hardware: the hardware to plan for (bucket sizes, prefetch, algorithms): a description, the name
+        of a preset or a file. Default: the preset of the device type. machine: its former name.
+    weights: safetensors files that hold the whole model, in any form that `load_weights` accepts.
+        Parameters of a meta model that the files contain are read into their shards and are not
+        initialised first.
 
     Raises:
-        ArgumentError: an argument is unknown, or of a wrong type; it is also a TypeError.
-        PlanError: a plan field is unknown or contradictory.
-        CaptureError: the model is wrapped, sharded or compiled by something else already.
-        SnapshotError: the weights are not there, not whole, or of another model.
-        ShardError: a parameter cannot be sharded; the model is left as it was.
-        DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised; names it.
+        ArgumentError: an argument is unknown or has a wrong type; it is also a TypeError.
+        PlanError: a plan field is unknown or contradicts another.
+        CaptureError: the model is already wrapped, sharded or compiled by something else.
+        SnapshotError: the weights are missing, incomplete, or belong to another model.
+        ShardError: a parameter cannot be sharded; the model is left unchanged.
+        DesyncError: another rank did not arrive within ZEROFX_TIMEOUT_S, or raised; names the rank.
     """
-    with StartUp(mesh) as start:  # where this raises, the other ranks are told
+    with StartUp(mesh) as start:  # if this block raises, the other ranks are told
         built = list_of(optimizer)
         _check_arguments(model, optimizer, weights, unknown)
         check_wrappers(model)
@@ -135,7 +137,7 @@ def compile(
 def _check_arguments(
     model: object, optimizer: object, weights: object, unknown: Mapping[str, object]
 ) -> None:
-    """Raise unless the arguments of `compile` are what they should be.
+    """Check the types and names of the arguments of `compile`.
 
     Raises:
         ArgumentError: names the parameter and the right call.
@@ -168,27 +170,27 @@ def _check_arguments(
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
-    """Raise unless `optimizer`, the argument called `name`, is one over parameters of the model.
+    """Check that `optimizer`, the argument called `name`, holds parameters of the model.
 
     Raises:
-        ArgumentError: it is no optimizer.
-        OptimizerError: it has no parameter of the model.
+        ArgumentError: it is not an optimizer.
+        OptimizerError: it holds no parameter of the model.
     """
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ArgumentError(
             f"{name} is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
-            "not an optimizer over model.parameters(), nor a list of such. Build any optimizers "
-            "over the parameters of the model that zerofx.compile returns, and leave optimizer out"
+            "not an optimizer over model.parameters() or a list of optimizers. Leave optimizer "
+            "out, and build optimizers over the parameters of the model that zerofx.compile returns"
         )
     held = {id(param) for param in model.parameters()}
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if held and not any(id(param) in held for param in given):
         raise OptimizerError(
-            f"{name} {type(optimizer).__name__} has none of the parameters of "
-            f"{type(model).__name__}, so that its steps would not train the model. It has "
-            f"{len(given)} parameters, the model {len(held)} others. Build it over the "
-            "model.parameters() of the model that is compiled"
+            f"{name} {type(optimizer).__name__} holds none of the parameters of "
+            f"{type(model).__name__}, so its steps would not train the model. It holds "
+            f"{len(given)} parameters; the model has {len(held)} others. Build it over the "
+            "parameters of the model that is compiled"
         )
 
 
@@ -199,7 +201,7 @@ def _connect(
     hardware: Hardware | str | os.PathLike[str] | None,
     start: StartUp,
 ) -> tuple[World, Hardware, Plan]:
-    """Return the world, the hardware, and the plan with the shard axis of the mesh."""
+    """Return the world, the hardware, and the plan with the shard axis size of the mesh."""
     if mesh is not None:
         check_mesh(mesh)
     here = place(device, mesh)
@@ -214,28 +216,28 @@ def _connect(
     if mesh is not None and parallel.is_used:
         axis = "tensor" if parallel.tensor > 1 else "pipeline"
         raise PlanError(
-            f"mesh was given, and Plan.parallel.{axis} is {getattr(parallel, axis)}: zerofx makes "
-            "the mesh of all ranks itself where it divides layers. Leave mesh out"
+            f"mesh is given, but Plan.parallel.{axis} is {getattr(parallel, axis)}. zerofx builds "
+            "the mesh of all ranks itself if it cuts or divides layers. Leave mesh out"
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
         parallel.pipeline,
     )  # fmt: skip
     axes = world.shard_size, world.replicate_size
-    if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so
+    if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh overrides the plan
         plan = replace(plan, shard_axis_size=world.shard_size)
     return world, described, plan
 
 
 def _either(hardware: Any, machine: Any) -> Any:
-    """Return the hardware that was given under one of the parameter's two names.
+    """Return the hardware, which may be given under either of the parameter's two names.
 
     Raises:
-        ArgumentError: under both.
+        ArgumentError: both names are given.
     """
     if hardware is not None and machine is not None:
         raise ArgumentError(
-            "hardware and machine are two names of one parameter, and both are given. Give hardware"
+            "hardware and machine are two names of one parameter. Both were given. Give hardware"
         )
     return machine if hardware is None else hardware
 
@@ -243,9 +245,9 @@ def _either(hardware: Any, machine: Any) -> Any:
 def make_layout(
     model: nn.Module, plan: Plan, world_size: int, hardware: Hardware, position: int = 0
 ) -> Layout:
-    """Return how a model's parameters lie in buckets: decided before any capture.
+    """Return the bucket layout of a model's parameters, which is decided before any capture.
 
-    position: of the pipeline stage whose rank asks.
+    position: the pipeline stage of the calling rank, counted from 0.
     """
     units = find_units(model, plan.units)
     precision = plan.precision
@@ -279,17 +281,17 @@ def rewrite(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     position: int = 0,
 ) -> Planned:
-    """Run the passes of a plan on a captured program, for any world size; no process group.
+    """Run a plan's passes on a captured program for any world size, without a process group.
 
-    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync: what a
-        memory budget is solved for, and memory is counted for.
-    hardware: what to plan for: a description, a preset's name or a file. Default: cpu-box. machine:
-        its name of before.
-    position: of the pipeline stage whose program is wanted, from 0. The captured call is that of a
-        micro-batch then.
+    accumulation, no_sync: the number of backwards per step, and whether all but the last run under
+        no_sync. The memory budget is solved, and memory is counted, for this loop.
+    hardware: the hardware to plan for: a description, the name of a preset or a file. Default:
+        cpu-box. machine: the former name of this parameter.
+    position: the pipeline stage whose program is returned, counted from 0. In a pipeline, the
+        captured call must be that of one micro-batch.
 
     Returns:
-        A new Program with communication, its history one entry a pass. The given one is unchanged.
+        A new Program with communication and one history entry per pass. `program` is unchanged.
     """
     if not isinstance(program, Program):
         raise ArgumentError(
@@ -300,24 +302,25 @@ def rewrite(
     described = hardware_for("cpu", _either(hardware, machine))
     if position not in range(checked.parallel.pipeline):
         raise PlanError(
-            f"position is {position}, and Plan.parallel.pipeline is {checked.parallel.pipeline}: "
-            "stages are counted from 0"
+            f"position is {position}, but Plan.parallel.pipeline is {checked.parallel.pipeline}. "
+            "Give a pipeline stage from 0 to pipeline - 1"
         )
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop, position=position))
 
 
 def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool = False) -> Planned:
-    """Parse an emitted directory back into a Program, also after a hand edit, and verify it.
+    """Parse an emitted directory back into a Program, even after a hand edit, and verify it.
 
-    The files are Python and are executed: load only what you trust. `CompiledModule.adopt` runs
-    the result in place of what was compiled.
+    The files are Python and are executed: load only files that you trust. `CompiledModule.adopt`
+    runs the result in place of the compiled program.
 
-    allow_changed_math: accept regions edited to compute something else than was captured; order,
-        gradients and slots are checked as ever.
+    allow_changed_math: accept regions that were edited to compute something other than the captured
+        model. Order, gradients and slots are still checked.
 
     Raises:
-        ProgramError: a file is missing, truncated or foreign, or the schedule is wrong (it reads
-            a released parameter, say): with the lines of schedule.py around the fault.
+        ProgramError: a file is missing, truncated or foreign, or the schedule is wrong (for
+            example, it reads a released parameter). Shows the lines of schedule.py around the
+            fault.
     """
     return load_directory(directory, allow_changed_math)

@@ -1,9 +1,9 @@
-"""What zerofx raises: user mistakes are ZerofxError subclasses, our own bugs fail an assert.
+"""Errors of zerofx: user mistakes raise ZerofxError subclasses, our own bugs fail an assert.
 
 Each class is also the built-in exception that eager PyTorch, or Python, raises in the same place,
 so that `except` clauses written for plain training keep working (docs/errors.md has the table).
-Every class keeps what it carries when it is pickled, as when a data loader or a launcher hands it
-from one process to another.
+Every class keeps its attributes when it is pickled, for example when a data loader or a launcher
+passes it from one process to another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ZerofxError(Exception):
-    """Base of every error a user can cause: what, where, both numbers, and what to do."""
+    """Base of every error a user can cause; says what, where, both numbers, and how to fix it."""
 
 
 class PlanError(ZerofxError, ValueError):
@@ -22,11 +22,11 @@ class PlanError(ZerofxError, ValueError):
 
 
 class ArgumentError(ZerofxError, TypeError):
-    """A function of zerofx was given an argument that is unknown, misplaced, or of a wrong type."""
+    """A zerofx function was given an argument that is unknown, misplaced, or of a wrong type."""
 
 
 class UnpricedError(PlanError):
-    """A hardware lacks what a plan's schedule uses, so that no time of it is known."""
+    """A hardware description lacks a figure that is needed to predict the time of a schedule."""
 
 
 class BudgetError(PlanError):
@@ -43,33 +43,33 @@ class BudgetError(PlanError):
 class CaptureError(ZerofxError, RuntimeError):
     """The model's forward cannot be captured as a static graph.
 
-    `like` makes it the built-in kind of another error as well. `torch_error` is what tracing
-    raised, with its whole traceback, or None.
+    `like` makes it an instance of another error's built-in class as well. `torch_error` is the
+    exception that tracing raised, with its whole traceback, or None.
     """
 
     torch_error: BaseException | None = None
 
     @staticmethod
     def like(error: BaseException, message: str) -> CaptureError:
-        """Return a CaptureError that is also of the built-in kind of `error`.
+        """Return a CaptureError that is also an instance of the built-in class of `error`.
 
-        So a forward whose shapes do not fit raises compiled what it raises in eager.
+        A forward whose shapes do not fit then raises the same class compiled as in eager PyTorch.
         """
         return _capture_error(next((k for k in _KINDS if isinstance(error, k)), None), message)
 
     def __reduce__(self) -> tuple[Callable[..., CaptureError], tuple[Any, str]]:
-        # torch_error stays behind: frames cannot be pickled
+        # torch_error is dropped: its frames cannot be pickled
         return _capture_error, (next((k for k in _KINDS if isinstance(self, k)), None), str(self))
 
 
-# A base comes after what is derived from it. RuntimeError is what every CaptureError is.
+# Subclasses precede their bases. RuntimeError is missing: every CaptureError is one.
 _KINDS = (
     NotImplementedError, ValueError, TypeError, IndexError, KeyError, AttributeError,
     AssertionError, ArithmeticError,
 )  # fmt: skip
 
 
-# KeyError's __str__ would show the message as a literal
+# KeyError.__str__ would show the repr of the message
 _BODY = {"__module__": __name__, "__str__": Exception.__str__}
 _CAPTURE_ERRORS: dict[type[Exception], type[CaptureError]] = {
     builtin: type("CaptureError", (CaptureError, builtin), _BODY) for builtin in _KINDS
@@ -81,15 +81,15 @@ def _capture_error(builtin: type[Exception] | None, message: str) -> CaptureErro
 
 
 class ProgramError(ZerofxError, RuntimeError):
-    """A program (emitted, edited or rewritten) breaks an invariant; carries ten lines of dump."""
+    """A program (emitted, edited or rewritten) breaks an invariant; shows ten lines of its dump."""
 
 
 class ShardError(ZerofxError, RuntimeError):
-    """A sharded parameter was used, rebound or updated in a way that would be silently wrong."""
+    """A sharded parameter was used, rebound or updated in a way that would give wrong results."""
 
 
 class GradientError(ZerofxError, RuntimeError):
-    """A backward was asked for that the program does not compute."""
+    """A backward was requested that the program does not compute."""
 
 
 class DesyncError(ZerofxError, RuntimeError):
@@ -97,37 +97,37 @@ class DesyncError(ZerofxError, RuntimeError):
 
 
 class OptimizerError(ZerofxError, ValueError):
-    """A zerofx optimizer cannot train the parameters or groups that it was given."""
+    """A zerofx optimizer cannot train the parameters or groups it was given."""
 
 
 class SnapshotError(ZerofxError, RuntimeError):
-    """A save or load is refused: truncated, foreign, half-written, or of another model."""
+    """A save or load is refused: the files are truncated, foreign, unfinished, or do not fit."""
 
 
 class NoSnapshotError(SnapshotError, FileNotFoundError):
-    """There is nothing at the path of a snapshot."""
+    """No snapshot exists at the given path."""
 
 
 class NonFiniteError(ZerofxError, RuntimeError):
-    """Plan(debug=True) found the op that made the first NaN."""
+    """A NaN or infinity appeared; Plan(debug=True) found the op that produced the first one."""
 
 
 class TargetError(ZerofxError, ValueError):
-    """A command line names a model that is not there, or something that is no model."""
+    """A command line names a model that does not exist, or an object that is not a model."""
 
 
 class DoctorError(ZerofxError, RuntimeError):
-    """The installation lacks something that the command needs."""
+    """The installation lacks something that a command needs."""
 
 
 class NvmeError(ZerofxError, OSError):
     """A transfer to or from disk failed, or a path or file cannot serve as the NVMe tier.
 
-    `errno` is that of the operating system, None if the fault is another (damaged data, say).
+    `errno` is the operating system's error number, or None for other faults (e.g. damaged data).
     """
 
     def __init__(self, message: str, errno: int | None = None) -> None:
-        super().__init__(message)  # of one argument: two would be taken for errno and its text
+        super().__init__(message)  # OSError reads two arguments as errno and its text
         self.errno = errno
 
     def __reduce__(self) -> tuple[Callable[..., NvmeError], tuple[Any, ...]]:
@@ -135,19 +135,19 @@ class NvmeError(ZerofxError, OSError):
 
 
 class TrialError(ZerofxError, RuntimeError):
-    """The ranks of `zerofx verify --run` could not train."""
+    """The ranks of `zerofx verify --run` failed to train."""
 
 
 class RecordingError(ZerofxError, RuntimeError):
-    """A recording cannot be made, read, or shown beside this program."""
+    """A recording cannot be made, read, or compared with this program."""
 
 
-# a line of its log, with the path by which it was started
+# a log line of torchrun, identified by the path of the module that wrote it
 _TORCHRUNS = re.compile(r"[DIWEF]\d{4} .*torch/distributed/(elastic|run)")
 
 
 def last_words(stderr: str, num_lines: int) -> str:
-    """Return the last lines that failed ranks wrote, indented, without what torchrun adds."""
+    """Return the last lines that failed ranks wrote, indented, without torchrun's own output."""
     said, torchrun = stderr, "torch.distributed.elastic.multiprocessing.errors"
     if torchrun in stderr:
         ours = stderr[: stderr.index(torchrun)]

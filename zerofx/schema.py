@@ -1,10 +1,10 @@
-"""Schemas: what a file that zerofx reads may hold, checked whole before any of it is used.
+"""Schemas for the files that zerofx reads: each file is checked whole before any of it is used.
 
     FACTS = record({"world_size": integer(1), "files": mapping(file_name, text())})
     facts = check(parse_json(read_file(path, MOST_BYTES)), FACTS)
 
-A form is a function of (value, where) that raises `FormError`, whose text names the field. Readers
-add the file's name and raise the error of their part of zerofx.
+A form is a function of (value, where) that raises a `FormError` whose text names the field. The
+reader of a file adds the file's name and raises its own error class.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from typing import Any
 
 Form = Callable[[Any, str], None]
 
-MOST = 1 << 62  # of any number that is a size, an offset or a count
-# What reading a damaged pickle, or an archive of some, may raise.
+MOST = 1 << 62  # upper limit of every size, offset and count
+# The exceptions that reading a damaged pickle, or an archive of pickles, may raise.
 DAMAGE = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError,
     ArithmeticError, MemoryError, RuntimeError, AssertionError, struct.error, zlib.error,
 )  # fmt: skip
-_SHOWN = 60  # characters of a value in an error
+_SHOWN = 60  # characters of a value that an error shows
 _NAME = re.compile(r"[^/\\\0]+")
 
 
 class FormError(ValueError):
-    """A value is not of the form that it should have; the text names the field."""
+    """A value does not have the required form; the text names the field."""
 
 
 def check(value: Any, form: Form, where: str = "") -> Any:
-    """Return a value that has a form.
+    """Return the value if it has the form.
 
     Raises:
-        FormError: names the first field that has not.
+        FormError: the value does not have the form; names the first field that is wrong.
     """
     form(value, where)
     return value
 
 
 def refuse(where: str, value: Any, wanted: str) -> FormError:
-    """Return the error for a value that is not what was wanted."""
-    return FormError(f"{where or 'it'} is {shown(value, _SHOWN)}, and should be {wanted}")
+    """Return the error for a value that differs from what was wanted."""
+    return FormError(f"{where or 'it'} is {shown(value, _SHOWN)}, but should be {wanted}")
 
 
 def shown(value: object, most: int = 200) -> str:
-    """Return a value as an error shows it, which is never long."""
+    """Return the repr of a value, shortened for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
-        text = f"a {type(value).__name__} with a number of thousands of digits"
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
+        text = f"a value of type {type(value).__name__} with a number that is too long to print"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 # -- forms ----------------------------------------------------------------------------------------
 def anything(value: Any, where: str) -> None:
-    """Take any value."""
+    """Accept any value."""
 
 
 def boolean(value: Any, where: str) -> None:
-    """Take true and false."""
+    """Accept true and false."""
     if not isinstance(value, bool):
         raise refuse(where, value, "true or false")
 
 
 def integer(least: int = 0, most: int = MOST) -> Form:
-    """Take whole numbers within limits, both included."""
+    """Accept whole numbers within limits, both included."""
 
     def form(value: Any, where: str) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -84,7 +84,7 @@ def integer(least: int = 0, most: int = MOST) -> Form:
 
 
 def number(least: float = -math.inf) -> Form:
-    """Take finite numbers that are not below a limit."""
+    """Accept finite numbers that are not below a limit."""
 
     def form(value: Any, where: str) -> None:
         is_number = type(value) is float or (type(value) is int and abs(value) <= MOST)
@@ -96,7 +96,7 @@ def number(least: float = -math.inf) -> Form:
 
 
 def text(pattern: str = "") -> Form:
-    """Take texts, of a pattern if one is given."""
+    """Accept strings, which must match the pattern if one is given."""
     wanted = re.compile(pattern, re.DOTALL)
 
     def form(value: Any, where: str) -> None:
@@ -107,7 +107,7 @@ def text(pattern: str = "") -> Form:
 
 
 def one_of(values: Iterable[Any]) -> Form:
-    """Take some values and no others."""
+    """Accept the given values only."""
     known = list(values)
 
     def form(value: Any, where: str) -> None:
@@ -118,7 +118,7 @@ def one_of(values: Iterable[Any]) -> Form:
 
 
 def optional(inner: Form) -> Form:
-    """Take null, or what a form takes."""
+    """Accept null and every value that the inner form accepts."""
 
     def form(value: Any, where: str) -> None:
         if value is not None:
@@ -128,7 +128,7 @@ def optional(inner: Form) -> Form:
 
 
 def either(*forms: Form) -> Form:
-    """Take what any of some forms takes; the last one says what is wrong."""
+    """Accept every value that one of the forms accepts; the error is that of the last form."""
 
     def form(value: Any, where: str) -> None:
         for each in forms[:-1]:
@@ -143,7 +143,7 @@ def either(*forms: Form) -> Form:
 
 
 def sequence(inner: Form, least: int = 0, most: int = MOST) -> Form:
-    """Take lists whose items have a form."""
+    """Accept lists whose items have a form."""
 
     def form(value: Any, where: str) -> None:
         if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
@@ -156,7 +156,7 @@ def sequence(inner: Form, least: int = 0, most: int = MOST) -> Form:
 
 
 def row(*forms: Form) -> Form:
-    """Take lists of as many items as there are forms, one each."""
+    """Accept lists with one item per form, each item of the form at its index."""
 
     def form(value: Any, where: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) != len(forms):
@@ -168,7 +168,7 @@ def row(*forms: Form) -> Form:
 
 
 def mapping(keys: Form, values: Form) -> Form:
-    """Take mappings of which every key and every value has a form."""
+    """Accept mappings whose keys and values have the given forms."""
 
     def form(value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -181,7 +181,7 @@ def mapping(keys: Form, values: Form) -> Form:
 
 
 def record(fields: Mapping[str, Form], **optionals: Form) -> Form:
-    """Take mappings with these fields; `optionals` may be left out. Further fields are ignored."""
+    """Accept mappings with these fields; `optionals` may be missing. Other fields are ignored."""
 
     def form(value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -202,13 +202,13 @@ def _under(where: str, key: object) -> str:
 
 
 def file_name(value: Any, where: str) -> None:
-    """Take names of files in a folder, none of which leads out of it."""
+    """Accept names of files in a folder, but no name that leads out of it."""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or value in (".", ".."):
         raise refuse(where, value, "the name of a file in the same folder")
 
 
 def file_path(value: Any, where: str) -> None:
-    """Take paths of files in a folder or the folders below it, none of which leads out of it."""
+    """Accept paths of files in a folder or below it, but no path that leads out of it."""
     if not isinstance(value, str) or not value:
         raise refuse(where, value, "a path within the same folder")
     for part in value.split("/"):
@@ -218,24 +218,24 @@ def file_path(value: Any, where: str) -> None:
 
 # -- files ----------------------------------------------------------------------------------------
 def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return a file's content; what is no plain file, or is too large, is not read.
+    """Return the content of a regular file of limited size.
 
     Raises:
         OSError: it cannot be opened or read.
         FormError: it is a pipe, a device or a directory, or has more than `most_bytes`.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe has no writer
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # no wait on a pipe
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise FormError("it is no plain file")
+            raise FormError("it is not a regular file")
         if found.st_size > most_bytes:
-            raise FormError(f"it has {found.st_size} bytes, and at most {most_bytes} are read")
+            raise FormError(f"it has {found.st_size} bytes, but at most {most_bytes} are allowed")
         return file.read(most_bytes)
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """Return a file's content as text; raises as `read_file` does."""
+    """Return the content of a file as text; raises as `read_file` does."""
     try:
         return read_file(path, most_bytes).decode()
     except UnicodeDecodeError as error:
@@ -243,10 +243,10 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def parse_json(raw: str | bytes) -> Any:
-    """Return what JSON text says: no name twice in a mapping, no NaN, nothing nested too deep.
+    """Parse JSON text without repeated names in a mapping, NaN, infinities or very deep nesting.
 
     Raises:
-        FormError: it is no such text.
+        FormError: the text is not such JSON.
     """
     try:
         return json.loads(raw, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -254,7 +254,7 @@ def parse_json(raw: str | bytes) -> Any:
         raise FormError("it is nested too deep") from None
     except FormError:
         raise
-    except ValueError as error:  # also what is no text, and numbers of thousands of digits
+    except ValueError as error:  # also bytes that are not text, and numbers of too many digits
         raise FormError(f"it is truncated or not JSON ({error})") from error
 
 

@@ -166,7 +166,7 @@ def test_an_axis_that_does_not_divide_the_world(
 ) -> None:
     where = ["--hardware", "dgx-h100", "--world", "6", "--set", "shard_axis_size=4"]
     text = said(capsys, "predict", f"{model}:build", *where)
-    assert "shard_axis_size = 4 does not divide the world of 6 ranks; use a divisor" in text
+    assert "shard_axis_size = 4 does not divide the world of 6 ranks. Use a divisor" in text
 
 
 def test_hardware_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def net() -> nn.Module:
         ({"optimizer": ["an optimizer"]}, TypeError, "optimizer[0] is of type str"),
         ({"optimizer": torch.optim.AdamW}, TypeError, "optimizer is the class AdamW"),
         ({"device": "gpu"}, ValueError, "device = 'gpu' is not a device of torch"),
-        ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' is not there"),
+        ({"device": "cuda:99"}, ValueError, "device = 'cuda:99' does not exist"),
         ({"device": 3.5}, ValueError, "device = 3.5 is not a device of torch"),
         ({"mesh": [0, 1]}, ValueError, "mesh is a list, not a DeviceMesh"),
         ({"machine": 3}, ValueError, "machine is of type int"),

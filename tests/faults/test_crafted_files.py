@@ -91,7 +91,7 @@ def transformed(index: Any) -> None:
         (without_place, "lacks the place of its chunk"),
         (in_one_place, "overlap at"),
         (transformed, "was transformed"),
-        (lambda index: index.state_dict_metadata.update(x=3), "x is no tensor"),
+        (lambda index: index.state_dict_metadata.update(x=3), "x is not a tensor"),
         (lambda index: setattr(index, "storage_data", None), "does not list tensors"),
     ],
 )
@@ -118,12 +118,12 @@ def rewrite(folder: Path, **facts: Any) -> None:
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"world_size": 0}, "world_size is 0, and should be a whole number from 1"),
+        ({"world_size": 0}, "world_size is 0, but should be a whole number from 1"),
         ({"world_size": True}, "world_size is True"),
         ({"files": {"../x": [1, "0" * 64]}}, "should be the name of a file in the same folder"),
         ({"files": {"x": [1, "0"]}}, r"files.x\[1\] is '0'"),
         ({"files": {}}, "files..metadata is missing"),
-        ({"parameters": [1]}, r"parameters is \[1\], and should be a mapping"),
+        ({"parameters": [1]}, r"parameters is \[1\], but should be a mapping"),
     ],
 )
 def test_a_manifest(matrix: fuzz.Matrix, facts: dict[str, Any], text: str) -> None:
@@ -271,15 +271,15 @@ def test_what_is_no_plain_file(matrix: fuzz.Matrix, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     device.symlink_to("/dev/zero")
     for path in (pipe, device):
-        with pytest.raises(RecordingError, match="no plain file"):
+        with pytest.raises(RecordingError, match="not a regular file"):
             load_recording(path)
-        with pytest.raises(PlanError, match="no plain file"):
+        with pytest.raises(PlanError, match="not a regular file"):
             zerofx.Plan.load(path)
         for name in ("fingerprint.json", "schedule.py"):
             folder = matrix.copied(matrix.emitted)
             (folder / name).unlink()
             os.rename(path, folder / name)
-            with pytest.raises(ProgramError, match="no plain file"):
+            with pytest.raises(ProgramError, match="not a regular file"):
                 zerofx.load_program(folder)
             os.rename(folder / name, path)
 

@@ -123,7 +123,7 @@ def _fail(*_: Any, **__: Any) -> None:
 def test_a_rank_that_raises_in_backward_is_named_at_once(pool: Any, store_grad: bool) -> None:
     _, message = pool.run(2, run_raises_alone, store_grad)
     assert re.search(r"rank 0 \(process \d+ on .*\), last at backward of", message)
-    assert "broken off by ValueError('a fault'), does not go on" in message
+    assert "broken off by ValueError('a fault'), does not continue" in message
 
 
 def run_slow_compile() -> int:

@@ -27,7 +27,7 @@ def refused(path: Path, text: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"ZFX", b"not a store of anything at all"])
 def test_foreign_files(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
-    refused(tmp_path / "file", "offset 0 are .*: no store of zerofx")
+    refused(tmp_path / "file", "offset 0 are .*: not a store of zerofx")
 
 
 def test_other_versions(kept: Any) -> None:
@@ -43,13 +43,13 @@ def test_a_flipped_byte_in_the_header(at: int, kept: Any) -> None:
     """In the layout's checksum, in its length (three bytes of it), in the layout."""
     path, _, _ = kept
     change(path, at)
-    refused(path, r"the header .* at offset 24\) does not have its checksum|cut short")
+    refused(path, r"the header .* at offset 24\) does not match its checksum|truncated")
 
 
 def test_a_flipped_byte_in_the_state(kept: Any) -> None:
     path, _, layout = kept
     change(path, layout.state_at + 13)
-    refused(path, f"the state at offset {layout.state_at} does not have its checksum")
+    refused(path, f"the state at offset {layout.state_at} does not match its checksum")
 
 
 def test_a_flipped_byte_in_the_checksums(kept: Any) -> None:
@@ -75,10 +75,13 @@ def test_files_cut_short(keep: int | str, kept: Any) -> None:
     at = {"data": layout.data_at, "middle": middle}.get(str(keep), keep)
     os.truncate(path, int(at))
     if keep == 3:
-        refused(path, "no store of zerofx")
+        refused(path, "not a store of zerofx")
         return
-    first = {"data": "; a is the first extent", "middle": "; c is the first extent"}
-    refused(path, f"cut short at offset {at}: .* were written; .*{first.get(str(keep), '')}")
+    first = {
+        "data": "; a is the first incomplete extent",
+        "middle": "; c is the first incomplete extent",
+    }
+    refused(path, f"truncated at offset {at}: .* were written; .*{first.get(str(keep), '')}")
 
 
 def test_never_flushed(tmp_path: Path, store_engine: Any) -> None:

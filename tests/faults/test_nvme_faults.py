@@ -74,7 +74,7 @@ def test_short_moves_are_continued(most: int, skew: int, file: Any, disk: Disk) 
 
 def test_a_write_without_progress_is_an_error(file: Any, disk: Disk) -> None:
     disk.faults.append(lambda name, *_: 0 if name == "pwritev" else None)
-    with pytest.raises(NvmeError, match="the file system takes no bytes at offset 0"):
+    with pytest.raises(NvmeError, match="the file system accepts no bytes at offset 0"):
         file.write(random_bytes(PAGE))
 
 
@@ -240,7 +240,7 @@ def test_paths_and_options_that_cannot_be(tmp_path: Path, engine: Any) -> None:
 def test_waiting_has_an_end(file: Any, disk: Disk) -> None:
     disk.gate.clear()
     request = file.submit_write(torch.ones(10), 0, "w")
-    with pytest.raises(TimeoutError, match=r"write of .* of w at offset 0: still under way"):
+    with pytest.raises(TimeoutError, match=r"write of .* of w at offset 0: still in flight"):
         request.wait(0.01)
     assert not request.is_done
     disk.gate.set()

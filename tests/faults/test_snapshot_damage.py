@@ -106,7 +106,7 @@ def rewrite(folder: Path, **facts: Any) -> None:
 def test_another_format(folder: Path, live: Any) -> None:
     text = json.loads((folder / "zerofx.json").read_text())
     (folder / "zerofx.json").write_text(json.dumps({**text, "version": 9}))
-    refused(folder, live, "format 9, and this zerofx reads format 1")
+    refused(folder, live, "format 9, but this zerofx reads format 1")
 
 
 def test_nothing_in_a_save_is_run(folder: Path, live: Any, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_another_user_in_a_directory_like_tmp(
     save(tmp_path / "save", run)
     tmp_path.chmod(0o1777)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
-    refused(tmp_path / "save", run, f"is of user {os.getuid()}", "may not replace it")
+    refused(tmp_path / "save", run, f"belongs to user {os.getuid()}", "may not replace it")
 
 
 def test_an_export_to_the_wrong_kind(tmp_path: Path, run: Any) -> None:

@@ -38,7 +38,9 @@ def raises_in_mid_call(per_host: int) -> str:
 @pytest.mark.parametrize("per_host", [2, 1])
 def test_the_others_learn_of_an_exception_at_once(pool: Pool, per_host: int) -> None:
     failed, waiting = pool.run(2, raises_in_mid_call, per_host)
-    assert waiting.startswith(f"rank 0, last at backward of N (call 1), {BROKEN}, does not go on; ")
+    assert waiting.startswith(
+        f"rank 0, last at backward of N (call 1), {BROKEN}, does not continue; "
+    )
     assert f"rank 1 waits in {LABEL}" in waiting
     assert waiting.split(";")[0] in failed
 

@@ -55,9 +55,9 @@ def test_the_thread_survives_a_look_that_fails(pool: Pool, fails_for_s: float) -
         assert "rank 1 has not arrived within 2 s" in message
     else:
         assert "its watchdog fails: RuntimeError('no descriptor left')" in message
-    looks = [text for text in said if "could not look" in text]  # beside where the record is
+    looks = [text for text in said if "failed to check" in text]  # beside where the record is
     assert looks == [
-        "zerofx: the watchdog could not look after the ranks: RuntimeError('no descriptor left')"
+        "zerofx: the watchdog failed to check the ranks: RuntimeError('no descriptor left')"
     ]
 
 
@@ -81,7 +81,7 @@ def late_without_a_store() -> str:
 def test_a_wait_ends_at_its_limit_without_a_store(pool: Pool) -> None:
     message, _ = pool.run(2, late_without_a_store)
     assert f"rank 0 waits in {LABEL} of forward 0 (call 1)" in message
-    assert "who has not arrived cannot be told (the store no longer answers)" in message
+    assert "the ranks that have not arrived are unknown (the store no longer answers)" in message
 
 
 LEAVES = """

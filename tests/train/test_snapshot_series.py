@@ -89,7 +89,7 @@ def test_a_damaged_snapshot_is_skipped(
     assert zerofx.resume(tmp_path, *trained()) == {"step": 1}
     assert "a damaged snapshot is skipped" in caplog.text and str(newest) in caplog.text
     next((tmp_path / "step-000001").glob("*.distcp")).unlink()
-    with pytest.raises(SnapshotError, match=r"none of the 2 snapshots .*step-000002.*step-000001"):
+    with pytest.raises(SnapshotError, match=r"all 2 snapshots .*step-000002.*step-000001"):
         zerofx.load(tmp_path, *trained())
 
 

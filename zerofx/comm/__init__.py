@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they exchange tensors, and how they agree before every call."""
+"""Ranks: their mesh, how they exchange tensors, and how they agree before every call."""

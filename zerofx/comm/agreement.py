@@ -1,8 +1,8 @@
-"""Agreement before every call: a rank about to run something else is named on every rank.
+"""Agreement before every call: if a rank is about to run something else, every rank names it.
 
-Each rank posts (call number, what, digest) on the board its host shares and reads the others',
-never through a collective: a collective that ranks do not share hangs or aborts the process. Hosts
-compare through the store (see comm/hosts.py).
+Each rank posts (call number, description, digest) on a board shared by its host, and reads the
+entries of the others. It never uses a collective for this: a collective that ranks do not share
+hangs or aborts the process. Hosts compare through the store (see comm/hosts.py).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from zerofx.comm.meeting import store_errors
 from zerofx.errors import DesyncError
 
 T = TypeVar("T")
-_SAME, _DIFFERENT = "same", "different"  # how the hosts compared
+_SAME, _DIFFERENT = "same", "different"  # results of comparing the hosts
 
-_SPINS = 200  # looks without sleeping, 60 us or so: ranks in step arrive within that
+_SPINS = 200  # looks without sleeping, about 60 us: ranks in step arrive within that time
 _SLEEP_S = (20e-6, 2e-3)  # first and longest sleep between looks
-_CHECK_S = 0.1  # how often a waiting rank looks whether the others still live
-_STRAGGLERS_S = 2.0  # what the others get to post in, once a difference is known
-_WELL, _UNWELL = "well", "not well"  # digests of a call that asks only that
-_LETTER_NAP_S = (2e-3, 0.2)  # between looks for letters
+_CHECK_S = 0.1  # how often a waiting rank checks whether the others are alive
+_STRAGGLERS_S = 2.0  # how long the others may take to post once a difference is known
+_WELL, _UNWELL = "well", "not well"  # the digests of `all_well`
+_LETTER_NAP_S = (2e-3, 0.2)  # first and longest sleep between looks for letters
 _BEAT_S = 0.25  # how often a busy rank gives a sign of life on the board
-_POST_S = 2.0  # and to the other hosts
+_POST_S = 2.0  # how often it gives one to the other hosts
 _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
 class Agreement:
     """One rank's side of the agreement; row i of the board belongs to world rank `ranks[i]`.
 
-    store: through which ranks whose graphs differ look at each other's, where there is one.
+    store: through which ranks with different graphs read each other's graph, if there is one.
     hosts: the host of each rank, for messages.
-    record: where what this rank does is written down, for when the job has died.
+    record: the record of this rank's actions, which remains after the job has died.
     """
 
     def __init__(
@@ -76,25 +76,25 @@ class Agreement:
         self._failure: str | None = None
         self._store = store
         self._key = b""
-        self._agreed = 0  # the last call that every rank began
-        self._differing: dict[Entry, list[int]] = {}  # who announced what, where ranks differed
+        self._agreed = 0  # the last call that every rank has begun
+        self._differing: dict[Entry, list[int]] = {}  # entry -> ranks, if the ranks differed
         self._broken = 0  # the last call that this rank broke off
         self._others = [row for row in range(board.size) if row != board.rank]
 
     def agree(self, what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = "") -> None:
         """Return once every rank has announced `what` with an equal `digest` and equal `steps`.
 
-        Both may carry readable "name=value" items, separated by ";" or new lines: where ranks
-        differ, the items that differ are in the message. `graph` is a hash of the sizes of the
-        call's inputs (8 bytes) and one of its graph (8): ranks with equal sizes must have equal
-        graphs. Ranks with other sizes may run another graph, since sizes are part of it.
+        Both may contain readable "name=value" items, separated by ";" or new lines. If ranks
+        differ, the message shows the items that differ. `graph` is a hash of the sizes of the
+        call's inputs (8 bytes), then a hash of its graph (8). Ranks with equal sizes must have
+        equal graphs. Ranks with other sizes may run another graph, since sizes are part of it.
 
         Raises:
-            DesyncError: a rank announced something else, left, died, or did not come in time.
+            DesyncError: a rank announced something else, left, died, or did not arrive in time.
         """
         if self._failure is not None:
             raise DesyncError(f"{what} cannot run: {self._failure}")
-        if self.has_broken_off:  # it differs from ranks that finished the call before
+        if self.has_broken_off:  # this differs from ranks that finished the previous call
             digest = _AFTER_A_BREAK + digest
         self.call += 1
         self.what = what
@@ -106,7 +106,7 @@ class Agreement:
             late = partial(self._place, row)
             equal = self._await(partial(self._same, row), late, _SPINS) and equal
         if any(self.board.state(row) == FAILED for row in self._others):
-            self._give_up_if_hopeless(lambda: "", 0.0)  # it had come, and has given up since
+            self._give_up_if_hopeless(lambda: "", 0.0)  # it had arrived, but has given up since
         if self.link is not None:
             self._check_hosts(self.link, equal)
         elif not equal and not self._fit_here():
@@ -114,16 +114,16 @@ class Agreement:
         self._agreed = self.call
 
     def publish(self, digest: str, text: str) -> None:
-        """Let ranks whose digest of a text differs from this one's look at it, line by line."""
+        """Publish a text, so that ranks with another digest can compare it line by line."""
         if self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # a store that is gone only costs the message
+        with contextlib.suppress(RuntimeError):  # without the store, only the message is poorer
             if not self._store.check([_text_key(digest)]):
                 packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
                 self._store.set(_text_key(digest), packed)
 
     def all_well(self, what: str, is_well: bool, steps: str = "") -> bool:
-        """Return, once every rank has come to `what`, whether all is well on each of them.
+        """Return, once every rank has reached `what`, whether `is_well` holds on all of them.
 
         Raises:
             DesyncError: as `agree`.
@@ -143,7 +143,7 @@ class Agreement:
     def agree_but_for(
         self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH, steps: str = ""
     ) -> set[str]:
-        """Return, once every rank has announced `what` with an equal `digest`, all their choices.
+        """Return the choices of all ranks, once each has announced `what` with an equal `digest`.
 
         choice: a "name=value" item, in which ranks may differ.
 
@@ -158,7 +158,7 @@ class Agreement:
             found = set()
             for entry in self._differing:
                 other = entry.digest.removeprefix(before).partition(";")[0]
-                # the hash is of all of the digest, of which the text may be a part
+                # the hash covers the whole digest, of which the entry's text may be only a part
                 texts = entry_key(what, f"{before}{other};{digest}", NO_GRAPH, steps)[:16]
                 has_same_sizes = entry.sizes_hash == graph[:8]
                 if entry.texts_hash != texts or (has_same_sizes and entry.graph_hash != graph[8:]):
@@ -172,7 +172,7 @@ class Agreement:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the ranks have lost each other for good."""
+        """Whether the ranks have lost each other permanently."""
         return self._failure is not None
 
     @property
@@ -181,10 +181,10 @@ class Agreement:
         return self.call > 0 and self._broken == self.call
 
     def break_off(self, reason: str) -> None:
-        """Tell the others that an exception has ended this call here.
+        """Tell the others that an exception ended this call on this rank.
 
-        They raise if they wait for more of it, or have finished it. Where every rank breaks it off
-        after the same launches, all may go on with another call.
+        They raise if they wait for more of it, or have finished it. If every rank breaks it off
+        after the same launches, all may continue with another call.
         """
         if self._failure is not None or self._agreed != self.call or self.call == 0:
             return
@@ -195,11 +195,11 @@ class Agreement:
             self.link.post_break(Break(self.rank, self.call, launched, self.what, reason))
 
     def leave(self, reason: str) -> None:
-        """Tell the others of this host that this rank will make no further call."""
+        """Tell the others of this host that this rank makes no further call."""
         self.board.leave(reason)
 
     def quit(self, reason: str) -> None:
-        """Leave, and tell the other hosts too: the store still answers."""
+        """Leave, and tell the other hosts too, since the store still answers."""
         self.leave(reason)
         if self.link is not None and self._failure is None:
             launched = self.board.launched(self.board.rank)
@@ -209,7 +209,7 @@ class Agreement:
     def fail(self, message: str) -> DesyncError:
         """Post `message`, so that every rank raises it too, and return it as an error.
 
-        There is no way back: what was launched can no longer be matched. Later calls raise too.
+        This is final: launched collectives can no longer be matched. Later calls raise too.
         """
         self._failure = self._failure or message
         self.board.leave(message, FAILED)
@@ -219,36 +219,36 @@ class Agreement:
         return DesyncError(message)
 
     def failed_elsewhere(self) -> str | None:
-        """Return why another rank of this host has given up, None if none has."""
+        """Return why another rank of this host has given up; None if none has."""
         for row in self._others:
             if self.board.state(row) == FAILED:
                 return self.board.reason(row)
         return None
 
     def stopped(self) -> str:
-        """Name the ranks of this host whose processes are stopped, and how they go on."""
+        """Name the stopped processes of this host's ranks, and the command that continues them."""
         rows = [row for row in self._others if self.board.is_stopped(row)]
         if not rows:
             return ""
         names = " and ".join(self.name(self.ranks[row]) for row in rows)
         pids = " ".join(str(self.board.pid(row)) for row in rows)
         return (
-            f"{names} {'is' if len(rows) == 1 else 'are'} stopped (kill -CONT {pids} lets it go on)"
+            f"{names} {'is' if len(rows) == 1 else 'are'} stopped (kill -CONT {pids} continues it)"
         )
 
     def name(self, rank: int) -> str:
-        """Name a rank with its process, if that is on this host, and its host."""
+        """Name a rank with its process, if it is on this host, and its host."""
         where = [f"process {self.board.pid(self.ranks.index(rank))}"] if rank in self.ranks else []
         where += [f"on {self.hosts[rank]}"] if rank in self.hosts else []
         return f"rank {rank} ({' '.join(where)})" if where else f"rank {rank}"
 
     def letters(self, size: int) -> Letters:
-        """Return what threads of all `size` ranks tell each other things by."""
+        """Return the means by which threads of all `size` ranks exchange messages."""
         assert self._store is not None
         return Letters(self._store.raw, self.rank, size, self._dead)
 
     def _dead(self) -> str | None:
-        """Name a rank that has died; one that has left had done what it had to do before."""
+        """Name a rank that has died. A rank that has left is fine: it has done its part."""
         for row in self._others:
             if self.board.state(row) != ABSENT and not self.board.is_alive(row):
                 return f"{self._place(row)} died"
@@ -256,10 +256,10 @@ class Agreement:
         return self._failure or told or None
 
     def lost(self, number: int = 0, broken: bool = False) -> str | None:
-        """Return what is known of a rank that will not come any more, None if all may.
+        """Return the reason why a rank will not arrive any more; None if all may still arrive.
 
-        A rank that has announced this call and launched collective `number` has done its part and
-        may end, or break the call off; unless the transfer is `broken`.
+        A rank that has announced this call and launched collective `number` has done its part. It
+        may end, or break the call off, unless the transfer is `broken`.
         """
         if (failure := self.failed_elsewhere()) is not None:
             return failure
@@ -274,15 +274,15 @@ class Agreement:
                 return f"{self._place(row)} died"
             call = self.board.call(row)
             if self.board.broke_off(row, call) is not None and self._is_missed(call):
-                return f"{self._place(row)} does not go on"
+                return f"{self._place(row)} does not continue"
         return self._lost_elsewhere(number) if self.link is not None else None
 
     def _is_missed(self, call: int) -> bool:
-        """Return whether this rank needs what a rank that broke off `call` will not do."""
+        """Return whether this rank needs collectives of `call` that were not launched."""
         return call == self.call or (call == self.call - 1 and self._broken != call)
 
     def _lost_elsewhere(self, number: int) -> str | None:
-        """Return what the other hosts have told of a rank that will not come any more."""
+        """Return the reason, reported by another host, why a rank will not arrive any more."""
         assert self.link is not None
         failure = self.link.failure()
         if failure is not None:
@@ -295,11 +295,11 @@ class Agreement:
             if broken.is_last:
                 return f"{place}, has left ({broken.reason})"
             if self._is_missed(broken.call):
-                return f"{place}, broken off by {broken.reason}, does not go on"
+                return f"{place}, broken off by {broken.reason}, does not continue"
         return None
 
     def _place(self, row: int) -> str:
-        """Name the rank of a row with the last call it announced, and what became of that."""
+        """Name the rank of a row with the last call that it announced, and its outcome."""
         entry = self.board.entry(row, self.board.call(row))
         where = f"last at {entry.what} (call {entry.call})" if entry else "before its first call"
         reason = self.board.broke_off(row, self.board.call(row))
@@ -310,19 +310,19 @@ class Agreement:
         return f"{self.name(self.ranks[row])}, {where},"
 
     def _same(self, row: int) -> bool | None:
-        """Return whether the rank of `row` announced the same; None while it has not."""
+        """Return whether the rank of `row` announced the same; None if it announced nothing yet."""
         same = self.board.has(row, self.call, self._key)
-        # Read a difference twice: on some processors the number may land before the key does.
+        # Read a difference twice: on some processors, the number may be visible before the key.
         return same if same is not False else self.board.has(row, self.call, self._key)
 
     def _fit_here(self) -> bool:
-        """Tell whether the ranks of this host, all of which have announced this call, fit."""
+        """Return whether the ranks of this host, which have all announced this call, fit."""
         return _fit(self.board.key(row, self.call) for row in range(self.board.size))
 
     def _await(self, look: Callable[[], T | None], late: Callable[[], str], spins: int) -> T:
-        """Look until there is something; `late` says who is missing if that takes too long.
+        """Call `look` until it returns a result; `late` names the missing rank after the limit.
 
-        The limit counts from the last sign of life of a rank that is busy.
+        The limit counts from the last sign of life of any busy rank.
         """
         for _ in range(spins):
             found = look()
@@ -350,13 +350,13 @@ class Agreement:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
             if stopped := self.stopped():
                 lost += f"; {stopped}"
-            rule = "; every rank must make as many calls, of several models in the same order"
+            rule = "; every rank must make as many calls, and use several models in the same order"
         if lost is not None:
             here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})"
             raise self.fail(f"{lost}; {here}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:
-        """Return who announced what at this call, after giving the last ones time to arrive."""
+        """Return each announcement of this call with its ranks, after waiting for late ones."""
         deadline = time.monotonic() + _STRAGGLERS_S
         groups: dict[Entry, list[int]] = {}
         for row in range(self.board.size):
@@ -369,7 +369,7 @@ class Agreement:
         return groups
 
     def _check_hosts(self, link: HostLink, equal: bool) -> None:
-        """Compare with the other hosts: their leaders meet, and tell the rest the verdict."""
+        """Compare with the other hosts: their leaders meet, and tell the others the verdict."""
         merged = {self._mine(): [self.rank]}
         if link.is_leader:
             link.post(self.call, {self._mine(): self.ranks} if equal else self._groups())
@@ -388,7 +388,7 @@ class Agreement:
         return entry
 
     def _refuse(self, groups: dict[Entry, list[int]]) -> None:
-        """Raise for ranks that differ; every rank finds the same difference by itself."""
+        """Raise an error for ranks that differ; every rank finds the same difference by itself."""
         if len({entry.texts_hash for entry in groups}) == 1:
             message = describe_graphs(groups, self.call, self._published)
         else:
@@ -401,7 +401,7 @@ class Agreement:
         raise DesyncError(message)
 
     def _published(self, digest: str) -> list[str]:
-        """Return the lines that a rank has published under a digest, none where that cannot be."""
+        """Return the lines that a rank has published under a digest; none if unavailable."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 if self._store.check([_text_key(digest)]):
@@ -415,7 +415,7 @@ def _text_key(digest: str) -> str:
 
 
 def _fit(keys: Iterable[bytes]) -> bool:
-    """Tell whether ranks with these keys may run together (see `Agreement.agree`)."""
+    """Return whether ranks with these keys may run together (see `Agreement.agree`)."""
     graphs: dict[bytes, bytes] = {}
     texts: bytes | None = None
     for key in keys:
@@ -427,21 +427,21 @@ def _fit(keys: Iterable[bytes]) -> bool:
 
 
 class Letters:
-    """What threads of all ranks tell each other, through the store: no collective, no call.
+    """Messages between threads of all ranks, through the store: without a collective or call.
 
-    lost: returns why a rank will write no more, None if all may.
+    lost: returns why a rank will write no more; None if all may still write.
     """
 
     def __init__(self, store: Any, rank: int, size: int, lost: Callable[[], str | None]) -> None:
         self._store, self._rank, self._size, self._lost = store, rank, size, lost
 
     def exchange(self, topic: str, letter: bytes) -> list[bytes]:
-        """Return what every rank has written, in rank order, once all have.
+        """Return the letters of all ranks, in rank order, once all have written.
 
-        topic: a name that this exchange alone has.
+        topic: a name that is used for this exchange only.
 
         Raises:
-            DesyncError: a rank has died before it wrote, or the store does not answer.
+            DesyncError: a rank died before it wrote, or the store does not answer.
         """
         keys = [f"letters/{topic}/{rank}" for rank in range(self._size)]
         nap, longest = _LETTER_NAP_S
@@ -460,9 +460,9 @@ class Letters:
 
 
 class Heartbeat:
-    """Signs of life from a rank that is busy with something long: the others go on waiting for it.
+    """Signs of life from a rank that is busy for long, which the others keep waiting for.
 
-    A thread gives them: a process that is stopped or gone gives none.
+    They are given by a thread, so that a process that is stopped or has ended gives none.
     """
 
     def __init__(self, board: MemoryBoard, link: HostLink | None) -> None:
@@ -485,7 +485,7 @@ class Heartbeat:
             self._board.set_busy("")
 
     def count(self) -> int:
-        """Return how many signs of life all ranks have given; it grows while one is busy."""
+        """Return how many signs of life all ranks have given; it grows while any rank is busy."""
         here = sum(self._board.beats(row) for row in range(self._board.size))
         return here + (self._link.beats() if self._link is not None else 0)
 

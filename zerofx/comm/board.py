@@ -1,14 +1,14 @@
-"""A notice board in memory that the ranks of one host share: what each is doing, read in 1 us.
+"""A notice board in memory shared by the ranks of one host: what each rank does, read in 1 us.
 
 Every rank writes its own row and reads the others'. A row holds the rank's process, whether it has
 left and why, how many collectives it has launched, its last two calls, whether an exception broke
-one of these off, and what it is busy with. Two calls suffice: a rank posts call n + 2 only after it
-has read everybody's n + 1, which each posts after reading all n.
+one of them off, and what it is busy with. Two calls suffice: a rank posts call n + 2 only after it
+has read call n + 1 of all ranks, and each rank posts n + 1 only after it has read n of all.
 
-Row of ROW_BYTES: eight words of 8 bytes; three texts (length 2 bytes) of REASON_BYTES, BREAK_BYTES
-and BUSY_BYTES; two entries of ENTRY_BYTES: call number (8), key (32), lengths (2 + 2 + 2), the
-three texts: what, steps, digest. A key is the hash of these texts (16), of the call's input sizes
-(8) and of the captured graph (8).
+A row of ROW_BYTES: eight words of 8 bytes; three texts (length 2 bytes) of REASON_BYTES,
+BREAK_BYTES and BUSY_BYTES; two entries of ENTRY_BYTES: call number (8), key (32), lengths
+(2 + 2 + 2), and three texts: what, steps, digest. A key is the hash of these texts (16), of the
+call's input sizes (8) and of the captured graph (8).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from functools import lru_cache
 from typing import Any
 
 REASON_BYTES, BREAK_BYTES, BUSY_BYTES, ENTRY_BYTES = 1984, 512, 512, 4096
-_LEVEL = 1 << 24  # above the launches of any one call
+_LEVEL = 1 << 24  # more than the number of launches of any one call
 _PID, _STARTED, _STATE, _LAUNCHED, _CALL, _BEATS, _BROKEN = range(7)  # the words of a row
-_WORDS_BYTES = 8 * (_BROKEN + 2)  # of broken calls there are two, as of entries
+_WORDS_BYTES = 8 * (_BROKEN + 2)  # there are two broken calls, as there are two entries
 _REASON = _WORDS_BYTES, REASON_BYTES
 _BREAK = _WORDS_BYTES + REASON_BYTES, BREAK_BYTES
 _BUSY = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES, BUSY_BYTES
 _ENTRIES = _WORDS_BYTES + REASON_BYTES + BREAK_BYTES + BUSY_BYTES
 ROW_BYTES = _ENTRIES + 2 * ENTRY_BYTES
 _KEY, _LENGTHS, _TEXT = 8, 40, 46  # offsets inside an entry
-_STEPS_BYTES = 1024  # of an entry at most
+_STEPS_BYTES = 1024  # at most, per entry
 NO_GRAPH = bytes(16)  # the hashes of a call that runs no graph
 ABSENT, PRESENT, LEFT, FAILED = range(4)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank is about to do: the number of the call, in words, and what must be equal.
+    """A rank's announcement of its next call: number, description, and digest.
 
-    steps: the optimizer steps that it has taken since its last call.
+    steps: the optimizer steps that the rank has taken since its last call.
     """
 
     call: int
@@ -50,30 +50,30 @@ class Entry:
 
     @property
     def texts_hash(self) -> bytes:
-        """What must be equal on all ranks."""
+        """The hash of the texts, which must be equal on all ranks."""
         return self.key[:16]
 
     @property
     def sizes_hash(self) -> bytes:
-        """The sizes of the call's inputs; ranks may differ in them."""
+        """The hash of the sizes of the call's inputs, in which ranks may differ."""
         return self.key[16:24]
 
     @property
     def graph_hash(self) -> bytes:
-        """What must be equal on all ranks whose inputs have equal sizes."""
+        """The hash of the graph, which must be equal on all ranks with equal input sizes."""
         return self.key[24:32]
 
 
 @lru_cache(maxsize=256)
 def entry_key(what: str, digest: str, graph: bytes = NO_GRAPH, steps: str = "") -> bytes:
-    """Return 32 bytes that stand for a call: its texts (16), its input sizes (8), its graph (8)."""
+    """Return the 32-byte key of a call: hashes of its texts (16), input sizes (8) and graph (8)."""
     texts = f"{what}\0{digest}\0{steps}".encode(errors="surrogatepass")
     return hashlib.blake2b(texts, digest_size=16).digest() + graph
 
 
 @lru_cache(maxsize=256)
 def _packed(what: str, digest: str, graph: bytes, steps: str) -> bytes:
-    """Return an entry after its call number, its texts cut to fit."""
+    """Return an entry without its call number; its texts are cut to fit."""
     first, second = (
         what.encode(errors="backslashreplace")[:512],
         steps.encode(errors="backslashreplace")[:_STEPS_BYTES],
@@ -86,17 +86,17 @@ def _packed(what: str, digest: str, graph: bytes, steps: str) -> bytes:
 
 
 def process_started(pid: int) -> int:
-    """Return when the kernel started `pid` (clock ticks), 0 if it is gone or a zombie."""
+    """Return the start time of process `pid` in clock ticks; 0 if it has ended or is a zombie."""
     fields = _stat(pid)
     return 0 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return what the kernel says of a process, from its state on; nothing if it is gone."""
+    """Return the fields of /proc/<pid>/stat from the state on; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # the latter: reaped after it was opened
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it was reaped after the open
         return []
 
 
@@ -113,11 +113,11 @@ class MemoryBoard:
         self._written: list[tuple[str, str, bytes, str] | None] = [None, None]
 
     def extra_row(self) -> MemoryBoard:
-        """Return a writer for the row behind the ranks' own, which the buffer must have."""
+        """Return a writer for the row after those of the ranks, which the buffer must contain."""
         return MemoryBoard(self._bytes, self.size, self.size)
 
     def attach(self) -> None:
-        """Sign in: from here on the others can tell whether this process lives."""
+        """Sign in, so that the other ranks can tell whether this process is alive."""
         self._words[self._word + _PID] = os.getpid()
         self._words[self._word + _STARTED] = process_started(os.getpid())
         self._words[self._word + _STATE] = PRESENT
@@ -137,19 +137,19 @@ class MemoryBoard:
         self._words[self._word + _CALL] = call
 
     def has(self, rank: int, call: int, key: bytes) -> bool | None:
-        """Return whether `rank` posted `key` at `call`; None while it posted nothing."""
+        """Return whether `rank` posted `key` at `call`; None if it has posted nothing yet."""
         base = rank * ROW_BYTES + self._entry(call)
         if self._words[base // 8] != call:
             return None
         return self._bytes[base + _KEY : base + _LENGTHS] == key
 
     def key(self, rank: int, call: int) -> bytes:
-        """Return the key that `rank`, which has, posted at `call`."""
+        """Return the key that `rank` has posted at `call`; it must have posted one."""
         base = rank * ROW_BYTES + self._entry(call)
         return bytes(self._bytes[base + _KEY : base + _LENGTHS])
 
     def entry(self, rank: int, call: int) -> Entry | None:
-        """Return what `rank` posted at `call`, None if it is not there (yet, or any more)."""
+        """Return the entry that `rank` posted at `call`; None if it is not there (any more)."""
         base = rank * ROW_BYTES + self._entry(call)
         if call == 0 or self._words[base // 8] != call:
             return None
@@ -162,17 +162,17 @@ class MemoryBoard:
         return Entry(call, what, digest, raw[_KEY:_LENGTHS], steps)
 
     def launch(self) -> int:
-        """Count a collective that this rank has launched; return how many it now is."""
+        """Count a collective that this rank launches; return the new count."""
         count = self._words[self._launched] + 1
         self._words[self._launched] = count
         return count
 
     def level(self) -> None:
-        """Raise this rank's count to where it is the same on all ranks, whatever each launched."""
+        """Raise this rank's count to a value that is equal on all ranks after unequal launches."""
         self._words[self._launched] = (self._words[self._launched] // _LEVEL + 1) * _LEVEL
 
     def launched(self, rank: int) -> int:
-        """Return how many collectives `rank` has launched."""
+        """Return the number of collectives that `rank` has launched."""
         return self._words[rank * ROW_BYTES // 8 + _LAUNCHED]
 
     def call(self, rank: int) -> int:
@@ -180,9 +180,9 @@ class MemoryBoard:
         return self._words[rank * ROW_BYTES // 8 + _CALL]
 
     def leave(self, reason: str, state: int = LEFT) -> None:
-        """Write why this rank will not come again; the first reason stays."""
+        """Record why this rank makes no further call; the first reason is kept."""
         if self._words[self._word + _STATE] >= LEFT or os.getpid() != self._owner:
-            return  # a forked child (a loader's worker) that ends is not this rank
+            return  # a forked child that ends, such as a loader's worker, is not this rank
         self._write(_REASON, reason)
         self._words[self._word + _STATE] = state
 
@@ -195,7 +195,7 @@ class MemoryBoard:
         return self._read(rank, _REASON)
 
     def break_off(self, call: int, reason: str) -> None:
-        """Write that an exception of this rank's own ended `call` before its last collective."""
+        """Record that an exception on this rank ended `call` before its last collective."""
         self._write(_BREAK, reason)
         self._words[self._word + _BROKEN + (call & 1)] = call
 
@@ -205,11 +205,11 @@ class MemoryBoard:
         return self._read(rank, _BREAK) if call and self._words[word] == call else None
 
     def set_busy(self, what: str) -> None:
-        """Write what keeps this rank from its next call; empty when nothing does any more."""
+        """Record what keeps this rank from its next call; empty if nothing does."""
         self._write(_BUSY, what)
 
     def busy(self, rank: int) -> str:
-        """Return what `rank` is busy with, empty if it said nothing."""
+        """Return what `rank` is busy with; empty if nothing."""
         return self._read(rank, _BUSY)
 
     def beat(self) -> None:
@@ -217,17 +217,17 @@ class MemoryBoard:
         self._words[self._word + _BEATS] += 1
 
     def beats(self, rank: int) -> int:
-        """Return how many signs of life `rank` has given."""
+        """Return the number of signs of life that `rank` has given."""
         return self._words[rank * ROW_BYTES // 8 + _BEATS]
 
     def pid(self, rank: int) -> int:
         return self._words[rank * ROW_BYTES // 8 + _PID]
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process that signed in as `rank` still runs (stopped counts).
+        """Return whether the process that signed in as `rank` still exists, even if stopped.
 
-        True also where the system cannot tell, as with no descriptor left to look with: that is no
-        death, and the limit of the wait holds all the same.
+        Also returns True if the system cannot tell, for example because no file descriptor is
+        left. That is not a death, and the limit of the wait still applies.
         """
         word = rank * ROW_BYTES // 8
         try:

@@ -1,7 +1,7 @@
-"""What every kind of axis shares: the interface of the collectives, and Work in flight.
+"""Collectives: the interface that every kind of axis implements, and Work in flight.
 
 Reductions sum in rank order, ((r0 + r1) + r2) + ..., and scale once at the end (except on NCCL,
-which sums in an order fixed by the topology), so that how the bytes move never changes a bit.
+which sums in an order fixed by the topology), so that the way bytes are moved never changes a bit.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zerofx.errors import DesyncError
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Scratch
 
-STRETCH_BYTES = 256 << 10  # of a sum: well within one core's second-level cache
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")  # of a program's graphs
+STRETCH_BYTES = 256 << 10  # part of a sum: well within the second-level cache of one core
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")  # in graphs of programs
 COUNTED = (*KINDS, "all_to_all", "send")
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent in collectives of one kind."""
+    """Counters of what this rank has sent in collectives of one kind."""
 
     calls: int = 0
     sent_bytes: int = 0
 
 
 class Work:
-    """A collective in flight: its output is ready, and its input free, once `wait` returns."""
+    """A collective in flight: once `wait` returns, its output is ready and its input may change."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ DONE = Work()
 
 
 class Watch(Protocol):
-    """Numbers the launches and stands by while a rank waits (see comm/watchdog.py)."""
+    """An object that numbers launches and watches a waiting rank (see comm/watchdog.py)."""
 
     waited_s: float
 
@@ -54,7 +54,7 @@ class Watch(Protocol):
 
 @dataclass(slots=True)
 class Lane:
-    """What the axes of one world share: the watch, their counters, and what is in flight."""
+    """The state that the axes of one world share: watch, counters, and collectives in flight."""
 
     watch: Watch
     counters: dict[str, Traffic] = field(default_factory=lambda: {k: Traffic() for k in COUNTED})
@@ -67,7 +67,7 @@ class Lane:
 
 
 class Axis:
-    """One axis of ranks and its collectives; this class is the axis of one rank (local copies)."""
+    """One axis of ranks with its collectives; this base class is an axis of one rank (copies)."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -106,28 +106,28 @@ class Axis:
     def all_to_all(
         self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
     ) -> Work:
-        """Send `sends[r]` to each rank r of this axis, and fill `receives[r]` with what r sends.
+        """Send `sends[r]` to each rank r of this axis, and fill `receives[r]` with r's message.
 
-        Sizes may differ between pairs of ranks; both ranks of a pair know them. Empty tensors are
-        not sent.
+        Sizes may differ between pairs of ranks; both ranks of a pair must know them. Empty tensors
+        are not sent.
         """
         receives[0].copy_(sends[0])
         return DONE
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
-        """Send `buf` to rank `to` of this axis, which receives as many bytes."""
+        """Send `buf` to rank `to` of this axis, which receives the same number of bytes."""
         raise AssertionError(f"{label}: an axis of one rank sends nothing")
 
     def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
-        """Fill `buf` with what rank `source` of this axis sends next of as many bytes."""
+        """Fill `buf` with the next message of its size from rank `source` of this axis."""
         raise AssertionError(f"{label}: an axis of one rank receives nothing")
 
     def rest(self, frees: Callable[[int], bool]) -> None:
-        """Free the receive buffers for whose bytes `frees` holds, if no collective has them."""
+        """Free the receive buffers that no collective uses and for whose bytes `frees` holds."""
 
 
 class GroupWork(Work):
-    """A collective over process groups: its transfers, and what then remains to do on this rank."""
+    """A collective over process groups: its transfers, and the work left for this rank."""
 
     __slots__ = ("_finish", "_handles", "_label", "_lane", "_number")
 
@@ -149,7 +149,7 @@ class GroupWork(Work):
         """Wait for the transfers, then sum and scale.
 
         Raises:
-            DesyncError: a rank left, died, went elsewhere or did not arrive in time; names it.
+            DesyncError: a rank left, died, runs another call or did not arrive in time; names it.
         """
         lane = self._lane
         if self not in lane.in_flight:
@@ -161,10 +161,10 @@ class GroupWork(Work):
 
 
 def receive_buffers(device: torch.device) -> Scratch[Tensor]:
-    """Return buffers on a device that reductions borrow one after the other."""
+    """Return buffers on a device that reductions borrow in turn."""
 
     def make(numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # it outlives the mode that first asked for it
+        with torch.inference_mode(False):  # the buffer outlives the mode of its first borrower
             return torch.empty(numel, dtype=dtype, device=device)
 
     return Scratch(make)
@@ -173,8 +173,8 @@ def receive_buffers(device: torch.device) -> Scratch[Tensor]:
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
     """Set `out` to scale * (((parts[0] + parts[1]) + parts[2]) + ...).
 
-    Of the parts it may alias the first. Long ones are taken a stretch at a time, so that what the
-    second and later passes touch still lies in the cache.
+    `out` may alias the first part, but no other. Long parts are summed in stretches, so that the
+    second and later passes find their data in the cache.
     """
     numel = out.numel()
     step = max(STRETCH_BYTES // out.element_size(), 1)

@@ -1,4 +1,4 @@
-"""How ranks that are about to differ are described: who, what, and the items that differ."""
+"""Descriptions of ranks that are about to differ: which ranks, which calls, which items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from zerofx.comm.board import Entry
 
 Published = Callable[[str], list[str]]
-"""Returns the lines that a rank has published under a digest, none if it has not."""
+"""Returns the lines that a rank has published under a digest; none if it has published nothing."""
 
 _NO_LINES: list[str] = []
 
@@ -17,9 +17,11 @@ _NO_LINES: list[str] = []
 def describe_difference(
     groups: dict[Entry, list[int]], call: int, published: Published = lambda digest: _NO_LINES
 ) -> str:
-    """Say which ranks are about to run what; the largest group (rank 0's on a tie) comes last.
+    """Return the error text for ranks that differ; the largest group comes last.
 
-    published: the parameters behind the digest of a layout, one per line.
+    On a tie, rank 0's group counts as the largest.
+
+    published: returns the parameters of a layout by its digest, one per line.
     """
     order = sorted(groups.items(), key=lambda item: (len(item[1]), -min(item[1])))
     (common, majority), odd = order[-1], order[:-1]
@@ -40,9 +42,9 @@ def describe_difference(
 
 
 def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Published) -> str:
-    """Say which ranks compute something else from inputs of equal sizes, and what.
+    """Return the error text for ranks with different graphs for inputs of equal sizes.
 
-    published: the graph behind a hash, one operator per line.
+    published: returns a graph by its hash, one operator per line.
     """
     order = sorted(groups, key=lambda entry: (len(groups[entry]), -min(groups[entry])))
     pairs = [(a, b) for a in order for b in reversed(order) if a.sizes_hash == b.sizes_hash]
@@ -60,15 +62,15 @@ def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Publis
 
 
 def _first(lines: Counter[str]) -> str:
-    """Return the first of the operators that only one of two graphs has, and how many there are."""
+    """Return the first operator that only one of two graphs has, and the number of others."""
     own = [line for line in lines.elements() if not line.startswith("output(")]
-    if not own:  # what is handed out differs wherever anything does
+    if not own:  # outputs are ignored: they differ whenever anything does
         return "no operator of its own"
     more = f" (and {len(own) - 1} more that differ)" if len(own) > 1 else ""
     return own[0].replace("\t", ", ") + more
 
 
-# -- items: "name=value", of which an entry's texts are made --------------------------------------
+# -- items: the "name=value" parts of an entry's texts --------------------------------------------
 def _name(item: str) -> str:
     return item.partition("=")[0]
 
@@ -76,18 +78,18 @@ def _name(item: str) -> str:
 def _items(entry: Entry, other: Entry) -> list[str]:
     """Return the items in which an entry may differ from another one."""
     steps = entry.steps
-    if not (entry.steps and other.steps):  # of one that took none there are no options to compare
+    if not (entry.steps and other.steps):  # a rank without steps has no options to compare
         steps = entry.steps.partition(";")[0] or (f"{_STEPS}=0" if other.steps else "")
     found = re.split(r"[;\n]", f"{steps};{entry.digest}" if steps else entry.digest)
     return [item.strip() for item in found]
 
 
 def _differing(mine: Entry, theirs: Entry, published: Published) -> tuple[list[str], list[str]]:
-    """Return the items that only one of two entries has, as far as they say why."""
+    """Return the items in which two entries differ, reduced to those that explain why."""
     a, b = _items(mine, theirs), _items(theirs, mine)
     here, there = [i for i in a if i not in b], [i for i in b if i not in a]
     shared = {_name(i) for i in here} & {_name(i) for i in there}
-    if shared & {"optimizer", "param_groups"}:  # then some options have another name here or there
+    if shared & {"optimizer", "param_groups"}:  # then other options may have different names
         here, there = ([i for i in items if _name(i) in shared] for items in (here, there))
     if "layout" in shared:
         one, other = ({_name(i): i.partition("=")[2] for i in items} for items in (here, there))
@@ -100,7 +102,7 @@ def _differing(mine: Entry, theirs: Entry, published: Published) -> tuple[list[s
 
 
 def _first_parameter(mine: list[str], theirs: list[str]) -> tuple[str, str] | None:
-    """Return what two layouts have of the first parameter in which they differ.
+    """Return the first parameter in which two layouts differ, as an item of each.
 
     mine, theirs: "name<tab>dtype[shape]" of each parameter, in the order of the layout.
     """
@@ -118,14 +120,14 @@ def _first_parameter(mine: list[str], theirs: list[str]) -> tuple[str, str] | No
 
 
 def _shown(items: list[str]) -> str:
-    """Return the first six of the items."""
+    """Return at most six of the items, and the number of others."""
     shown = ", ".join(item for item in items[:6] if item)
     return (shown or "other contents") + (f" and {len(items) - 6} more" if items[6:] else "")
 
 
-# -- what to do about it --------------------------------------------------------------------------
+# -- suggestions ----------------------------------------------------------------------------------
 _PARAMETER, _STEPS = "parameter ", "optimizer steps"
-# How the name of an item that differs begins -> what must be alike; the first that fits.
+# Start of the name of a differing item -> what ranks must have in common; the first match counts.
 _RULES = {
     _PARAMETER: "every rank must build the same model: the same layers, sizes, dtypes and frozen "
     "parameters",
@@ -150,10 +152,10 @@ _OF_A_STEP = frozenset({"forward", "backward", "inference"})
 
 
 def _rule(whats: list[str], names: list[str]) -> str:
-    """Return what must be alike on all ranks, by the calls or by the names of items that differ."""
+    """Return what all ranks must have in common, by their calls or the names of differing items."""
     if len(set(whats)) == 1:
         fits = (rule for begin, rule in _RULES.items() if any(n.startswith(begin) for n in names))
-        is_compile = whats[0].startswith("zerofx.compile")  # else an option of the optimizer
+        is_compile = whats[0].startswith("zerofx.compile")  # then it is an option of the optimizer
         return next(fits, _RULES["optimizer"] if is_compile else _SAME_CALLS)
     kinds = {what.partition(" of ")[0] for what in whats}
     apart = [what for what in whats if what.partition(" of ")[0] not in _OF_A_STEP]

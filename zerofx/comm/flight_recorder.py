@@ -1,12 +1,12 @@
-"""Flight records: what a rank did last, in a small file that is there however its process ends.
+"""Flight records: the last actions of a rank, in a small file that survives its process.
 
-Each rank of a world writes its calls and the collectives that it launches into a file, as it goes:
-about two microseconds for each. Nothing has to be written at the end, so that a process that is
-killed, or runs out of memory, leaves its record too. A rank that ends well removes it. One that
-raises adds the reason, and where its threads were.
+Each rank of a world writes its calls and the collectives that it launches to a file as they happen,
+which takes about two microseconds each. Nothing has to be written at the end, so a process that is
+killed or runs out of memory leaves its record too. A rank that ends normally removes it. A rank
+that raises adds the reason and the stacks of its threads.
 
-The file has lines of JSON of fixed lengths, padded with blanks: a head, the reason, and a ring of
-the last `NUM_EVENTS` events. `zerofx doctor --postmortem` reads the records of all ranks.
+The file has JSON lines of fixed lengths, padded with blanks: a head, the reason, and a ring of the
+last `NUM_EVENTS` events. `zerofx doctor --postmortem` reads the records of all ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger("zerofx")
 
 VARIABLE = "ZEROFX_FLIGHT_DIR"
 NUM_EVENTS, EVENT_BYTES = 128, 512
-HEAD_BYTES, REASON_BYTES = 4096, 16384  # the reason has the stacks of all threads
-_KEPT_JOBS = 20  # in the folder that zerofx chooses; older ones are removed
-_FRAMES, _THREADS = 24, 12  # of each stack, the innermost; of the process
+HEAD_BYTES, REASON_BYTES = 4096, 16384  # the reason includes the stacks of all threads
+_KEPT_JOBS = 20  # in the default folder; records of older jobs are removed
+_FRAMES, _THREADS = 24, 12  # innermost frames per stack; threads per process
 JOB = re.compile(r"[\w.-]{1,128}")
 FORMAT = 1
 
@@ -45,7 +45,7 @@ FORMAT = 1
 class FlightRecorder:
     """The record of one rank in one world; without a folder it writes nothing.
 
-    folder: of the job; it is made if it is not there.
+    folder: the folder of the job, which is created if necessary.
     """
 
     def __init__(self, folder: Path | None, name: str, about: dict[str, Any]) -> None:
@@ -82,10 +82,10 @@ class FlightRecorder:
             self._stop(error)
 
     def end(self, reason: str, is_own: bool, error: BaseException | None = None) -> None:
-        """Write why the rank ends, and where its threads are; the first reason stays.
+        """Write why the rank ends and the stacks of its threads; the first reason is kept.
 
-        is_own: the reason lies in this rank, not in what another one did or left undone.
-        error: what ended it, if its stack has gone already.
+        is_own: the cause is on this rank, not something that another rank did or failed to do.
+        error: the exception that ended it, if its stack has already been unwound.
         """
         with self._lock:
             if self._file < 0 or self._reason or os.getpid() != self._owner:
@@ -104,19 +104,19 @@ class FlightRecorder:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the record: one without a reason is removed, and the job's folder with the last."""
+        """Close the record; remove it if it has no reason, and the job's folder if it is empty."""
         if self._file < 0 or os.getpid() != self._owner:
             return
         os.close(self._file)
         self._file = -1
         if not self._reason and self.path is not None:
-            with contextlib.suppress(OSError):  # it, or the folder, may have been removed
+            with contextlib.suppress(OSError):  # the file or the folder may be gone already
                 self.path.unlink()
                 self.path.parent.rmdir()
 
     def _write(self, at: int, num_bytes: int, values: dict[str, Any]) -> None:
         line = json.dumps(values).encode()
-        while len(line) >= num_bytes:  # the longest texts are cut
+        while len(line) >= num_bytes:  # cut the longest texts
             values = {k: _shortened(v) for k, v in values.items()}
             line = json.dumps(values).encode()
         os.pwrite(self._file, line.ljust(num_bytes - 1) + b"\n", at)
@@ -126,7 +126,7 @@ class FlightRecorder:
             os.close(self._file)
         self._file = -1
         log.warning(
-            "zerofx: no flight record of this rank is kept: %s. %s names another folder.",
+            "zerofx: no flight record of this rank is kept: %s. Set %s to another folder.",
             error, VARIABLE,
         )  # fmt: skip
 
@@ -134,7 +134,7 @@ class FlightRecorder:
 def recorder(job: str, world: str, rank: int, ranks: Sequence[int]) -> FlightRecorder:
     """Return the recorder of a rank.
 
-    job: a name that the ranks have agreed on. ranks: of the world, as the job numbers them.
+    job: a name that the ranks have agreed on. ranks: those of the world, as numbered in the job.
     """
     folder = None if not JOB.fullmatch(job) else _folder()
     about = {
@@ -158,7 +158,7 @@ _NUMBERS = itertools.count(1)  # of this process's records
 
 
 def new_job() -> str:
-    """Return a name for a job that begins now, from its first rank."""
+    """Return a name for a job that begins now, made by its first rank."""
     return f"{time.strftime('%Y%m%d-%H%M%S', _STARTED)}-{os.getpid()}"
 
 
@@ -166,7 +166,7 @@ _STARTED = time.localtime()
 
 
 def _folder() -> Path | None:
-    """Return where the folders of jobs are; None where no records are to be, or can be, kept."""
+    """Return the folder of all jobs' folders; None if no records are wanted or possible."""
     if (chosen := os.environ.get(VARIABLE)) is not None:
         return Path(chosen).absolute() if chosen else None
     folder = Path(tempfile.gettempdir()) / f"zerofx-flight-{os.geteuid()}"
@@ -188,10 +188,10 @@ def _folder() -> Path | None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the oldest jobs' records, but for the newest."""
+    """Remove the records of all but the newest jobs."""
     jobs = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda e: e.name)
     for job in jobs[:-_KEPT_JOBS]:
-        with contextlib.suppress(OSError):  # another rank removes it too
+        with contextlib.suppress(OSError):  # another rank may remove it too
             for record in job.glob("rank-*.jsonl"):
                 record.unlink()
             job.rmdir()
@@ -199,7 +199,7 @@ def _prune(folder: Path) -> None:
 
 @lru_cache(maxsize=4096)
 def _quoted(what: str) -> bytes:
-    """Return a text as JSON that fits into an event."""
+    """Return a text as JSON, shortened to fit into an event."""
     text = json.dumps(what).encode()
     while len(text) > EVENT_BYTES - 128:
         what = what[: len(what) * 3 // 4]
@@ -218,9 +218,9 @@ def _shortened(value: Any) -> Any:
 
 
 def _stacks(error: BaseException | None) -> dict[str, list[str]]:
-    """Return where an error was raised, else where the threads are, the main one first.
+    """Return the stack of an error, or else those of all threads, the main thread first.
 
-    Of each stack the innermost line comes last.
+    The innermost line of each stack comes last.
     """
     if error is not None:
         return {"MainThread": _lines(traceback.extract_tb(error.__traceback__))}

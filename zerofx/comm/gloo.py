@@ -1,9 +1,9 @@
-"""The collectives among processes over gloo.
+"""The collectives between processes over gloo.
 
-direct   one point-to-point message a pair of ranks, landing in its final place; used by default
-native   one library call: all-gather, broadcast, or an all-to-all whose pieces are then summed here
-         (gloo's own reductions sum in another order, so they are not used; nor is there a native
-         all-reduce for that reason)
+direct   one point-to-point message per pair of ranks, received in its final place; the default
+native   one library call: all-gather, broadcast, or an all-to-all whose parts are then summed here
+         (gloo's own reductions sum in another order, so they are not used; for the same reason
+         there is no native all-reduce)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerofx.compat.groups import all_gather_flat, group_backend
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Loan
 
-_TAG_MASK = 0x3FFFFFFF  # gloo takes a message's tag from 31 bits
+_TAG_MASK = 0x3FFFFFFF  # gloo uses 31 bits as a message's tag
 _BREAK_TAG = 0x7FFFFFFF
 
 Algorithm = Callable[[str, int, int], str]
@@ -43,14 +43,14 @@ def always_direct(kind: str, nbytes: int, ranks: int) -> str:
 
 
 class GlooAxis(Axis):
-    """An axis of processes joined by gloo: one group for gathers, one for reductions."""
+    """An axis of processes connected by gloo: one group for gathers, one for reductions."""
 
     def __init__(
         self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm
     ) -> None:
         super().__init__(rank, size)
         self._gathers, self._reduces = gathers, reduces
-        # Straight to the backend: torch.distributed's wrappers cost as much as the call itself.
+        # Call the backend directly: torch.distributed's wrappers cost as much as the call itself.
         self._gather_wire = group_backend(gathers, torch.device("cpu"))
         self._reduce_wire = group_backend(reduces, torch.device("cpu"))
         self._peers = [(rank + step) % size for step in range(1, size)]
@@ -105,7 +105,7 @@ class GlooAxis(Axis):
         full = buf if source is None else source
         if self.size > 2:
             return self._all_reduce_by_slices(buf, full, scale, label)
-        # Two ranks swap whole buffers: the same bytes as by slices, and one round trip less.
+        # Two ranks swap whole buffers: as many bytes as with slices, and one round trip less.
         self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
         loans = self._borrow(receives.at_launch, buf.dtype)
@@ -113,13 +113,13 @@ class GlooAxis(Axis):
         handles = self._exchange(self._reduce_wire, [full] * 2, [landing] * 2, label)
 
         def finish() -> None:
-            ordered_sum([full, landing], buf, scale)  # a + b is b + a, bit for bit
+            ordered_sum([full, landing], buf, scale)  # a + b equals b + a, bit for bit
             self._scratch.give_back(loans)
 
         return GroupWork(self._lane, label, handles, finish)
 
     def _all_reduce_by_slices(self, buf: Tensor, full: Tensor, scale: float, label: str) -> Work:
-        """Each rank sums its own slice and sends it round: 2 * (size - 1) / size of the bytes."""
+        """Sum one slice per rank and send it to all: 2 * (size - 1) / size of the bytes."""
         given, slices = full.tensor_split(self.size), buf.tensor_split(self.size)
         mine = slices[self.rank]
         numel = mine.numel()
@@ -185,7 +185,7 @@ class GlooAxis(Axis):
         return [self._scratch.borrow(numel, dtype) for numel in sizes]
 
     def _parts(self, loans: Sequence[Loan[Tensor]], own: Tensor) -> list[Tensor]:
-        """Return where each rank's part lands, in rank order; this rank's part is `own`."""
+        """Return each rank's part, in rank order; those of other ranks are receive buffers."""
         parts = [loan.buffer[: own.numel()] for loan in loans]
         parts.insert(self.rank, own)
         return parts
@@ -204,22 +204,25 @@ class GlooAxis(Axis):
                 leaving = sends[peer]
                 if leaving.numel():
                     handles.append(wire.send([leaving], peer, _tag(leaving)))
-        except RuntimeError as error:  # the connection is closed already
+        except RuntimeError as error:  # the connection is already closed
             raise self._lane.watch.explain(0, label, error) from error
         return handles
 
     def break_off(self) -> None:
-        """End every wait on this axis, in this process, with an error; there is no way back.
+        """End every wait on this axis, in this process, with an error; this is final.
 
         A receive that times out makes gloo close all connections of its group.
         """
         for wire in (self._gather_wire, self._reduce_wire):
-            with contextlib.suppress(RuntimeError):  # timing out is its purpose; or it is closed
+            with contextlib.suppress(RuntimeError):  # it must time out, or is closed already
                 probe = wire.recv([torch.empty(1)], self._peers[0], _BREAK_TAG)
                 probe.wait(timedelta(milliseconds=1))
 
 
 def _tag(message: Tensor) -> int:
-    """Tag a message by its bytes: ranks out of step then wait, and are named, where messages of
-    unequal length under one tag would make gloo abort the process."""
+    """Return the tag of a message: its number of bytes.
+
+    Ranks that are out of step then wait and are named. With equal tags, messages of unequal length
+    would make gloo abort the process.
+    """
     return message.nbytes & _TAG_MASK

@@ -1,4 +1,4 @@
-"""The grid of ranks that a model is sharded and replicated over: from a mesh, or from a size."""
+"""The grid of ranks over which a model is sharded and replicated: from a mesh, or from sizes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NOT_DATA = (
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise unless `mesh` is a DeviceMesh whose axes can be the replicate and the shard axis.
+    """Check that `mesh` is a DeviceMesh whose axes can serve as replicate and shard axes.
 
     Raises:
-        PlanError: it is something else, or an axis is not one of data parallelism; the message
-            names it.
+        PlanError: it is something else, or an axis is not for data parallelism; the message names
+            it.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
@@ -60,7 +60,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def _roles(mesh: DeviceMesh) -> tuple[int, int] | None:
-    """Return which dims of a 2-D mesh replicate and shard, None if its names do not say so."""
+    """Return the (replicate, shard) dims of a 2-D mesh; None if its names do not tell."""
     names = mesh.mesh_dim_names
     if names is None:
         return 0, 1
@@ -76,16 +76,16 @@ def rank_grid(
 ) -> Tensor:  # fmt: skip
     """Return the global ranks as a [pipeline, replicate, shard, tensor] grid.
 
-    A mesh without names is 1-D (shard) or 2-D (replicate, shard); names may give the axes in
-    either order. Without a mesh, all ranks are used in contiguous groups of `shard_size`.
+    A mesh without names is 1-D (shard) or 2-D (replicate, shard); names allow either order of the
+    axes. Without a mesh, all ranks are used in contiguous groups of `shard_size`.
 
     replicates: nothing is sharded (stage 0): the shard axis has one rank, whatever the mesh.
-    tensor: neighbouring ranks that share each layer, without a mesh. pipeline: stages that the
-        model is divided into, each with as many ranks, without a mesh.
+    tensor: without a mesh, the number of neighbouring ranks that share each layer. pipeline:
+        without a mesh, the number of pipeline stages, each with equally many ranks.
 
     Raises:
-        PlanError: the mesh cannot be the grid, does not have this rank, or `shard_size` does not
-            fit it or the ranks.
+        PlanError: the mesh cannot be the grid or does not contain this rank, or `shard_size` does
+            not fit the mesh or the number of ranks.
     """
     if mesh is None:
         world = dist.get_world_size()
@@ -94,7 +94,7 @@ def rank_grid(
             axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
                 f"Plan.parallel has {axes}, which does not divide the {world} ranks; start a "
-                f"multiple of {tensor * pipeline}"
+                f"multiple of {tensor * pipeline} ranks"
             )
         size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size

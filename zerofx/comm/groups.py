@@ -1,4 +1,4 @@
-"""Joining the other ranks: torchrun, the mesh, one process group a purpose, the boards."""
+"""Joining the other ranks: torchrun, the mesh, process groups, and the boards."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_TELL_S = 2.0  # how long a rank that has raised tries to reach the store, to say so
-_NAP_S = 0.05  # between two looks whether somebody serves the store of the job
+_TELL_S = 2.0  # how long a rank that has raised tries to reach the store to report it
+_NAP_S = 0.05  # between two attempts to reach the server of the job's store
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Axes:
 
 
 def place(device: torch.device | str | None, mesh: DeviceMesh | None = None) -> torch.device:
-    """Return the given device, or one of the mesh's type: CUDA's LOCAL_RANK-th, or the host.
+    """Return the given device, or one of the mesh's type: cuda:LOCAL_RANK or the host.
 
-    Without either it is a CUDA device where there is one.
+    Without either, return a CUDA device if there is one.
 
     Raises:
-        PlanError: there is no such device, or it is of another type than the mesh's.
+        PlanError: there is no such device, or its type is not that of the mesh.
     """
     kind = None if mesh is None else mesh.device_type
     if device is not None:
@@ -95,7 +95,7 @@ def _device(device: torch.device | str) -> torch.device:
         num = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= num:
             raise PlanError(
-                f"device = {str(found)!r} is not there. torch sees {num} CUDA devices on this "
+                f"device = {str(found)!r} does not exist. torch sees {num} CUDA devices on this "
                 "machine. Use one of these, or device='cpu'"
             )
         if found.index is None:
@@ -104,10 +104,10 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 class StartUp:
-    """One start of a world on this rank. Where its body raises, the other ranks are told at once.
+    """The start of a world on this rank. If its body raises, the other ranks are told immediately.
 
-    A model is compiled in one: whatever ends that early on this rank (a plan that is refused, a
-    lack of memory, Ctrl-C) ends it on the ranks that wait for this one.
+    A model is compiled within one. Anything that ends it early on this rank (a refused plan, a lack
+    of memory, Ctrl-C) also ends it on the ranks that wait for this one.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -128,10 +128,10 @@ class StartUp:
             self._tell(error)
 
     def initialise(self, device: torch.device | str | None) -> None:
-        """Make the default process group under torchrun if there is none yet, and say so.
+        """Create the default process group under torchrun if there is none, and report it.
 
         Raises:
-            DesyncError: a rank did not come, or has raised; names it.
+            DesyncError: a rank did not arrive, or has raised; names it.
         """
         if not _is_under_torchrun():
             return
@@ -151,8 +151,8 @@ class StartUp:
                     world_size=meeting.size,
                     timeout=timedelta(seconds=limit_s),
                 )
-            meeting.share("process group", "")  # a rank that ends now is missed here, not later
-        except BaseException:  # all ranks have it, or none, so that all can start again
+            meeting.share("process group", "")  # a rank that ends here is missed now, not later
+        except BaseException:  # all ranks have the group, or none, so that all can start again
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise
@@ -164,7 +164,7 @@ class StartUp:
         self._meeting = None
 
     def meet(self, everyone: list[int]) -> tuple[Meeting, Agreement, str]:
-        """Meet the ranks of one world, `everyone`; return how they agree, and the world's name."""
+        """Meet the ranks of one world, `everyone`; return meeting, agreement and world name."""
         limit_s = timeout_s()
         self._meeting, name = _meeting_of_world(everyone, limit_s)
         met = meet(self._meeting)
@@ -177,10 +177,10 @@ class StartUp:
         return self._meeting, agreement, name
 
     def _tell(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has raised."""
-        with contextlib.suppress(Exception):  # whatever fails here, the user sees `error`
+        """Tell the other ranks that this one has raised."""
+        with contextlib.suppress(Exception):  # whatever fails here, the user must see `error`
             reason = f"raised {type(error).__name__}: {error}"
-            with contextlib.suppress(RuntimeError, OSError):  # a store that is gone tells it too
+            with contextlib.suppress(RuntimeError, OSError):  # a missing store is noticed anyway
                 if self._meeting is not None:
                     self._meeting.tell(f"{self._meeting.name([self._meeting.rank])} {reason}")
                 elif self._agreement is None and not isinstance(error, DesyncError):
@@ -190,13 +190,13 @@ class StartUp:
                 self._agreement.quit(f"it {reason}")
 
     def _tell_those_to_come(self, reason: str, patience_s: float) -> None:
-        """Tell it in the meeting that the other ranks will come to, where this one has not yet."""
+        """Report it to the meeting that the other ranks will reach, if this one has not yet."""
         if not dist.is_initialized():
             if _is_under_torchrun():
                 _job().tell(reason, patience_s)
             return
         everyone = list(range(dist.get_world_size()))
-        if isinstance(self._mesh, DeviceMesh):  # what was passed has not been checked yet
+        if isinstance(self._mesh, DeviceMesh):  # the argument has not been checked yet
             everyone = self._mesh.mesh.flatten().tolist()
         if len(everyone) > 1 and dist.get_rank() in everyone:
             meeting, _ = _meeting_of_world(everyone, _TELL_S)
@@ -204,15 +204,15 @@ class StartUp:
 
 
 def _is_under_torchrun() -> bool:
-    """Tell whether torchrun's variables are set, and no process group has been made yet."""
+    """Return whether torchrun's variables are set and there is no process group yet."""
     return not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN)
 
 
 class _Job:
     """The ranks that torchrun's variables name, and the store through which they find each other.
 
-    The store stays until the process ends. If rank 0 serves it, the other ranks still learn there
-    why a start failed, and all can start again. The n-th starts of all ranks belong together.
+    The store lives until the process ends. If rank 0 serves it, the other ranks can still read why
+    a start failed, and all can start again. The n-th starts of all ranks belong together.
     """
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _Job:
         self._address = os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1, 65535)
         self._uses_agent = _uses_agent()
         self._store: Any = None
-        self._untold: list[str] = []  # why starts failed here that could not reach the store
+        self._untold: list[str] = []  # reasons of failed starts that did not reach the store
 
     def start(self, limit_s: float) -> Meeting:
         """Return the meeting of this rank's next start.
@@ -234,9 +234,9 @@ class _Job:
         return self._next_meeting(limit_s)
 
     def tell(self, reason: str, patience_s: float) -> None:
-        """Let the others raise in their start of this number: this rank's has failed before it met.
+        """Report that this rank's start failed before it met the others, which then raise too.
 
-        Without a store within `patience_s`, they learn of it with this rank's next start.
+        If the store is not reached within `patience_s`, they learn of it at this rank's next start.
         """
         self._untold.append(reason)
         self._connect(_TELL_S, patience_s)
@@ -258,10 +258,10 @@ class _Job:
         return f"zerofx/starts/{self._rank}"
 
     def _connect(self, limit_s: float, patience_s: float) -> None:
-        """Connect to the store, unless it answers already, once its server listens.
+        """Connect to the store once its server listens, unless it already answers.
 
-        limit_s: how long a request may take. patience_s: how long to wait for the server; Ctrl-C
-        ends that.
+        limit_s: the time limit of a request. patience_s: how long to wait for the server; Ctrl-C
+        ends the wait.
         """
         try:
             if self._store is not None:
@@ -270,7 +270,7 @@ class _Job:
                 return
         except DesyncError:  # it does not answer
             raise
-        except RuntimeError:  # its server has ended; there may be another in its place
+        except RuntimeError:  # its server has ended; another one may have replaced it
             self._store = None
         serves = self._rank == 0 and not self._uses_agent
         deadline = time.monotonic() + patience_s
@@ -307,7 +307,7 @@ _JOBS: dict[tuple[object, ...], _Job] = {}
 
 
 def _job() -> _Job:
-    """Return the job that the environment names now; the store of an earlier one is dropped."""
+    """Return the job that the environment names; the store of an earlier job is dropped."""
     key = os.getpid(), _uses_agent(), *(os.environ[name] for name in _TORCHRUN)
     if key not in _JOBS:
         _JOBS.clear()
@@ -316,12 +316,12 @@ def _job() -> _Job:
 
 
 def _uses_agent() -> bool:
-    """Tell whether torchrun serves the store of the job, and not rank 0."""
+    """Return whether torchrun, and not rank 0, serves the store of the job."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str]:
-    """Return a meeting through a store that only `everyone` uses, for one world, and its name."""
+    """Return a meeting of one world, in a store that only `everyone` uses, and the world's name."""
     name = f"zerofx/{'-'.join(map(str, everyone))}"
     store, rank = default_store(), everyone.index(dist.get_rank())
     with store_errors():  # the number is the same on every rank
@@ -331,9 +331,9 @@ def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str
 
 
 def other_axes(mesh: DeviceMesh | None) -> str:
-    """Name the axes of the whole mesh that a model's own was sliced from, with their sizes.
+    """Return the names and sizes of the other axes of the mesh from which `mesh` was sliced.
 
-    Ranks along them hold other parameters, or the same ones; which is not known here.
+    Whether ranks along them hold the same parameters or others is not known here.
     """
     if mesh is None:
         return ""
@@ -345,7 +345,7 @@ def other_axes(mesh: DeviceMesh | None) -> str:
 
 
 def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:
-    """Raise unless every rank arranges the same ranks in the same replicas and shards."""
+    """Check that every rank arranges the same ranks in the same replicas and shards."""
     grids = meeting.share("mesh", str(ranks))
     other = next((rank for rank, grid in enumerate(grids) if grid != grids[meeting.rank]), None)
     if other is not None:
@@ -357,20 +357,20 @@ def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:
 
 
 def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp) -> Axes:
-    """Make the process groups of the grid's axes and meet the other ranks, all in one order.
+    """Create the process groups of the grid's axes and meet the other ranks, in a fixed order.
 
     Raises:
-        DesyncError: a rank did not come, or has raised; names it.
+        DesyncError: a rank did not arrive, or has raised; names it.
     """
     shown = grid.squeeze(0) if grid.shape[0] == 1 else grid
-    ranks = (shown.squeeze(-1) if grid.shape[-1] == 1 else shown).tolist()  # as users give it
+    ranks = (shown.squeeze(-1) if grid.shape[-1] == 1 else shown).tolist()  # as users write it
     me = dist.get_rank()
     at = [int(i) for i in (grid == me).nonzero()[0]]
     everyone = grid.flatten().tolist()
     backend = "nccl" if device.type == "cuda" else "gloo"
     joined: list[GlooAxis | NcclAxis] = []
     meeting, agreement, name = start.meet(everyone)
-    _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
+    _check_same_grid(meeting, ranks)  # groups of different ranks would never meet
     groups = _take((backend, str(ranks)), meeting) or Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
     lane = Lane(watchdog)
@@ -415,10 +415,10 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
 
 
 def _new_group(members: list[int], device: torch.device) -> Any:
-    """Make a group in which only its members take part.
+    """Create a group in which only its members take part.
 
-    gloo connects its members at once, for which its timeout is the limit. Later, transfers have
-    a limit of their own as the last resort (NCCL's ends the process); the watchdog comes first.
+    gloo connects its members immediately, limited by the timeout of the group. Later transfers have
+    a longer limit as the last resort (on NCCL it ends the process); the watchdog acts before it.
     """
     limit_s = timeout_s()
     last_s = last_resort_s(limit_s)
@@ -434,18 +434,19 @@ def _new_group(members: list[int], device: torch.device) -> Any:
     return group
 
 
-# -- groups of worlds that are gone, kept for the next world over the same ranks -----------------
-# A group costs three threads and some descriptors (on NCCL device memory), and cannot be destroyed
-# where a model happens to be collected: torch derives the names of groups from those that exist, so
-# ranks that destroy at different times would name the next one differently and hang; and NCCL wants
-# all ranks in it. So a dropped world's groups are kept, and a new world takes over those that every
-# rank has kept with an equal number of launches, all finished: nothing is then under way in them.
-# Two living worlds never share groups: only each world's own agreement orders its transfers.
+# -- groups of ended worlds, kept for the next world over the same ranks --------------------------
+# A group costs three threads and some descriptors (with NCCL, device memory). It cannot be
+# destroyed whenever a model happens to be collected: torch derives names of groups from those that
+# exist, so ranks that destroy at different times would name the next group differently and hang;
+# and NCCL needs all ranks to destroy one. So the groups of a dropped world are kept. A new world
+# takes over groups that every rank has kept with an equal number of launches, all finished, so that
+# nothing is in flight in them. Two living worlds never share groups, because only the agreement of
+# one world orders its transfers.
 @dataclass
 class Groups:
-    """One world's groups: axis -> (gathers, reduces). `name` is the same on all its ranks.
+    """The groups of one world: axis -> (gathers, reduces). `name` is equal on all its ranks.
 
-    `launched` counts this rank's collectives in the worlds that are gone.
+    `launched` counts this rank's collectives in ended worlds.
     """
 
     name: str
@@ -469,10 +470,10 @@ def _take(kind: tuple[str, str], meeting: Meeting) -> Groups | None:
     A collective call among the ranks of the meeting.
 
     Raises:
-        DesyncError: a rank did not come; names it.
+        DesyncError: a rank did not arrive; names it.
     """
     job = dist.group.WORLD
-    for kept in _KEPT.values():  # torch destroys all groups with the default one
+    for kept in _KEPT.values():  # torch destroys all groups together with the default one
         kept[:] = [groups for groups in kept if groups.job is job]
     mine = {groups.name: groups for groups in _KEPT.get(kind, [])}
     texts = meeting.share("spare", json.dumps({name: g.launched for name, g in mine.items()}))

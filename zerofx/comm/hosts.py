@@ -1,8 +1,8 @@
-"""How ranks find their host's board, and how hosts compare notes through the store.
+"""The ranks of a host and the links between hosts: boards are found, and hosts are compared.
 
-The ranks of one host share a file in memory; its name travels through the store once. Where the
-world spans hosts, the first rank of each (its leader) posts what its host is about to do and reads
-the other hosts': as many messages a call as there are hosts, not ranks.
+The ranks of one host share a file in memory; its name is sent through the store once. If the world
+spans several hosts, the first rank of each (its leader) posts the next call of its host and reads
+those of the other hosts. Each call takes as many messages as there are hosts, not ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zerofx.errors import DesyncError
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"
-_LOOK_S = 1.0  # how often the store is asked whether the world is broken
-_CHECK_S = 0.1  # how often a rank that waits for the others' boards looks whether they still come
+_LOOK_S = 1.0  # how often to ask the store whether the world is broken
+_CHECK_S = 0.1  # how often a rank that waits for the board checks whether the others still start
 
 
 def host_key() -> str:
-    """Name what must be equal for ranks to share memory and see each other's processes."""
+    """Return a key that is equal for ranks that share memory and see each other's processes."""
     parts = [socket.gethostname()]
     if os.path.exists(_BOOT):
         with open(_BOOT) as boot:
@@ -41,7 +41,7 @@ def host_key() -> str:
 
 @dataclass(frozen=True)
 class Break:
-    """A call that a rank broke off after it had launched so many collectives, and why.
+    """A call that a rank broke off, after how many launched collectives, and why.
 
     is_last: the rank makes no further call.
     """
@@ -55,7 +55,7 @@ class Break:
 
 
 class HostLink:
-    """One host's side of the comparison between hosts; `hosts` lists each host's ranks."""
+    """One host's side of the comparison between hosts; `hosts` lists the ranks of each host."""
 
     def __init__(self, store: Any, board: MemoryBoard, hosts: list[list[int]], host: int) -> None:
         self._store = store
@@ -71,9 +71,9 @@ class HostLink:
         self.is_leader = board.rank == 0
 
     def post(self, call: int, groups: dict[Entry, list[int]]) -> None:
-        """Post what the ranks of this host announced at `call`; drop what all have read."""
+        """Post what this host's ranks announced at `call`; delete entries that all have read."""
         rows, said = [], set()
-        for entry, ranks in groups.items():  # other graphs do not make other texts
+        for entry, ranks in groups.items():  # entries that differ in the graph share their texts
             texts = None if entry.texts_hash in said else (entry.what, entry.digest, entry.steps)
             said.add(entry.texts_hash)
             rows.append([entry.key.hex(), ranks, texts])
@@ -98,10 +98,10 @@ class HostLink:
         return f"a rank of host {' or '.join(str(ranks) for ranks in late)}"
 
     def read(self, call: int) -> dict[Entry, list[int]]:
-        """Return who announced what at `call`, over all hosts.
+        """Return the announcements of all hosts at `call`, each with its ranks.
 
         Raises:
-            DesyncError: a host that had come has given up since.
+            DesyncError: a host that had arrived has given up since.
         """
         groups: dict[Entry, list[int]] = {}
         with store_errors():
@@ -119,26 +119,26 @@ class HostLink:
         return groups
 
     def tell(self, call: int, verdict: str) -> None:
-        """Let the other ranks of this host know how the hosts compared at `call`."""
+        """Tell the other ranks of this host the result of comparing the hosts at `call`."""
         self._verdicts.post(call, verdict, "")
 
     def told(self, call: int) -> str | None:
-        """Return what the leader told of `call`, None while it has not."""
+        """Return what the leader told about `call`; None if it has told nothing yet."""
         entry = self._board.entry(self._board.size, call)
         return entry.what if entry is not None else None
 
     def post_failure(self, message: str) -> None:
-        """Let the other hosts know that the world is broken; the first message stays."""
-        with contextlib.suppress(RuntimeError):  # without a store they see it break by themselves
+        """Tell the other hosts that the world is broken; the first message is kept."""
+        with contextlib.suppress(RuntimeError):  # without a store, they notice by themselves
             self._store.compare_set("failure", "", message)
 
     def failure(self) -> str | None:
-        """Return what a host posted, if any."""
+        """Return the failure that a host posted, if any."""
         self._look()
         return self._failure
 
     def post_break(self, broken: Break) -> None:
-        """Let the other hosts know that a rank of this one broke off a call."""
+        """Tell the other hosts that a rank of this one broke off a call."""
         with contextlib.suppress(RuntimeError):  # `failure` reports a store that is gone
             number = self._store.add("breaks", 1)
             self._store.set(f"break/{number}", json.dumps(dataclasses.astuple(broken)))
@@ -154,12 +154,12 @@ class HostLink:
             self._store.add("beats", 1)
 
     def beats(self) -> int:
-        """Return how many signs of life the busy ranks of all hosts have given."""
+        """Return the number of signs of life that the busy ranks of all hosts have given."""
         self._look()
         return self._beats
 
     def _look(self) -> None:
-        """Ask the store, at most once a second, what the other hosts have to say."""
+        """Read the news of the other hosts from the store, at most once per second."""
         now = time.monotonic()
         if self._failure is not None or now - self._looked <= _LOOK_S:
             return
@@ -175,12 +175,12 @@ class HostLink:
             self._failure = f"{store_gone()}: {error}"
 
     def post_progress(self, launched: dict[int, int]) -> None:
-        """Post how many collectives each rank of this host has launched."""
+        """Post the number of collectives that each rank of this host has launched."""
         with contextlib.suppress(RuntimeError):  # `failure` reports a store that is gone
             self._store.set(f"progress/{self._host}", json.dumps(launched))
 
     def progress(self) -> dict[int, int]:
-        """Return how many collectives each rank had launched when its host last posted."""
+        """Return the number of collectives of each rank when its host last posted it."""
         keys = [f"progress/{host}" for host in range(len(self._hosts))]
         with store_errors():
             texts = [self._store.get(key) for key in keys if self._store.check([key])]
@@ -193,7 +193,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The board of this rank's host, which rank each row is, and the link to other hosts."""
+    """The board of this rank's host, the rank of each row, and the link to other hosts."""
 
     board: MemoryBoard
     ranks: list[int]
@@ -201,14 +201,14 @@ class Neighbours:
 
 
 def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
-    """Bring the ranks of a meeting to their boards.
+    """Connect the ranks of a meeting to the boards of their hosts.
 
     Raises:
-        DesyncError: a rank did not come within the meeting's limit, or has raised; names it.
+        DesyncError: a rank did not arrive within the meeting's limit, or has raised; names it.
     """
     store, rank, size = meeting.store, meeting.rank, meeting.size
     if rank == 0:
-        store.set("failure", "")  # it is there once all ranks have shared their hosts
+        store.set("failure", "")  # it exists once all ranks have shared their hosts
     keys = meeting.share("host", host or host_key())
     meeting.hosts.update({other: keys[other].partition("/")[0] for other in range(size)})
     ranks = [other for other in range(size) if keys[other] == keys[rank]]
@@ -219,7 +219,7 @@ def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
         board = _sign_in(meeting, ranks, path or meeting.get(f"board/{ranks[0]}", ranks[0]))
     finally:
         if path is not None:
-            os.unlink(path)  # all have it open; nothing is left behind, however they end
+            os.unlink(path)  # all ranks have it open, so nothing is left however they end
     if len(hosts) == 1:
         return Neighbours(board, ranks, None)
     members = [[other for other in range(size) if keys[other] == key] for key in hosts]
@@ -228,7 +228,7 @@ def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
 
 
 def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
-    """Open the board of this host, and return it once all its ranks have."""
+    """Open the board of this host, and return it once all ranks of the host have opened it."""
     with open(path, "r+b") as file:
         shared = mmap.mmap(file.fileno(), (len(ranks) + 1) * ROW_BYTES)
     board = MemoryBoard(shared, ranks.index(meeting.rank), len(ranks))
@@ -249,7 +249,7 @@ def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
 
 
 def _make_file(store: BoundedStore, leader: int, num_bytes: int) -> str:
-    """Make the file of a board, readable by this user only, and post its name."""
+    """Create the file of a board, readable by this user only, and post its name."""
     folder = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
     handle, path = tempfile.mkstemp(prefix="zerofx-board-", dir=folder)
     os.ftruncate(handle, num_bytes)

@@ -1,8 +1,8 @@
-"""Ranks that start up together: before they share a board, they see each other through the store.
+"""Start-up of ranks: before they share a board, they find each other through the store.
 
-A wait here polls the store instead of blocking in it. So it has a limit, whatever timeout the store
-was made with, it names the ranks that are missing, and it ends at once when a rank tells that it
-has raised. Single requests have a limit too: a store whose server was stopped never answers.
+A wait here polls the store instead of blocking in it. It therefore has a limit, whatever timeout
+the store has, names the missing ranks, and ends immediately if a rank reports that it has raised.
+Single requests have a limit too, because a store whose server was stopped never answers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerofx.errors import DesyncError, PlanError
 T = TypeVar("T")
 STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
 _NAP_S = (2e-3, 0.1)  # first and longest sleep between two looks at the store
-_LEAST_S = 2.0  # what a request gets to be answered in, however late it is made
-_FAREWELL_S = 3.0  # how long ranks wait for each other to say that making something failed
+_LEAST_S = 2.0  # the least time that a request gets, however late it is made
+_FAREWELL_S = 3.0  # how long ranks wait for each other to report a failed creation
 _YEAR_S = 365 * 86400.0
 
 
@@ -49,7 +49,7 @@ def from_environment(name: str, least: int, most: int, default: int | None = Non
     """Return a number that torchrun sets; `default` if the variable is unset.
 
     Raises:
-        PlanError: the variable is something else.
+        PlanError: the variable is not a whole number within the limits.
     """
     text = os.environ[name] if default is None else os.environ.get(name, str(default))
     is_number = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
@@ -65,10 +65,10 @@ _MOST_DIGITS = 20
 
 
 class BoundedStore:
-    """A store of torch's, whose requests end within a limit that counts from the last `allow`.
+    """A torch store whose requests end within a limit, counted from the last `allow`.
 
-    Inside a request torch neither has a limit nor listens to Ctrl-C, so a thread makes it. After
-    one that was not answered none is made any more: they would queue up after it.
+    Within a request, torch neither has a limit nor reacts to Ctrl-C, so a thread makes the request.
+    After a request without an answer no more are made, because they would queue up after it.
     """
 
     def __init__(self, store: Any, limit_s: float) -> None:
@@ -77,7 +77,7 @@ class BoundedStore:
         self.allow(limit_s)
 
     def allow(self, seconds: float) -> None:
-        """Let the next requests, all together, take so long from now."""
+        """Let the next requests together take up to `seconds` from now."""
         self._until = time.monotonic() + seconds
 
     def add(self, key: str, amount: int) -> int:
@@ -99,11 +99,11 @@ class BoundedStore:
         return list(self._ask(self.raw.multi_get, keys))
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
-        """Return what a request does.
+        """Return the result of a request.
 
         Raises:
-            DesyncError: it was not answered within the limit, or an earlier one was not.
-            RuntimeError: the request's own, as when the server has ended.
+            DesyncError: this or an earlier request was not answered within the limit.
+            RuntimeError: raised by the request itself, for example if the server has ended.
         """
         if self._silent:
             raise DesyncError(self._silent)
@@ -119,10 +119,10 @@ class BoundedStore:
 
 
 def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
-    """Return what `request(*args)` does, made by a thread; Ctrl-C ends the wait for it.
+    """Return the result of `request(*args)`, run by a thread; Ctrl-C ends the wait.
 
     Raises:
-        TimeoutError: it has not ended within the limit. The thread stays.
+        TimeoutError: the request has not ended within the limit. The thread stays.
     """
     answers: list[T] = []
     errors: list[Exception] = []
@@ -144,11 +144,11 @@ def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
 
 
 class Meeting:
-    """One start-up of `size` ranks that share `store` with no others, seen from rank `rank`.
+    """One start-up of `size` ranks that have `store` to themselves, seen from rank `rank`.
 
-    hosts: the host of each rank that is known, for messages.
-    lost: asked during every wait for a rank that is known to be lost, once there is a board to see
-        that on.
+    hosts: the known hosts of ranks, for messages.
+    lost: returns the description of a lost rank, once there is a board that shows it; asked during
+        every wait.
     """
 
     def __init__(
@@ -164,10 +164,10 @@ class Meeting:
         self.lost: Callable[[], str | None] = lambda: None
 
     def share(self, topic: str, value: str) -> list[str]:
-        """Return what every rank shares under a topic, in rank order, once all have.
+        """Return what every rank shares under a topic, in rank order, once all have shared.
 
         Raises:
-            DesyncError: a rank did not come within the limit, or has raised; names it.
+            DesyncError: a rank did not arrive within the limit, or has raised; names it.
         """
         self.store.allow(self.limit_s)
         with store_errors():
@@ -179,31 +179,31 @@ class Meeting:
             return [text.decode() for text in self.store.multi_get(self._keys(topic))]
 
     def get(self, key: str, source: int) -> str:
-        """Return what rank `source` sets under a key, once it has.
+        """Return the value that rank `source` sets for a key, once it has set it.
 
         Raises:
-            DesyncError: it did not within the limit, or a rank has raised; names it.
+            DesyncError: it was not set within the limit, or a rank has raised; names it.
         """
         self._await(key, key, source)
         with store_errors():
             return self.store.get(key).decode()
 
     def tell(self, reason: str) -> None:
-        """Let the ranks that wait in this meeting, or come to it later, raise `reason`.
+        """Make the ranks that wait in this meeting, or reach it later, raise `reason`.
 
-        The first reason stays.
+        The first reason is kept.
         """
         self.store.allow(_LEAST_S)
-        with contextlib.suppress(RuntimeError):  # without a store they see that by themselves
+        with contextlib.suppress(RuntimeError):  # without a store, they notice by themselves
             self.store.compare_set("raised", "", reason)
 
     def fail(self, message: str) -> DesyncError:
-        """Return `message` as an error, after telling it to the other ranks."""
+        """Return `message` as an error, after reporting it to the other ranks."""
         self.tell(message)
         return DesyncError(message)
 
     def check(self) -> None:
-        """Raise what another rank has told, or a rank that is known to be lost."""
+        """Raise if another rank has reported an error, or is known to be lost."""
         with store_errors():
             told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
         if told is not None:
@@ -214,7 +214,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def making(self, what: str) -> Iterator[None]:
-        """Run what torch does with all ranks of the meeting; its errors then name who is missing.
+        """Run something that torch does with all ranks; its errors then name the missing ranks.
 
         Raises:
             DesyncError: in place of a RuntimeError of torch.
@@ -230,13 +230,13 @@ class Meeting:
             self.store.set(f"{what}/{self.rank}", "")
 
     def name(self, ranks: list[int]) -> str:
-        """Return "rank 1 (host a)" or "ranks 1, 2"; the host where it is known of one rank."""
+        """Return "rank 1 (host a)" or "ranks 1, 2"; with the host of a single rank if known."""
         named = name_ranks(ranks, "", "").strip()
         host = self.hosts.get(ranks[0]) if len(ranks) == 1 else None
         return named + (f" (host {host})" if host else "")
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> DesyncError:
-        """Name the ranks that neither made it nor failed: the others fail at about this time."""
+        """Name the ranks that neither succeeded nor failed: the others fail at about this time."""
         self.check()
         with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
@@ -263,7 +263,7 @@ class Meeting:
             self.check()
             if time.monotonic() > deadline:
                 missing = self._missing(topic) if source is None else [source]
-                late = self.name(missing) if missing else "a rank that ended as it came"
+                late = self.name(missing) if missing else "a rank that ended when it arrived"
                 raise self.fail(
                     f"{late} did not come within "
                     f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S); rank {self.rank} waits for it to "
@@ -284,7 +284,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Say what it means when the store no longer answers, and whose process served it."""
+    """Turn errors of the store into errors that say what they mean, and who serves the store."""
     try:
         yield
     except DesyncError:
@@ -294,12 +294,12 @@ def store_errors() -> Iterator[None]:
 
 
 def store_gone() -> str:
-    """Say that the store is gone, and which process serves it, as far as is known."""
+    """Return the message that the store is gone, with the process that served it, if known."""
     return f"{STORE_GONE[:-1]}: {_server()})"
 
 
 def _server() -> str:
-    """Name the process that serves the store of the job."""
+    """Return the name of the process that serves the store of the job."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "torchrun's"
     return "rank 0, unless the script made the store itself"

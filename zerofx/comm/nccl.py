@@ -1,4 +1,4 @@
-"""The collectives among CUDA devices over NCCL: its native calls, each group on its own stream."""
+"""The collectives between CUDA devices over NCCL: native calls, each group on its own stream."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zerofx.policy import exchange
 
 
 class NcclAxis(Axis):
-    """An axis of CUDA devices joined by NCCL; each group runs on a stream of its own.
+    """An axis of CUDA devices connected by NCCL; each group runs on its own stream.
 
-    `wait` makes the current stream wait for the transfer, never the host, and the groups hold
+    `wait` makes the current stream, but never the host, wait for the transfer. The groups hold
     their tensors until then, so buffers need no `record_stream`.
     """
 
@@ -27,7 +27,7 @@ class NcclAxis(Axis):
         self._lane = lane
 
     def break_off(self) -> None:
-        """End what runs on this axis's streams; there is no way back."""
+        """Abort what runs on this axis's streams; this is final."""
         for group in (self._gathers, self._reduces):
             group_backend(group, torch.device("cuda")).abort()
 

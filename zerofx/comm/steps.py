@@ -1,8 +1,8 @@
-"""The optimizer steps that a rank has taken since its last agreement, as the other ranks see them.
+"""The optimizer steps that a rank has taken since its last agreement, for comparison by all ranks.
 
-Steps are announced with the next call, so that comparing them costs no message of its own: a rank
-that steps with other options, more often or not at all is named before its parameters are gathered
-again.
+Steps are announced with the next call, so that comparing them needs no message of its own. A rank
+that steps with other options, more often or not at all is named before its parameters are next
+gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-_MANNER = frozenset({"foreach", "fused", "capturable"})  # how a step is computed, not what it is
+_MANNER = frozenset({"foreach", "fused", "capturable"})  # how a step is computed, not its result
 
 
 class StepLog:
@@ -24,9 +24,9 @@ class StepLog:
         self._last: tuple[Any, str] = ((), "")
 
     def note(self, optimizer: Optimizer) -> None:
-        """Take note of a step that has just been made."""
+        """Record a step that has just been made."""
         options = options_of(optimizer)
-        if options != self._last[0]:  # they change only where something schedules them
+        if options != self._last[0]:  # they change only if something schedules them
             self._last = options, _text(options)
         self._since.append(self._last[1])
 
@@ -41,8 +41,8 @@ class StepLog:
 def options_of(optimizer: Optimizer) -> tuple[Any, ...]:
     """Return an optimizer's class, and the values of its options in each parameter group.
 
-    Options are what its constructor has defaults for; keys that users put into groups are their
-    own. How a step is computed (`foreach`, `fused`, `capturable`) may differ between ranks.
+    Options are those with defaults in the constructor; other keys of groups belong to the user. The
+    implementation of a step (`foreach`, `fused`, `capturable`) may differ between ranks.
     """
     names = [name for name in optimizer.defaults if name not in _MANNER]
     groups = [
@@ -52,7 +52,7 @@ def options_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def describe(optimizers: Sequence[Optimizer]) -> str:
-    """Return the same as readable "name=value" items; of several, each item with its number."""
+    """Return the options as readable "name=value" items; several optimizers are numbered."""
     if len(optimizers) == 1:
         return _text(options_of(optimizers[0]))
     texts = [_text(options_of(each)).split(";") for each in optimizers]
@@ -61,7 +61,7 @@ def describe(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option's value; of a tensor on a device only that it is one: reading it waits."""
+    """Return the value of an option; for a tensor on a device only "tensor", as reading waits."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "tensor"
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""A step that all ranks take or none: what they tell each other, and whether it failed on one."""
+"""Steps that either all ranks take or none: ranks exchange results, and whether a step failed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def exchange(world: World, value: T, label: str) -> list[T]:
-    """Return every rank's value, in rank order; `label` is for the watchdog.
+    """Return every rank's value, in rank order; `label` names the exchange for the watchdog.
 
-    Through the world's own broadcasts, so that a mesh that is part of a larger job works, and a
-    stuck rank is named. Pickled: what comes over these wires comes from this very job.
+    It uses the world's own broadcasts, so that it works for a mesh that is part of a larger job,
+    and names a stuck rank. Values are pickled, which is safe since they come from this very job.
     """
     if world.size == 1:
         return [value]
@@ -37,12 +37,12 @@ def exchange(world: World, value: T, label: str) -> list[T]:
 
 
 def exchange_apart(world: World, topic: str, value: T) -> list[T]:
-    """Return every rank's value, in rank order; in a thread, while other calls go on.
+    """Return every rank's value, in rank order; runs in a thread while other calls go on.
 
-    Through the store of the world, with no collective. topic: a name that this exchange alone has.
+    It uses the store of the world and no collective. topic: a name for this exchange only.
 
     Raises:
-        DesyncError: a rank has died before it came, or the ranks have lost each other.
+        DesyncError: a rank died before it arrived, or the ranks have lost each other.
     """
     letters = world.letters()
     if letters is None:
@@ -51,20 +51,20 @@ def exchange_apart(world: World, topic: str, value: T) -> list[T]:
 
 
 def together(world: World, what: str, step: Callable[[], T], raises: type[ZerofxError]) -> list[T]:
-    """Run `step` on every rank and return all results, in rank order; no rank goes on alone.
+    """Run `step` on every rank and return all results in rank order; raise on all if one fails.
 
-    Raises: on a rank where `step` failed, that error (an OSError as one of `raises`); on the
-        others one of `raises` that names the rank and the error.
+    Raises: on a rank where `step` failed, its error (an OSError is turned into `raises`); on the
+        other ranks an error of class `raises` that names the rank and the error.
     """
     problem: Exception | None = None
     value: T | None = None
     try:
         value = step()
-    except DesyncError:  # the ranks have lost each other: no rank can be told
+    except DesyncError:  # the ranks have lost each other, so no rank can be told
         raise
-    except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
+    except Exception as error:  # noqa: BLE001  (reported to every rank and raised below)
         problem = error
-    except BaseException as error:  # Ctrl-C, sys.exit: this rank comes no further
+    except BaseException as error:  # Ctrl-C, sys.exit: this rank does not continue
         world.report_failure(repr(error))
         raise
     world.agree(what, "")
@@ -74,7 +74,7 @@ def together(world: World, what: str, step: Callable[[], T], raises: type[Zerofx
 def together_apart(
     world: World, what: str, topic: str, step: Callable[[], T], raises: type[ZerofxError]
 ) -> list[T]:
-    """As `together`, in a thread of every rank, while other calls go on.
+    """Do as `together` in a thread of every rank, while other calls go on.
 
     Raises: as `together`, and DesyncError as `exchange_apart`.
     """
@@ -82,7 +82,7 @@ def together_apart(
     value: T | None = None
     try:
         value = step()
-    except Exception as error:  # noqa: BLE001  (told to every rank and raised below)
+    except Exception as error:  # noqa: BLE001  (reported to every rank and raised below)
         problem = error
     return _results(what, problem, value, raises, lambda said: exchange_apart(world, topic, said))
 
@@ -94,7 +94,7 @@ def _results(
     raises: type[ZerofxError],
     send: Callable[[tuple[str | None, T | None]], list[tuple[str | None, T | None]]],
 ) -> list[T]:
-    """Tell the others what became of a step here; return all results, or raise."""
+    """Exchange the results of a step on all ranks; return all of them, or raise."""
     mine = None if problem is None else _describe(problem)
     answers = send((mine, value))
     if isinstance(problem, OSError) and not isinstance(problem, ZerofxError):
@@ -108,11 +108,11 @@ def _results(
 
 
 def tell(world: World, what: str, problem: Exception | None, raises: type[ZerofxError]) -> None:
-    """Tell all ranks whether something went wrong on this one; a collective call.
+    """Tell all ranks whether something failed on this one; a collective call.
 
-    Raises: `problem`, or on the other ranks one of `raises` that names the rank and the error.
+    Raises: `problem`; on the other ranks an error of class `raises` that names rank and error.
     """
-    if isinstance(problem, DesyncError):  # the ranks have lost each other: no rank can be told
+    if isinstance(problem, DesyncError):  # the ranks have lost each other, so no rank can be told
         raise problem
     if world.all_well(what, problem is None):
         return

@@ -1,9 +1,9 @@
-"""Waiting in a collective, with a limit: what is stuck, and which ranks have not arrived.
+"""Waits in collectives, with a limit: what is stuck, and which ranks have not arrived.
 
-A wait in gloo cannot be interrupted by another thread, and its own timeout says nothing of who is
-missing. So a thread looks at the board while the main thread waits; when a rank has left, died,
-gone on to another call, or not arrived in time, it posts the diagnosis for the other ranks and
-breaks this rank's connections, upon which the wait ends, here and in turn on every other rank.
+A wait in gloo cannot be interrupted by another thread, and its own timeout does not say which rank
+is missing. So a thread looks at the board while the main thread waits. If a rank has left, died,
+begun another call, or not arrived in time, the thread posts the diagnosis for the other ranks and
+breaks this rank's connections. The wait then ends, here and, one by one, on all other ranks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Waiting = tuple[int, str]
 
 _LOOK_S = 0.25  # how often the thread looks
 _PROGRESS_S = 10.0  # how often it posts this host's progress for the others
-_FAREWELL_S = 2.0  # how long after a lost connection its cause may take to show on the board
+_FAREWELL_S = 2.0  # how long the cause of a lost connection may take to show on the board
 
 
 def last_resort_s(timeout_s: float) -> float:
-    """Return the limit of a transfer by itself, which the watchdog comes before."""
+    """Return the limit of a single transfer, before which the watchdog acts."""
     return 2 * timeout_s + 60
 
 
 class Watchdog(ABC):
-    """Counts launches on the board and stands by while this rank waits."""
+    """The counter of launches on the board, which also watches this rank while it waits."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self._board = agreement.board
         self._last_resort = timedelta(seconds=last_resort_s(agreement.timeout_s))
         self._waiting: Waiting | None = None
-        self.waited_s = 0.0  # by the host, for all collectives so far
+        self.waited_s = 0.0  # by the host, in all collectives so far
         self._diagnosis: DesyncError | None = None
         self._interrupt: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
@@ -60,7 +60,7 @@ class Watchdog(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: a process that ends while it is inside gloo would abort."""
+        """End the thread, because a process that exits while it is inside gloo would abort."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FAREWELL_S)
@@ -97,10 +97,10 @@ class Watchdog(ABC):
     @property
     @abstractmethod
     def waiting(self) -> Waiting | None:
-        """The number and label of the collective that holds this rank up."""
+        """The number and label of the collective for which this rank waits."""
 
     def look(self, waited_s: float) -> str | None:
-        """Return what is wrong with the wait that has lasted `waited_s`, None if nothing is."""
+        """Return what is wrong with a wait that has lasted `waited_s`; None if nothing is."""
         waiting = self.waiting
         if waiting is None:
             return None
@@ -135,7 +135,7 @@ class Watchdog(ABC):
             try:
                 launched = {**agreement.link.progress(), **launched}
             except DesyncError as error:
-                return f"who has not arrived cannot be told ({error})"
+                return f"the ranks that have not arrived are unknown ({error})"
         absent = [rank for rank, count in launched.items() if count < number]
         stopped = agreement.stopped()
         if not absent:
@@ -149,9 +149,9 @@ class Watchdog(ABC):
         )
 
     def tick(self, waited_s: float) -> None:
-        """Look once; where something is wrong, post it and end the wait.
+        """Look once; if something is wrong, post it and end the wait.
 
-        The wait has an end also where looking fails: at its limit.
+        If looking itself fails, the wait still ends at its limit.
         """
         if self._diagnosis is not None or self._interrupt is None:
             return
@@ -166,23 +166,23 @@ class Watchdog(ABC):
             self._interrupt()
 
     def note_failure(self) -> None:
-        """Write the record once another rank has given up, wherever this one is at the moment.
+        """Complete the record once another rank has given up, whatever this one does.
 
-        It may hang outside of all collectives, or be ended by a launcher before it gets to one.
+        This rank may hang outside all collectives, or its launcher may end it before the next one.
         """
         failure = self.agreement.failed_elsewhere()
         if failure is not None:
             self.agreement.record.end(f"another rank has given up: {failure}", is_own=False)
 
     def post_progress(self) -> None:
-        """Let other hosts know how far the ranks of this one are."""
+        """Tell other hosts how many collectives the ranks of this one have launched."""
         link, board = self.agreement.link, self._board
         if link is not None and link.is_leader:
             ranks = enumerate(self.agreement.ranks)
             link.post_progress({rank: board.launched(row) for row, rank in ranks})
 
     def explain(self, number: int, label: str, error: RuntimeError) -> DesyncError:
-        """Turn gloo's error into one that names the rank, looking for its cause for a while."""
+        """Turn gloo's error into one that names the rank, after a search for its cause."""
         agreement = self.agreement
         here = self._here(label)
         deadline = time.monotonic() + _FAREWELL_S
@@ -198,7 +198,7 @@ class HostWatchdog(Watchdog):
     """The watchdog of collectives for which the host waits."""
 
     def wait_for(self, handle: Any) -> None:
-        """Wait for one transfer: longer than gloo would, which the limit of connecting ends."""
+        """Wait for one transfer, beyond gloo's own limit, which is that of connecting."""
         handle.wait(self._last_resort)
 
     @property
@@ -207,9 +207,10 @@ class HostWatchdog(Watchdog):
 
 
 class StreamWatchdog(Watchdog):
-    """The watchdog of collectives that run on device streams, where a wait never holds the host.
+    """The watchdog of collectives on device streams, for which the host never waits.
 
-    What it finds stuck it aborts; the error is raised by this world's next launch, wait or call.
+    It aborts collectives that are stuck. The next launch, wait or call of this world raises the
+    error.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -229,7 +230,7 @@ class StreamWatchdog(Watchdog):
             raise self._diagnosis
 
     def wait_for(self, handle: Any) -> None:
-        handle.wait()  # with a limit it would hold the host
+        handle.wait()  # with a limit, it would block the host
 
     @property
     def waiting(self) -> Waiting | None:
@@ -240,9 +241,9 @@ class StreamWatchdog(Watchdog):
 
 
 def _stand_by(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
-    """Look at a watchdog's wait a few times a second, until it is stopped or dropped.
+    """Look at a watchdog's wait a few times per second, until it is stopped or dropped.
 
-    Nothing ends it before: without it a lost rank would be waited for until gloo's own limit.
+    No error ends this loop: without it, a lost rank would be waited for until gloo's own limit.
     """
     round_ = _Round()
     while not ended.wait(_LOOK_S):
@@ -251,13 +252,13 @@ def _stand_by(reference: weakref.ref[Watchdog], ended: threading.Event) -> None:
             return
         try:
             round_.look_at(watchdog)
-        except Exception as error:  # noqa: BLE001  (whatever it was, the next look may succeed)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the next look may succeed)
             round_.report(error)
         del watchdog
 
 
 class _Round:
-    """What the thread keeps from one look to the next."""
+    """The state that the thread keeps between looks."""
 
     def __init__(self) -> None:
         self._last: Waiting | None = None
@@ -277,7 +278,7 @@ class _Round:
             watchdog.post_progress()
 
     def report(self, error: Exception) -> None:
-        """Log what a look failed with, once for each error on end."""
+        """Log the error of a look, but only once while it repeats."""
         if repr(error) != self._reported:
             self._reported = repr(error)
-            log.warning("zerofx: the watchdog could not look after the ranks: %r", error)
+            log.warning("zerofx: the watchdog failed to check the ranks: %r", error)

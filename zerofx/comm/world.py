@@ -1,9 +1,9 @@
-"""Who this rank is, and its collectives: one World per compiled model.
+"""The world of a rank: its place in the mesh and its collectives, one World per compiled model.
 
-Ranks form a grid of (pipeline, replicate, shard, tensor), numbered as `layout.Mesh` says. Values
-are sharded over the shard axis; the replicate axis holds copies of the same shards; the ranks of
-the tensor axis share each layer, those of the pipeline axis have layers of their own, and both have
-the same samples.
+Ranks form a grid of (pipeline, replicate, shard, tensor), numbered as in `layout.Mesh`. Values are
+sharded over the shard axis; the replicate axis holds copies of the same shards. The ranks of the
+tensor axis share each layer, and those of the pipeline axis have different layers; both have the
+same samples.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Then(Work):
 
 
 class World:
-    """This rank's place among the ranks, its collectives and what it sent in them.
+    """This rank's place among the ranks, its collectives, and counters of what it sent in them.
 
     `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
-    DeviceMesh, None where that axis has one rank. `other_axes` names the axes of a larger mesh that
-    this world is a slice of. `label`s name a collective in errors. `give_back` is called once the
-    world is dropped.
+    DeviceMesh, or None if that axis has one rank. `other_axes` names the axes of a larger mesh of
+    which this world is a slice. `label`s name a collective in errors. `give_back` is called once
+    the world is dropped.
     """
 
     def __init__(
@@ -115,27 +115,27 @@ class World:
         tensor: int = 1,
         pipeline: int = 1,
     ) -> World:
-        """Return the world this process is in; a collective call where there are several ranks.
+        """Return the world of this process; a collective call if there are several ranks.
 
-        Uses the process group that exists; else, under torchrun, initialises one; else this is one
-        process. `mesh` is 1-D (shard) or 2-D (replicate, shard); without one all ranks are used, in
-        contiguous groups of `shard_size` that hold the shards, replicated across the groups. If
-        `replicates`, nothing is sharded, and all ranks of the mesh are replicas. `tensor`
-        neighbouring ranks share each layer; the model is divided into `pipeline` stages.
-        `algorithm` chooses how gloo moves the bytes of each collective. `start`: the start-up that
-        this is a part of, if the other ranks are to be told of what raises after this too.
+        Uses the existing process group. If there is none, initialises one under torchrun, and is a
+        single process otherwise. `mesh` is 1-D (shard) or 2-D (replicate, shard). Without a mesh,
+        all ranks are used: contiguous groups of `shard_size` hold the shards, which are replicated
+        across the groups. If `replicates`, nothing is sharded and all ranks of the mesh are
+        replicas. `tensor` neighbouring ranks share each layer; the model is divided into `pipeline`
+        stages. `algorithm` chooses how gloo moves the bytes of each collective. `start` is the
+        start-up of which this is a part; pass one if later exceptions must be reported too.
 
         Raises:
             PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks, or
                 ZEROFX_TIMEOUT_S is not a number of seconds.
-            DesyncError: another rank did not come within ZEROFX_TIMEOUT_S, or has raised.
+            DesyncError: another rank did not arrive within ZEROFX_TIMEOUT_S, or has raised.
         """
         if start is None:
             with groups.StartUp(mesh) as start:
                 return cls.connect(
                     device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline
                 )
-        timeout_s()  # raises where it is no number, before anything waits
+        timeout_s()  # raises if it is not a number, before anything waits
         start.initialise(device)
         if not dist.is_initialized():
             if mesh is not None:
@@ -175,22 +175,22 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ranks that have samples of their own this one is, or shares them with."""
+        """The index of this rank's samples among the ranks with different samples."""
         return self.replicate_rank * self.shard_size + self.shard_rank
 
     @property
     def data_size(self) -> int:
-        """How many ranks have samples of their own."""
+        """The number of ranks with different samples."""
         return self.mesh.num_data_ranks
 
     @property
     def copy_size(self) -> int:
-        """How many ranks hold one copy of the model together: those of all axes but replicate."""
+        """The number of ranks that together hold one copy of the model: all axes but replicate."""
         return self.size // self.replicate_size
 
     @property
     def copy_rank(self) -> int:
-        """Which of these this one is; the rank on the tensor axis counts fastest."""
+        """The index of this rank among these; the tensor axis varies fastest."""
         return self.rank % self.copy_size
 
     def axis(self, name: str) -> Axis:
@@ -211,12 +211,12 @@ class World:
     ) -> Work:
         """Set `out` [k] to scale * the sum over all ranks of this rank's slice of `full`.
 
-        The sum runs in rank order over one axis after the other, as `policy/reduction.py` says.
+        The sum runs in rank order over one axis after the other (see `policy/reduction.py`).
 
-        over_shards: launches the reduction over the shard axis instead of `Axis.reduce_scatter`,
+        over_shards: launches the reduction over the shard axis in place of `Axis.reduce_scatter`,
             with the same arguments.
 
-        Shapes: full [shard_size * k]; `out` is no part of it where there are several ranks.
+        Shapes: full [shard_size * k]; with several ranks, `out` must not be a part of it.
         """
         first, *later = self._legs
         own_scale = 1.0 if later else scale
@@ -242,7 +242,7 @@ class World:
     ) -> Work:
         """Send `sends[r]` to each rank r of this copy of the model, fill `receives[r]` with r's.
 
-        Sizes may differ between pairs of ranks; both ranks of a pair know them.
+        Sizes may differ between pairs of ranks; both ranks of a pair must know them.
         """
         if self.copy_size == self.shard_size:
             return self._shard.all_to_all(receives, sends, label)
@@ -261,10 +261,11 @@ class World:
             axis.rest(frees)
 
     def drain(self) -> None:
-        """Wait for everything still in flight: after an exception, before buffers are used again.
+        """Wait for everything in flight, for example after an exception, before reusing buffers.
 
-        After a DesyncError what is in flight is given up: it would never end. Nor is one raised
-        here over the exception that `report_failure` told of; the next call raises it.
+        After a DesyncError, everything in flight is given up, because it would never end. Nor does
+        this raise a DesyncError on top of an exception that `report_failure` has reported; the next
+        call raises it.
 
         Raises:
             DesyncError: as for any wait.
@@ -287,23 +288,23 @@ class World:
         and every rank must have taken the same optimizer steps since the last agreement.
 
         Raises:
-            DesyncError: a rank is about to do something else, has left, died, or did not come.
+            DesyncError: a rank is about to do something else, has left, died, or did not arrive.
         """
         if self._agreement is not None:
             self._agreement.agree(what, digest, graph, self.steps.take())
 
     def publish(self, digest: str, text: str) -> None:
-        """Let ranks that announce another digest look at the text that this one stands for."""
+        """Publish the text of a digest, so that ranks with another digest can compare it."""
         if self._agreement is not None:
             self._agreement.publish(digest, text)
 
     def all_well(self, what: str, is_well: bool) -> bool:
-        """Return, once every rank has come to `what`, whether all is well on each of them.
+        """Return, once every rank has reached `what`, whether `is_well` holds on all of them.
 
-        Costs what an agreement does: no collective.
+        It costs as much as an agreement: no collective.
 
         Raises:
-            DesyncError: a rank is about to do something else, has left, died, or did not come.
+            DesyncError: a rank is about to do something else, has left, died, or did not arrive.
         """
         if self._agreement is None:
             return is_well
@@ -312,13 +313,13 @@ class World:
     def agree_but_for(
         self, what: str, digest: str, choice: str, graph: bytes = NO_GRAPH
     ) -> set[str]:
-        """Return, once every rank is about to do `what` with the same `digest`, all their choices.
+        """Return all ranks' choices, once each is about to do `what` with the same `digest`.
 
-        choice: a "name=value" item, in which ranks may differ. Costs what an agreement does, and
-            compares `graph` and optimizer steps as one.
+        choice: a "name=value" item, in which ranks may differ. Like an agreement, this needs no
+            collective, and compares `graph` and optimizer steps.
 
         Raises:
-            DesyncError: a rank is about to do something else, has left, died, or did not come.
+            DesyncError: a rank is about to do something else, has left, died, or did not arrive.
         """
         if self._agreement is None:
             return {choice}
@@ -330,13 +331,13 @@ class World:
         return self._lane.watch.waited_s if self._lane is not None else 0.0
 
     def letters(self) -> Letters | None:
-        """Return what threads of all ranks tell each other things by; None for one rank."""
+        """Return the means by which threads of all ranks exchange messages; None for one rank."""
         return None if self._agreement is None else self._agreement.letters(self.size)
 
     def level(self) -> None:
-        """End a call in which ranks launch different collectives: their counts are equal again.
+        """End a call in which ranks launch different collectives: make their counts equal again.
 
-        Until then a rank that is ahead of others in that is not taken for one that waits in vain.
+        Until then, a rank with more launches than others must not count as waiting in vain.
         """
         if self._agreement is not None:
             self._agreement.board.level()
@@ -344,17 +345,18 @@ class World:
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that an exception has ended the call that was last agreed on.
 
-        They raise within about a second, naming this rank and the reason, if they wait for what it
-        has not launched, or have finished the call. Ranks that failed alike may go on.
+        They raise within about a second, naming this rank and the reason, if they wait for a
+        collective that it has not launched, or have finished the call. Ranks that failed in the
+        same way may continue.
         """
         if self._agreement is not None:
             self._agreement.break_off(reason)
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Do something long before the next call: the other ranks' limit does not run meanwhile.
+        """Do something long before the next call, without the time limit of the other ranks.
 
-        They wait as long as this process lives and answers; `what` completes "rank 0 is busy ...".
+        They wait as long as this process is alive; `what` completes "rank 0 is busy ...".
         """
         with self._agreement.heartbeat.busy(what) if self._agreement else contextlib.nullcontext():
             yield

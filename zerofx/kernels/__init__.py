@@ -1,6 +1,7 @@
 """Kernels over flat memory and of fused patterns: one file each, with formula and torch form.
 
-What an emitted `kernels.py` uses is named here; importing it registers the fused ops.
+The names imported here are those that an emitted `kernels.py` uses; the import registers the fused
+ops.
 """
 
 from zerofx.kernels import ops as ops

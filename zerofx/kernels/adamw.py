@@ -7,8 +7,8 @@
     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     lowp = p, rounded to its dtype
 
-`grad_scale` is whatever the gradient is divided by: the loss scale, the clip's factor, or both.
-Arithmetic is fp32 whatever the tensors hold.
+`grad_scale` is the divisor of the gradient: the loss scale, the factor of the clip, or both.
+Arithmetic is in fp32 for every dtype of the tensors.
 
 Source: Adam (arXiv 1412.6980), algorithm 1; decoupled weight decay (arXiv 1711.05101); the form of
     torch.optim.AdamW.
@@ -28,13 +28,13 @@ from zerofx.kernels.launch import check_flat, kernel, num_blocks, use_triton
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 1024  # elements a program: 16-byte loads by 128 threads, twice
+BLOCK = 1024  # elements per program: two 16-byte loads by each of 128 threads
 CHUNK = 1 << 20  # elements of a temporary in the torch form
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The numbers of one step, as the host knows them."""
+    """The scalars of one step, known on the host."""
 
     lr: float
     beta1: float
@@ -69,11 +69,11 @@ def flat_adamw_(
     adam_w_mode: bool = True,
     lowp: Tensor | None = None,
 ) -> None:
-    """Run one step of AdamW (or of Adam) on flat memory, in place.
+    """Run one step of AdamW (or Adam) on flat memory, in place.
 
     Args:
-        step: the number of this step, 1 for the first.
-        grad_scale: the gradient is divided by it, and itself stays as it was.
+        step: the number of this step; the first is 1.
+        grad_scale: the divisor of the gradient, whose own memory is not changed.
         lowp: receives the new parameter, rounded to its dtype.
 
     Shapes: every tensor [numel]; `param`, `exp_avg`, `exp_avg_sq` of one dtype.
@@ -102,7 +102,7 @@ def adamw_torch_(
     grad_scale: Tensor | float | None = None,
     lowp: Tensor | None = None,
 ) -> None:
-    """The formula in plain torch, by chunks, for any mixture of dtypes: the kernel's oracle."""
+    """Compute the formula in plain torch, in chunks, for any mix of dtypes: the kernel's oracle."""
     pieces = [t.split(CHUNK) for t in (param, grad, exp_avg, exp_avg_sq)]
     lows = lowp.split(CHUNK) if lowp is not None else [None] * len(pieces[0])
     for p, g, m, v, low in zip(*pieces, lows, strict=True):
@@ -164,10 +164,10 @@ def _adamw(  # type: ignore[no-untyped-def]
         p -= decay * p
     else:
         g += weight_decay * p
-    m += weight1 * (g - m)  # 1 - beta is taken on the host, where it is exact
+    m += weight1 * (g - m)  # 1 - beta is computed on the host, where it is exact
     v = beta2 * v + weight2 * g * g
     p -= step_size * m / (tl.sqrt(v) / bias2_sqrt + eps)
-    p = p.to(param.dtype.element_ty)  # the copy is rounded from what is stored
+    p = p.to(param.dtype.element_ty)  # so that the copy is rounded from the stored value
     tl.store(param + at, p, mask=inside)
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)

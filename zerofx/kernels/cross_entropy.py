@@ -1,4 +1,4 @@
-"""Linear layer + cross-entropy by tiles of the logits: forward and backward never hold all of them.
+"""Linear layer + cross-entropy in tiles of the logits: neither forward nor backward holds all.
 
     x = hidden @ weight^T + bias                                      [tokens, vocabulary]
     lse[n] = log sum_v exp(x[n, v])
@@ -8,9 +8,9 @@
     dx[n, v] = (exp(x[n, v] - lse[n]) - (1 - s) * (v is target[n]) - s / V) * dloss[n]
     dhidden = dx @ weight,   dweight = dx^T @ hidden,   dbias = sum_n dx[n]
 
-A tile is `rows` tokens by `columns` words. Forward keeps lse; backward computes each tile's logits
-once more. In bf16 that is rounded as the plain model rounds it: logits in bf16, softmax in fp32.
-Gradients are taken behind the incoming one, so that a loss scale keeps them out of fp16's
+A tile is `rows` tokens by `columns` words. Forward keeps lse; backward recomputes each tile's
+logits. In bf16 this rounds as the plain model does: logits in bf16, softmax in fp32. Gradients of
+the logits are multiplied by the incoming gradient, so that a loss scale protects them from fp16
 underflow.
 
 Source: online softmax (arXiv 1805.02867); Liger Kernel (arXiv 2410.10989), section 3.2, and Cut
@@ -29,29 +29,29 @@ from torch import Tensor
 from zerofx.compat.tensors import assert_async
 
 TILE_BYTES = 32 << 20  # fp32 logits of one tile
-_ROWS = 8192  # tokens of a tile at most: more would make its columns too few for a fast product
-_COLUMNS = 256  # words of a tile at least
+_ROWS = 8192  # most tokens per tile: with more, a tile has too few columns for a fast product
+_COLUMNS = 256  # fewest words per tile
 
 
 @dataclass(frozen=True)
 class Options:
-    """What cross-entropy is told beside its tensors, as torch.nn.functional.cross_entropy is."""
+    """The options of cross-entropy, as in torch.nn.functional.cross_entropy."""
 
     ignore_index: int = -100
     is_mean: bool = True
     label_smoothing: float = 0.0
 
 
-# In place on fp32 rows: (logits of a tile, targets, its first word, lse, picked, totals or None).
+# Works in place on fp32 rows: (logits of a tile, targets, first word, lse, picked, totals or None).
 Step = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor | None], None]
-# (logits of a tile, targets, its first word, lse, dloss of each token, V, smoothing) -> dx.
+# (logits of a tile, targets, first word, lse, dloss of each token, V, smoothing) -> dx.
 Gradient = Callable[[Tensor, Tensor, int, Tensor, Tensor, int, float], Tensor]
 
 
 def tile_sizes(tokens: int, vocabulary: int) -> tuple[int, int]:
     """Return (rows, columns) of a tile: all tokens if possible, then as many words as fit.
 
-    All tokens at once means that each row of the weight's gradient is written once.
+    With all tokens in one tile, each row of the weight's gradient is written only once.
     """
     rows = max(min(tokens, _ROWS), 1)
     columns = max(TILE_BYTES // (4 * rows), _COLUMNS)
@@ -65,7 +65,7 @@ def linear_cross_entropy_plain(
     target: Tensor,
     options: Options,
 ) -> Tensor:
-    """Return the loss as a model writes it, all logits at once: the oracle, differentiable."""
+    """Return the loss from all logits at once, as a model does: the oracle, differentiable."""
     logits = F.linear(hidden, weight, bias).float()
     return F.cross_entropy(
         logits,
@@ -87,13 +87,13 @@ def linear_cross_entropy(
     """Return (loss, lse), tile by tile.
 
     Args:
-        step: takes a tile's logits into the state of its tokens; plain torch by default.
+        step: adds a tile's logits to the state of its tokens; plain torch by default.
 
     Shapes: hidden [N, D], weight [V, D], bias [V] or None, target int64 [N]; loss fp32 [], lse
         fp32 [N].
 
     Raises:
-        IndexError: a target is no class, as in eager PyTorch.
+        IndexError: a target is not a class, as in eager PyTorch.
     """
     take = step or step_torch
     tokens, vocabulary = len(hidden), len(weight)
@@ -105,7 +105,7 @@ def linear_cross_entropy(
         logits = _logits(hidden, weight, bias, rows, columns)
         total = totals[rows] if totals is not None else None
         take(logits, target[rows], columns.start, lse[rows], picked[rows], total)
-        del logits  # before the next tile's are made
+        del logits  # before the next tile's logits are allocated
     losses = lse - (1 - options.label_smoothing) * picked
     if totals is not None:
         losses -= options.label_smoothing / vocabulary * totals
@@ -115,9 +115,9 @@ def linear_cross_entropy(
 
 
 def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse targets outside the vocabulary, which no tile would find: the loss would lack them."""
+    """Refuse targets outside the vocabulary: no tile has them, so their loss would be missing."""
     is_outside = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
-    if target.device.type != "cpu":  # reading the answer would wait for the device
+    if target.device.type != "cpu":  # reading the result would synchronise with the device
         assert_async(~is_outside.any(), "cross-entropy: a target is out of bounds")
     elif is_outside.any():
         raise IndexError(f"Target {int(target[is_outside][0])} is out of bounds.")
@@ -137,12 +137,12 @@ def linear_cross_entropy_backward(
     """Return the gradients of (hidden, weight, bias), tile by tile.
 
     Args:
-        needs: whether the gradients of hidden, and of weight and bias, are wanted; an unwanted
-            one, and that of a bias which is None, is empty.
+        needs: whether the gradients of hidden, and of weight and bias, are needed. A gradient that
+            is not needed is empty, and so is that of a bias that is None.
         gradient: turns a tile's logits into their gradient; plain torch by default.
 
     Shapes: grad_loss []; the others as in `linear_cross_entropy`. Gradients have the dtypes of
-        what they belong to; what is added up over tiles is added up in fp32.
+        their inputs; sums over tiles are accumulated in fp32.
     """
     make = gradient or gradient_torch
     is_counted = target != options.ignore_index
@@ -163,7 +163,7 @@ def linear_cross_entropy_backward(
 
 
 class _Gradients:
-    """Adds up the gradients of a linear layer over the tiles of its result."""
+    """The gradients of a linear layer, summed over the tiles of its output."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Gradients:
         self.hidden = hidden.new_zeros(hidden.shape if for_hidden else (0,), dtype=wide)
         form = weight.shape if for_weight else (0,)
         dtype = weight.dtype if is_whole else wide
-        # one tile of tokens writes every row of dweight itself
+        # if one tile has all tokens, each row of dweight is written once and needs no zeros
         self.weight = (weight.new_empty if is_whole else weight.new_zeros)(form, dtype=dtype)
         length = len(weight) if for_weight and bias is not None else 0
         self.bias_sum = weight.new_zeros(length, dtype=wide)
@@ -212,7 +212,7 @@ class _Gradients:
 def step_torch(
     logits: Tensor, target: Tensor, first: int, lse: Tensor, picked: Tensor, total: Tensor | None
 ) -> None:
-    """Take a tile's logits into lse, the target's logit and the sum of all; overwrite the tile."""
+    """Add a tile's logits to lse, the target's logit and the sum of all; overwrite the tile."""
     x = logits.float()
     index = target - first
     inside = (index >= 0) & (index < x.shape[1])

@@ -7,7 +7,7 @@
     gelu(a) = a * Phi(a), Phi the normal distribution; "tanh" approximates Phi by
         (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))) / 2
 
-Backward needs gate and up alone: the activation is computed once more.
+Backward needs only gate and up: it recomputes the activation.
 
 Source: GLU Variants Improve Transformer (arXiv 2002.05202); Gaussian Error Linear Units (arXiv
     1606.08415), section 2.
@@ -25,7 +25,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return act(gate) * up.
 
-    Shapes: gate and up equal; so is the result.
+    Shapes: gate, up and the result are equal.
     """
     return _activate(gate, activation) * up
 

@@ -1,4 +1,4 @@
-"""Flat LAMB in two phases: Adam's direction, then a step per parameter by its trust ratio.
+"""Flat LAMB in two phases: Adam's direction, then a step per parameter scaled by its trust ratio.
 
 Phase 1, over flat memory, for every element of segment s (one parameter):
 
@@ -8,15 +8,15 @@ Phase 1, over flat memory, for every element of segment s (one parameter):
     c1 = 1 - beta1^t, c2 = 1 - beta2^t with bias correction, else 1
     norms[s] = (sum of p^2, sum of u^2)
 
-Between the phases the caller adds the norms of a parameter's pieces over the ranks that hold them.
+Between the phases, the caller sums the norms of a parameter's pieces over the ranks that hold them.
 Phase 2:
 
     ratio[s] = clamp(||p|| / ||u||, min_coeff, max_coeff), 1 where either norm is 0
     p = p - lr * ratio[s] * u
     lowp = p, rounded to its dtype
 
-Source: LAMB (arXiv 1904.00962), algorithm 2; max_coeff, min_coeff and the switch of the bias
-    correction as in DeepSpeed's BERT recipe.
+Source: LAMB (arXiv 1904.00962), algorithm 2; max_coeff, min_coeff and the bias correction switch
+    as in DeepSpeed's BERT recipe.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class LambRule:
-    """The numbers of phase 1 of one step; `step` is 1 for the first."""
+    """The scalars of phase 1 of one step; the first step is 1."""
 
     beta1: float
     beta2: float
@@ -65,11 +65,11 @@ def flat_lamb_direction(
     update: Tensor,
     grad_scale: Tensor | float | None = None,
 ) -> Tensor:
-    """Run phase 1: new moments, the direction into `update`, square norms per segment.
+    """Run phase 1: update the moments, write the direction to `update`, return square norms.
 
     Shapes: flat tensors [numel]; bounds int64 [segments + 1] on the same device, ascending from
         0 to numel (equal neighbours: an empty segment); the result fp32 [segments, 2] holds the
-        squares of p and of u. `update` may be the gradient's own memory.
+        squares of p and of u. `update` may share the gradient's memory.
 
     Raises:
         ValueError: a tensor is not flat or has another length.
@@ -91,7 +91,7 @@ def flat_lamb_direction(
         correction1, correction2,
         HAS_SCALE_TENSOR=is_tensor, BLOCK=BLOCK,
     )  # fmt: skip
-    return sums.sum(1)  # of partial sums, not by atomics: their order would change the bits
+    return sums.sum(1)  # of partial sums: atomics would add in any order and change the bits
 
 
 def flat_lamb_apply_(
@@ -105,7 +105,7 @@ def flat_lamb_apply_(
     min_coeff: float,
     lowp: Tensor | None = None,
 ) -> Tensor:
-    """Run phase 2 in place: the step of each segment by its trust ratio; return the ratios.
+    """Run phase 2 in place: step each segment, scaled by its trust ratio; return the ratios.
 
     Shapes: as `flat_lamb_direction`; norms [segments, 2], already summed over the ranks; the
         result fp32 [segments].
@@ -124,13 +124,13 @@ def flat_lamb_apply_(
 
 
 def trust_ratios(norms: Tensor, max_coeff: float, min_coeff: float) -> Tensor:
-    """Return ||p|| / ||u|| of each segment within its limits, 1 where either is 0."""
+    """Return ||p|| / ||u|| of each segment, clamped to its limits; 1 if either norm is 0."""
     weight, update = norms.sqrt().unbind(1)
     ratio = (weight / update).clamp(min_coeff, max_coeff)
     return torch.where((weight > 0) & (update > 0), ratio, torch.ones_like(ratio))
 
 
-# -- plain torch: the oracle, and what runs on a CPU -----------------------------------------------
+# -- plain torch: the oracle, and the form that runs on a CPU --------------------------------------
 def direction_torch(
     param: Tensor,
     grad: Tensor,
@@ -235,7 +235,7 @@ def _apply(  # type: ignore[no-untyped-def]
         inside = at < end
         p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
-        new = (p - step * u).to(param.dtype.element_ty)  # the copy is rounded from what is stored
+        new = (p - step * u).to(param.dtype.element_ty)  # the copy is rounded from this value
         tl.store(param + at, new, mask=inside)
         if HAS_LOWP:
             tl.store(lowp + at, new.to(lowp.dtype.element_ty), mask=inside)

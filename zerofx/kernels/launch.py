@@ -1,8 +1,8 @@
-"""How a Triton kernel of this folder is written, and when it runs in place of the torch form.
+"""Launching kernels: how a Triton kernel is declared, and when it replaces the torch form.
 
-Triton is optional: a kernel is a plain function under `@kernel`, compiled at its first launch with
-`tl` put into its module. The interpreter (`TRITON_INTERPRET=1`, set before Triton is imported)
-runs the same source on CPU tensors.
+Triton is optional: a kernel is a plain function decorated with `@kernel`. It is compiled at its
+first launch, when `tl` is added to the globals of its module. The interpreter
+(`TRITON_INTERPRET=1`, set before Triton is imported) runs the same source on CPU tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_triton() -> bool:
 
 
 def is_interpreting() -> bool:
-    """Say whether Triton kernels run in its interpreter, on the CPU."""
+    """Return whether Triton kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 
 
@@ -34,7 +34,7 @@ _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 @contextlib.contextmanager
 def plain_forms() -> Iterator[None]:
-    """Let kernels run as the ops they stand for inside: how emitted ones are read, not run."""
+    """Run the equivalent ops in place of kernels within the block, as when emitted code is read."""
     token = _PLAIN.set(True)
     try:
         yield
@@ -43,14 +43,14 @@ def plain_forms() -> Iterator[None]:
 
 
 def use_triton(device: torch.device) -> bool:
-    """Say whether kernels over tensors on `device` run through Triton."""
+    """Return whether kernels over tensors on `device` run through Triton."""
     if _PLAIN.get():
         return False
     return (device.type == "cuda" and has_triton()) or is_interpreting()
 
 
 class Kernel:
-    """A Triton kernel that is compiled when it is first launched: `kernel[grid](...)`."""
+    """A Triton kernel that is compiled at its first launch: `kernel[grid](...)`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -69,12 +69,12 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Make a Triton kernel of a function whose annotations are `tl.constexpr` or nothing."""
+    """Make a Triton kernel of a function whose parameters are `tl.constexpr` or not annotated."""
     return Kernel(function)
 
 
 def num_blocks(numel: int, block: int) -> int:
-    """Return how many blocks cover `numel` elements."""
+    """Return the number of blocks that cover `numel` elements."""
     return -(-numel // block)
 
 
@@ -82,7 +82,7 @@ def check_flat(numel: int, **tensors: Tensor | None) -> None:
     """Check that tensors are flat memory of one length: 1-D and contiguous.
 
     Raises:
-        ValueError: naming the tensor, its shape and the length expected.
+        ValueError: names the tensor, its shape and the expected length.
     """
     for name, tensor in tensors.items():
         if tensor is None:
@@ -94,17 +94,17 @@ def check_flat(numel: int, **tensors: Tensor | None) -> None:
             )
 
 
-# -- strides, for kernels that read tensors where they lie -----------------------------------------
+# -- strides, for kernels that read tensors without a copy -----------------------------------------
 def with_unit_stride(x: Tensor) -> Tensor:
-    """Return x, copied only where its last dimension is not dense."""
+    """Return x, copied only if its last dimension is not dense."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return x as [rows, D] with dense rows, copied only where no view can be that."""
+    """Return x as [rows, D] with dense rows, copied only if no view has this form."""
     return with_unit_stride(x).reshape(-1, x.shape[-1])
 
 
 def batch_stride(x: Tensor) -> int:
-    """Return the stride of dimension 0, 0 where one element of it serves all."""
+    """Return the stride of dimension 0, or 0 if its single element is broadcast."""
     return x.stride(0) if x.shape[0] > 1 else 0

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm, with the residual sum before them, forward and backward.
 
-    s = x + residual                                 (s = x where there is no residual)
+    s = x + residual                                 (s = x if there is no residual)
     RMSNorm:    xhat = s * rstd,           rstd = 1 / sqrt(mean(s^2) + eps),  y = weight * xhat
     LayerNorm:  xhat = (s - mean) * rstd,  rstd = 1 / sqrt(var(s) + eps),
                 y = weight * xhat + bias
@@ -9,8 +9,8 @@
     ds = rstd * (g - xhat * mean(g * xhat)) + dsum            (LayerNorm: - mean(g))
     dweight = sum over rows of dy * xhat,   dbias = sum over rows of dy
 
-`dsum` is what the residual stream behind the norm gives back; x and residual both get ds. All of
-it in fp32, rounded to the dtype of what is returned.
+`dsum` is the gradient that flows back along the residual stream after the norm; x and residual both
+get ds. Arithmetic is in fp32, and results are rounded to their dtype.
 
 Source: Root Mean Square Layer Normalization (arXiv 1910.07467), section 3; Layer Normalization
     (arXiv 1607.06450), section 3.
@@ -27,13 +27,13 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, s, rstd) of RMSNorm over the last dimension.
 
-    Shapes: x and residual [..., D], weight [D]; y and s [..., D] (s empty where there is no
+    Shapes: x and residual [..., D], weight [D]; y and s [..., D] (s is empty if there is no
         residual), rstd fp32 [..., 1].
     """
     s = x if residual is None else x + residual
     wide = s.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    # rounded before the weight is applied, as transformers' Llama does
+    # rounded before the weight is applied, as in transformers' Llama
     y = (weight * (wide * rstd).to(s.dtype)).to(s.dtype)
     return y, s if residual is not None else x.new_empty(0), rstd
 

@@ -1,8 +1,8 @@
-"""The fused patterns as torch ops: nodes that any graph can run, their bodies in plain torch.
+"""The fused patterns as torch ops: nodes that any graph can run, with bodies in plain torch.
 
-Forward and backward are ops of their own, so that a joint graph shows both. Results are fresh and
-contiguous; those of `rotary_embedding` lie as their input does (as the plain nodes' do). They are
-registered in the runtime because an emitted `kernels.py` calls them where Triton cannot run.
+Forward and backward are separate ops, so that a joint graph shows both. Results are new and
+contiguous; those of `rotary_embedding` keep the strides of their input (as the plain nodes do).
+They are registered in the runtime because an emitted `kernels.py` calls them if Triton cannot run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pack gradients into a flat buffer: cast, scale, square norm and finite check in one reading.
+"""Packing gradients into a flat buffer: cast, scale, square norm and finite check in one pass.
 
     buffer[o : o + n] = scale * grad, rounded to the buffer's dtype
-    stats[0] += sum of (scale * grad)^2,   stats[1] += 1 for blocks that hold an inf or a NaN
+    stats[0] += sum of (scale * grad)^2,   stats[1] += 1 for each block that holds an inf or NaN
 
 Source: the multi-tensor unscale and norm of NVIDIA Apex, joined with the copy into the bucket.
 """
@@ -30,19 +30,19 @@ def pack_grads_(
     scale: Tensor | float = 1.0,
     stats: Tensor | None = None,
 ) -> Tensor:
-    """Write gradients to their places in `buffer`; return what was seen of them.
+    """Write gradients to their offsets in `buffer`; return their statistics.
 
     Args:
-        offsets: where each gradient begins in the buffer; between them nothing is touched.
-        stats: fp32 [2] on the same device, added to; a new one by default.
+        offsets: the first element of each gradient in the buffer; gaps between them are unchanged.
+        stats: fp32 [2] on the same device, to which results are added; a new one by default.
 
     Shapes: buffer [numel]; gradients of any shape and strides, read in row-major order.
 
     Returns:
-        fp32 [2]: the square norm of the scaled gradients; not 0 where one is not finite.
+        fp32 [2]: the square norm of the scaled gradients; nonzero if any element is not finite.
 
     Raises:
-        ValueError: a gradient does not fit in at its offset.
+        ValueError: a gradient does not fit into the buffer at its offset.
     """
     check_flat(buffer.numel(), buffer=buffer)
     for grad, offset in zip(grads, offsets, strict=True):
@@ -67,15 +67,15 @@ def pack_torch_(
     scale: Tensor | float,
     stats: Tensor,
 ) -> None:
-    """The formula in plain torch: the kernel's oracle, and what runs on a CPU."""
+    """Compute the formula in plain torch: the kernel's oracle, and the form that runs on a CPU."""
     is_plain = not isinstance(scale, Tensor) and scale == 1.0
     for grad, offset in zip(grads, offsets, strict=True):
         scaled = grad.float() if is_plain else grad.float() * scale
         buffer.narrow(0, offset, grad.numel()).view(grad.shape).copy_(scaled)
-        # a norm, for it needs no temporary of squares
+        # vector_norm, because it needs no temporary of squares
         square = torch.linalg.vector_norm(scaled).square()
         stats[0] += square
-        # only a sum that is not finite needs the second look: squares may overflow by themselves
+        # look again only if the sum is not finite: the squares of finite values may overflow
         if not bool(square.isfinite()):
             stats[1] += (~scaled.isfinite()).any()
 
@@ -88,7 +88,7 @@ def _launch(
     stats: Tensor,
 ) -> None:
     counts = [num_blocks(g.numel(), BLOCK) for g in grads]
-    # a row a block, summed in one go: atomics would add in any order
+    # one row per block, summed at once: atomics would add in any order
     sums = torch.empty(sum(counts), 2, dtype=torch.float32, device=buffer.device)
     is_tensor = isinstance(scale, Tensor)
     row = 0
@@ -115,7 +115,7 @@ def _pack(  # type: ignore[no-untyped-def]
         scale = tl.load(scale_tensor).to(tl.float32)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
     tl.store(buffer + at, g.to(buffer.dtype.element_ty), mask=inside)
-    # neither inf nor NaN is less than infinity in size
+    # neither an inf nor a NaN has a magnitude below infinity
     is_bad = tl.where(tl.abs(g) < float("inf"), 0.0, 1.0)
     tl.store(sums + 2 * block, tl.sum(g * g, axis=0))
     tl.store(sums + 2 * block + 1, tl.max(is_bad, axis=0))

@@ -1,10 +1,10 @@
-"""Block-wise 8-bit quantisation with a code book: what 8-bit optimizer states are stored as.
+"""Block-wise 8-bit quantisation with a code book: the format of 8-bit optimizer states.
 
     absmax[b] = max |x| over block b
     q[i] = index of the code nearest to x[i] / absmax[b],   x'[i] = code[q[i]] * absmax[b]
 
-The code book is sorted, within [-1, 1], 256 entries. The dynamic map spends its bits on seven
-decades, so that small values keep a relative precision.
+The code book has 256 sorted entries within [-1, 1]. The dynamic map spreads them over seven
+decades, so that small values keep their relative precision.
 
 Source: 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
 """
@@ -28,10 +28,10 @@ _DECADES = 7
 
 @functools.cache
 def dynamic_code(is_signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Return the dynamic map: fp32 [256], ascending, with 0 and 1 in it.
+    """Return the dynamic map: fp32 [256], ascending; it contains 0 and 1.
 
-    Each of seven decades holds twice as many values as the one below: the middles of equal
-    intervals of [0.1, 1], with both signs if the values have one.
+    Each of seven decades holds twice as many values as the one below: the midpoints of equal
+    intervals of [0.1, 1], with both signs if the map is signed.
     """
     found = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -67,12 +67,12 @@ def quantise(x: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tenso
 def dequantise(
     q: Tensor, absmax: Tensor, code: Tensor, block: int = BLOCK, out: Tensor | None = None
 ) -> Tensor:
-    """Return the values that codes stand for, in `out` or as new fp32 memory.
+    """Return the values of the codes, in `out` or as new fp32 memory.
 
     Shapes: as `quantise` returns them; the result [numel].
 
     Raises:
-        ValueError: a tensor is not flat or absmax has not one element a block.
+        ValueError: a tensor is not flat, or absmax does not have one element per block.
     """
     check_flat(q.numel(), q=q, out=out)
     check_flat(num_blocks(q.numel(), block), absmax=absmax)
@@ -87,12 +87,12 @@ def dequantise(
 
 
 def middles(code: Tensor) -> Tensor:
-    """Return the 255 values at which the nearest code changes; a tie goes to the lower code."""
+    """Return the 255 values at which the nearest code changes; ties go to the lower code."""
     return (code[1:] + code[:-1]) / 2
 
 
 def quantise_torch(x: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The formula in plain torch: the kernel's oracle, and what runs on a CPU."""
+    """Compute the formula in plain torch: the kernel's oracle, and the form that runs on a CPU."""
     rows = _rows(x.float(), block)
     absmax = rows.abs().amax(1)
     scaled = rows / torch.where(absmax > 0, absmax, 1.0)[:, None]
@@ -119,7 +119,7 @@ def _quantise(x, middles, q, absmax, numel, BLOCK: tl.constexpr):  # type: ignor
     largest = tl.max(tl.abs(value), axis=0)
     tl.store(absmax + block, largest)
     value = value / tl.where(largest > 0, largest, 1.0)
-    # how many of the 255 middles lie below: a binary search of 8 steps
+    # the number of middles below the value, by a binary search of 8 steps
     low = tl.zeros([BLOCK], dtype=tl.int32)
     for step in tl.static_range(8):
         is_above = tl.load(middles + low + (128 >> step) - 1) < value

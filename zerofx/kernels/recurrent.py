@@ -1,9 +1,9 @@
 """One layer of an LSTM, GRU or RNN as a single op, with its backward.
 
-Traced step by step, a recurrent layer is some thirty nodes for each time step and direction: two
-layers over 512 steps take minutes to capture and to compile. As an op it is torch's own kernel
-(oneDNN, cuDNN), bit for bit what eager runs. Its backward runs the forward once more, so that
-nothing but the inputs is kept.
+Traced step by step, a recurrent layer has about thirty nodes per time step and direction: two
+layers over 512 steps take minutes to capture and to compile. As one op it runs torch's own kernel
+(oneDNN, cuDNN), bit for bit as in eager PyTorch. Its backward runs the forward again, so that only
+the inputs are kept.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _forward(
     """Run one layer over a sequence.
 
     Shapes: input [T, B, F]; hidden (h [D, B, P], and c [D, B, H] for an LSTM); the result is
-        (output [T, B, D*P], h, c), c empty where there is none. T steps, batch B, F features,
-        D directions, H cells, P = H or the projection's size.
+        (output [T, B, D*P], h, c), with c empty if there is none. T steps, batch B, F features,
+        D directions, H cells, P = H or the size of the projection.
     """
     state = (hidden,) if mode == "lstm" else tuple(hidden)
-    is_training = torch.is_grad_enabled()  # cuDNN keeps what its backward needs only if so
+    is_training = torch.is_grad_enabled()  # only then does cuDNN keep what its backward needs
     output, h, *c = MODES[mode](
         input, *state, weights, has_biases, 1, 0.0, is_training, is_bidirectional, False
     )

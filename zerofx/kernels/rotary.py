@@ -1,10 +1,10 @@
-"""Rotary position embedding in the form of two halves, forward and backward.
+"""Rotary position embedding in the two-halves form, forward and backward.
 
     rotate([a, b]) = [-b, a]                    a, b: the halves of the last dimension
     y = x * cos + rotate(x) * sin
     dx = dy * cos + back(dy * sin),   back([a, b]) = [b, -a], the transpose of rotate
 
-cos and sin may differ between the halves; their gradients are not taken (they hold positions).
+cos and sin may differ between the halves. They hold positions, so they get no gradients.
 
 Source: RoFormer (arXiv 2104.09864), section 3.4.2, in the layout of GPT-NeoX and Llama.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with each pair (i, i + D/2) of its last dimension turned.
+    """Return x with each pair (i, i + D/2) of its last dimension rotated.
 
     Shapes: x [B, H, S, D], cos and sin [B or 1, 1, S, D]; D even.
     """

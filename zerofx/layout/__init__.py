@@ -1,1 +1,1 @@
-"""What lies where, decided before capture: tiers, tiles, buckets, and how they are built."""
+"""The layout of parameters, decided before capture: tiers, tiles, buckets and their building."""

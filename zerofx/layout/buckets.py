@@ -1,4 +1,4 @@
-"""Where each parameter lies: units, buckets, and the slice of a bucket that a rank owns.
+"""Buckets: the units and parameters in each, and the slice of a bucket that a rank owns.
 
 A bucket is one flat buffer: its parameters in registration order, each aligned, padded so that
 every rank owns an equal contiguous slice. One bucket is one all-gather and one reduce-scatter, and
@@ -20,11 +20,11 @@ from zerofx.layout.placements import Part
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Range, Tile
 
-# What backward alone uses is freed between steps from this size on, so that the peak of forward
-# does not carry it; smaller buffers stay: allocating them again would cost more than they hold.
+# Buffers that only backward uses are freed between steps from this size on, so that they do not add
+# to the peak of forward. Smaller buffers stay: allocating them again costs more than they hold.
 REST_BYTES = 1 << 20
 
-# The formats that a plan's precision speaks of; doubles, complex numbers and integers stay.
+# The formats that a plan's precision may change; doubles, complex numbers and integers keep theirs.
 LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,8 +32,8 @@ LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 class ParamSlice:
     """One parameter, or one tile of a tiled one, inside a bucket.
 
-    Shapes: `shape` is the global (full) shape, of a parameter that is cut over the tensor axis that
-    of this rank's part; `offset` and `numel` count elements of the bucket.
+    Shapes: `shape` is the full shape of the parameter, or the shape of this rank's part if it is
+    cut over the tensor axis; `offset` and `numel` count elements of the bucket.
     """
 
     name: str
@@ -67,10 +67,11 @@ class ParamSlice:
 class Bucket:
     """The parameters of one collective, laid out in one flat buffer of `numel` elements.
 
-    dtype: of the shards, which hold the master weights, and of the gradients that the user sees.
-    compute_dtype: of the gathered copy. reduce_dtype: in which gradients travel and are summed.
-    home, source: the tiers of the shard with all that belongs to it, and of what gathers read.
-    positions: along the pipeline axis, of the ranks that hold it: several, where tied layers of
+    dtype: the format of the shards, which hold the master weights, and of the user's gradients.
+    compute_dtype: the format of the gathered copy. reduce_dtype: that of gradients when reduced.
+    home: the tier of the shard, its gradient and states. source: the tier that gathers read from.
+    positions: the positions on the pipeline axis of the ranks that hold it. There are several if
+        tied layers of several pipeline stages read it.
         several pipeline stages read it.
     """
 
@@ -79,10 +80,10 @@ class Bucket:
     dtype: torch.dtype
     params: tuple[ParamSlice, ...]
     numel: int  # padded to a multiple of shard_size * alignment
-    persistent: bool = False  # too small to shard its gathered form: gathered once per update
+    persistent: bool = False  # small: the gathered copy is kept, and is gathered once per update
     trainable: bool = True  # whether any parameter required grad when the layout was made
-    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
-    reduce_dtype: torch.dtype = None  # type: ignore[assignment]  # as dtype
+    compute_dtype: torch.dtype = None  # type: ignore[assignment]  # None: same as dtype
+    reduce_dtype: torch.dtype = None  # type: ignore[assignment]  # None: same as dtype
     home: Tier = Tier.DEVICE
     source: Tier = Tier.DEVICE
     positions: tuple[int, ...] = (0,)
@@ -94,12 +95,12 @@ class Bucket:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the gathered copy is in another format than the shards."""
+        """Whether the gathered copy has another format than the shards."""
         return self.compute_dtype is not self.dtype
 
     @property
     def is_away(self) -> bool:
-        """Whether its shard lives elsewhere than on the device."""
+        """Whether its shard lives off the device."""
         return self.home is not Tier.DEVICE
 
     @property
@@ -108,7 +109,7 @@ class Bucket:
 
     @property
     def tile(self) -> Tile | None:
-        """The tile that this bucket holds, and nothing beside it."""
+        """The tile that this bucket holds, if any. A tile is always alone in its bucket."""
         return self.params[0].tile if self.params else None
 
     @property
@@ -122,26 +123,26 @@ class Bucket:
         return {p.offset: p for p in self.params}
 
     def label(self) -> str:
-        """Name the bucket for dumps and errors: its first unit, and how many more."""
+        """Return the name of the bucket in dumps and errors: its first and its last unit."""
         head = self.units[0] if self.units else "params"
         return head if len(self.units) <= 1 else f"{head}..{self.units[-1]}"
 
 
-# The axes of the grid of ranks, the slowest first: along the last one, ranks are numbered 0, 1, 2.
-# Along the data axes each rank has samples of its own; along the others all have the same ones.
+# The axes of the mesh, the slowest first: ranks along the last axis have consecutive numbers.
+# Ranks along the data axes have different samples; ranks along the other axes have the same ones.
 AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each of AXES."""
+    """The mesh of ranks, as the number of ranks along each of AXES."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
-        """Return the mesh with these axes. The others have one rank."""
+        """Return the mesh with the given axis sizes; all other axes have one rank."""
         assert sizes.keys() <= {*AXES}, f"{sizes.keys() - {*AXES}} are no axes of a mesh"
         return cls(tuple(sizes.get(axis, 1) for axis in AXES))
 
@@ -151,7 +152,7 @@ class Mesh:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks have samples of their own."""
+        """The number of ranks with different samples."""
         return math.prod(map(self.along, DATA_AXES))
 
     def along(self, axis: str) -> int:
@@ -159,7 +160,7 @@ class Mesh:
         return self.sizes[AXES.index(axis)]
 
     def stride(self, axis: str) -> int:
-        """Return how far the numbers of neighbours along an axis are apart."""
+        """Return the distance between the numbers of neighbouring ranks along an axis."""
         return math.prod(self.sizes[AXES.index(axis) + 1 :])
 
     def position(self, axis: str, rank: int) -> int:
@@ -173,9 +174,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """All buckets of a model, and over how many ranks of each mesh axis they lie.
+    """All buckets of a model, and the mesh over which they are distributed.
 
-    position: which pipeline stage's share `shard_numel` and the like speak of: that of this rank.
+    position: the pipeline stage of this rank, to which `shard_numel` and similar methods refer.
     """
 
     buckets: tuple[Bucket, ...]
@@ -184,26 +185,26 @@ class Layout:
 
     @cached_property
     def shard_size(self) -> int:
-        """Over how many ranks each bucket is sharded."""
+        """The number of ranks over which each bucket is sharded."""
         return self.mesh.along("shard")
 
     @cached_property
     def tensor_size(self) -> int:
-        """Over how many ranks the layers themselves are cut."""
+        """The number of ranks over which the layers themselves are cut."""
         return self.mesh.along("tensor")
 
     @cached_property
     def pipeline_size(self) -> int:
-        """Over how many ranks the model is divided, layer by layer."""
+        """The number of pipeline stages into which the layers are divided."""
         return self.mesh.along("pipeline")
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank has less than all of some parameter."""
+        """Whether a rank holds less than all of some parameter."""
         return self.shard_size > 1 or self.tensor_size > 1 or self.pipeline_size > 1
 
     def has(self, bucket: Bucket) -> bool:
-        """Tell whether the ranks of this pipeline stage hold a bucket."""
+        """Return whether the ranks of this pipeline stage hold a bucket."""
         return self.pipeline_size == 1 or self.position in bucket.positions
 
     @property
@@ -213,26 +214,26 @@ class Layout:
 
     @cached_property
     def replicate_size(self) -> int:
-        """How many copies of each shard there are."""
+        """The number of copies of each shard."""
         return self.mesh.along("replicate")
 
     @property
     def rest_bytes(self) -> int:
-        """Return the size from which buffers of backward alone are freed between steps.
+        """The size in bytes from which buffers that only backward uses are freed between steps.
 
-        Plain data parallel frees none, as DDP keeps its buckets: there the buffers are whole
-        models, and mapping their pages again each step cost 100 ms of 800 (50 M parameters, CPU).
+        Plain data parallelism frees none, as DDP keeps its buckets: the buffers then hold whole
+        models, and mapping their pages at each step cost 100 ms of 800 (50 M parameters, CPU).
         """
         is_data_parallel = self.shard_size == 1 and self.replicate_size > 1
         return sys.maxsize if is_data_parallel else REST_BYTES
 
     def reduces_in_place(self, bucket: Bucket) -> bool:
-        """Tell whether a bucket's gradients can be packed and reduced where `p.grad` shows them."""
+        """Return whether a bucket's gradients can be packed and reduced in the memory of p.grad."""
         is_own_format = bucket.reduce_dtype is bucket.dtype
         return self.shard_size == 1 and is_own_format and not bucket.is_away
 
     def shard_numel(self, bucket: Bucket) -> int:
-        """Return the elements of `bucket` that one rank owns: of another pipeline stage's, none."""
+        """Return the elements of `bucket` that a rank owns; 0 if its stage does not hold it."""
         return bucket.numel // self.shard_size if self.has(bucket) else 0
 
     def shard_bounds(self, bucket: Bucket, shard_rank: int) -> tuple[int, int]:
@@ -243,7 +244,7 @@ class Layout:
     def piece(self, bucket: Bucket, param: ParamSlice, shard_rank: int) -> tuple[int, int, int]:
         """Return (offset in the shard, offset in the flat parameter, length) of a rank's piece.
 
-        The length is 0 where the rank owns nothing of the parameter.
+        The length is 0 if the rank owns nothing of the parameter.
         """
         lo, hi = self.shard_bounds(bucket, shard_rank)
         begin, end = max(lo, param.offset), min(hi, param.end)
@@ -253,12 +254,12 @@ class Layout:
 
     @cached_property
     def where(self) -> dict[str, tuple[Bucket, ParamSlice]]:
-        """Map the name of a parameter, or of a tile, to its bucket and slice."""
+        """Map the name of a parameter or a tile to its bucket and slice."""
         return {p.name: (b, p) for b in self.buckets for p in b.params}
 
     @cached_property
     def blocks(self) -> tuple[tuple[Bucket, ...], ...]:
-        """The buckets whose shards are one allocation: the tiles of a parameter, else one alone."""
+        """Groups of buckets whose shards share an allocation: all tiles of a parameter, or one."""
         found: dict[object, list[Bucket]] = {}
         for b in self.buckets:
             found.setdefault(b.index if b.tile is None else b.tile.name, []).append(b)
@@ -266,21 +267,21 @@ class Layout:
 
     @cached_property
     def block_of(self) -> tuple[int, ...]:
-        """The number of each bucket's block."""
+        """The index in `blocks` of each bucket's block."""
         numbers = {b.index: n for n, block in enumerate(self.blocks) for b in block}
         return tuple(numbers[b.index] for b in self.buckets)
 
     @cached_property
     def far_buckets(self) -> frozenset[int]:
-        """The buckets that live on NVMe."""
+        """The indices of the buckets that live on NVMe."""
         return frozenset(b.index for b in self.buckets if b.home is Tier.NVME)
 
     def block_numel(self, block: tuple[Bucket, ...]) -> int:
-        """Return the elements of a block that one rank owns."""
+        """Return the number of elements of a block that one rank owns."""
         return sum(self.shard_numel(b) for b in block)
 
     def part(self, flat: Tensor, bucket: int) -> Tensor:
-        """Return a bucket's shard within the memory of its block, `flat` itself where alone."""
+        """Return the part of a block's memory `flat` that is the shard of the bucket."""
         block = self.blocks[self.block_of[bucket]]
         if len(block) == 1:
             return flat
@@ -290,9 +291,9 @@ class Layout:
         return flat[tile.index * size : (tile.index + 1) * size]
 
     def stretch(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return which bytes start:stop of its block's place a bucket's shard has; and all bytes.
+        """Return (start, stop, total): the bytes of a bucket's shard within those of its block.
 
-        A block that lives on NVMe has one place there, under its first bucket.
+        A block on NVMe is stored as one entry, under its first bucket.
         """
         block = self.blocks[self.block_of[bucket.index]]
         nbytes = self.shard_numel(bucket) * bucket.dtype.itemsize
@@ -308,7 +309,7 @@ class Layout:
 
     @cached_property
     def owned(self) -> dict[str, tuple[tuple[Bucket, ParamSlice], ...]]:
-        """Map each parameter that the user sees to where it lies: one place, or one a tile."""
+        """Map each parameter that the user sees to its buckets and slices, one per tile."""
         found: dict[str, list[tuple[Bucket, ParamSlice]]] = {}
         for b in self.buckets:
             for p in b.params:
@@ -321,7 +322,7 @@ class Layout:
         return {name: len(places) for name, places in self.owned.items() if places[0][1].tile}
 
     def ranges(self, name: str, shard_rank: int) -> tuple[Range, ...]:
-        """Return which elements of a flat parameter a rank owns, in the order it holds them."""
+        """Return the element ranges of a flat parameter that a rank owns, in the order it does."""
         found = []
         for bucket, param in self.owned[name]:
             _, start, length = self.piece(bucket, param, shard_rank)

@@ -1,4 +1,4 @@
-"""How a layout is made: parameters by unit into buckets, small neighbours merged."""
+"""Building a layout: parameters are grouped by unit into buckets, and small neighbours merged."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ALIGN_BYTES = 64  # one cache line, and enough for every vector width and for O_
 
 @dataclass(frozen=True)
 class UnitParam:
-    """What the layout needs to know of one parameter (tied parameters once, under one name)."""
+    """The facts about one parameter that its layout depends on (tied parameters appear once)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     unit: str
     requires_grad: bool = True
-    compute_dtype: torch.dtype | None = None  # None: as dtype
+    compute_dtype: torch.dtype | None = None  # None: same as dtype
     reduce_dtype: torch.dtype | None = None
-    tile: Tile | None = None  # it is that tile of a parameter
-    part: Part | None = None  # `shape` is that of a rank's part
-    positions: tuple[int, ...] = (0,)  # of the pipeline stages that hold it
+    tile: Tile | None = None  # set if this is one tile of a parameter
+    part: Part | None = None  # set if `shape` is that of one rank's part
+    positions: tuple[int, ...] = (0,)  # the pipeline stages that hold it
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes of its shard, its gathered copy and its gradient on the way."""
+        """The dtypes of its shard, of its gathered copy and of its gradient during reduction."""
         return self.dtype, self.compute_dtype or self.dtype, self.reduce_dtype or self.dtype
 
     @property
@@ -42,7 +42,7 @@ class UnitParam:
 
 
 def align_numel(itemsize: int) -> int:
-    """Return the elements of a format that fill the alignment of a rank's slice."""
+    """Return the number of elements that fill the alignment of a rank's slice."""
     return max(1, ALIGN_BYTES // itemsize)
 
 
@@ -54,7 +54,7 @@ def _aligned(numel: int, itemsize: int) -> int:
 def make_bucket(
     index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False
 ) -> Bucket:
-    """Lay `params` (of equal formats) out in one flat buffer, padded to shard_size equal slices."""
+    """Place `params` (of equal formats) in one flat buffer, padded to shard_size equal slices."""
     slices, units, offset = [], dict[str, None](), 0
     members = list(params)
     formats = members[0].formats
@@ -63,10 +63,10 @@ def make_bucket(
         assert p.formats == formats, f"bucket {index} mixes {formats} and {p.formats} ({p.name})"
         slices.append(ParamSlice(p.name, p.shape, offset, p.tile, p.part))
         units.setdefault(p.unit)
-        # an empty parameter takes room too: offsets tell the parameters of a bucket apart
+        # an empty parameter takes space too, because offsets identify the parameters of a bucket
         offset += _aligned(max(math.prod(p.shape), 1), itemsize)
     per_rank = _aligned(-(-max(offset, 1) // shard_size), itemsize)
-    if members[0].tile is not None:  # or its ranges would not lie one behind another
+    if members[0].tile is not None:  # padding would put gaps between the ranges of its tiles
         whole = math.prod(members[0].shape)
         assert len(members) == 1 and per_rank * shard_size == whole, (members[0].name, per_rank)
     return Bucket(
@@ -87,9 +87,9 @@ def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
     tensor_size: int = 1, pipeline_size: int = 1,
 ) -> Layout:  # fmt: skip
-    """Return the unmerged layout: one bucket a unit, format, trainability and pipeline stage.
+    """Return the unmerged layout: one bucket per unit, format, trainability and pipeline stage.
 
-    Parameters of fewer than `persist_below` bytes share one persistent bucket a format.
+    Parameters of fewer than `persist_below` bytes share one persistent bucket per format.
     """
     groups: dict[tuple, list[UnitParam]] = {}
     for p in params:
@@ -109,9 +109,9 @@ def unit_layout(
 
 
 def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:
-    """Merge neighbouring buckets of one format and trainability up to `bucket_bytes`.
+    """Merge neighbouring buckets of equal format and trainability up to `bucket_bytes`.
 
-    Order is registration order, so every rank and every run merges alike. Tiles stay apart.
+    The order is that of registration, so every rank and every run merges alike. Tiles stay apart.
     """
     by_name = {p.name: p for p in params}
     merged: list[tuple[list[UnitParam], bool]] = []

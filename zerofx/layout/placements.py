@@ -1,4 +1,4 @@
-"""Placements: how a value lies over the ranks of one axis of the mesh."""
+"""Placements: how a value is distributed over the ranks of one mesh axis."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Partial:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank has a part of dimension `dim`.
+    """Every rank has a part of dimension `dim`.
 
-    The dimension is viewed as (groups, ranks, rest) and cut in the middle: with 3 groups a product
-    that makes queries, keys and values in one gives each rank its heads of all three.
+    The dimension is viewed as (groups, ranks, rest) and cut in the middle. With 3 groups, a product
+    that computes queries, keys and values at once gives each rank its heads of all three.
     """
 
     dim: int
@@ -51,12 +51,12 @@ R, P = Replicated(), Partial()
 
 
 def fits(shape: Sequence[int], cut: Cut, ranks: int) -> bool:
-    """Say whether a value of this shape can be cut so."""
+    """Return whether a value of this shape can be cut in this way."""
     return 0 <= cut.dim < len(shape) and shape[cut.dim] % (cut.groups * ranks) == 0
 
 
 def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[int]:
-    """Return the shape of what one rank has of a value of `shape`."""
+    """Return the shape of one rank's part of a value of `shape`."""
     local = list(shape)
     if isinstance(placement, Cut):
         local[placement.dim] //= ranks
@@ -64,7 +64,7 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[
 
 
 def part(x: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a whole value, in memory of its own, laid out as the whole is.
+    """Return a rank's part of a whole value as a copy with the same memory order.
 
     Shapes: x [..., n, ...] with n at `cut.dim`, the part [..., n / ranks, ...].
     """
@@ -76,7 +76,7 @@ def part(x: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Return the whole value that the parts of all ranks are of, laid out as the parts are."""
+    """Return the whole value made of the parts of all ranks, in the memory order of the parts."""
     shape = list(parts[0].shape)
     shape[cut.dim] *= len(parts)
     whole = parts[0].new_empty_strided(shape, strides_like(parts[0], shape))
@@ -84,7 +84,7 @@ def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 def join_into(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Fill a whole value from the parts of all ranks; return it."""
+    """Fill a whole value from the parts of all ranks, and return it."""
     dim, groups, ranks = cut.dim, cut.groups, len(parts)
     rest = parts[0].shape[dim] // groups
     each = whole.unflatten(dim, (groups, ranks, rest))
@@ -103,30 +103,30 @@ def cut_into(parts: Sequence[Tensor], whole: Tensor, cut: Cut) -> None:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Say whether the elements of a tensor lie in memory without gaps, in some order."""
+    """Return whether a tensor fills its memory without gaps, in any order of dimensions."""
     return x.permute(memory_order(x)).is_contiguous()
 
 
 def leads(x: Tensor, cut: Cut) -> bool:
-    """Say whether the parts of a dense value lie one after the other in memory."""
+    """Return whether the parts of a dense value are consecutive in memory."""
     first = next(d for d in memory_order(x) if d == cut.dim or x.shape[d] > 1)
     return cut.groups == 1 and first == cut.dim
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Return the dimensions of a tensor as they lie in memory, the slowest first."""
+    """Return the dimensions of a tensor in the order of its memory, the slowest first."""
     return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
 
 
 def in_order_of(like: Tensor, x: Tensor) -> Tensor:
-    """Return `x` dense, with its dimensions in memory in the order of those of `like`."""
+    """Return `x` as a dense tensor with the memory order of `like`."""
     order = memory_order(like)
     inverse = [order.index(d) for d in range(like.dim())]
     return x.permute(order).contiguous().permute(inverse)
 
 
 def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
-    """Return the strides of a dense value of `shape` that is laid out as `like` is."""
+    """Return the strides of a dense tensor of `shape` with the memory order of `like`."""
     order = memory_order(like)
     strides = [0] * len(shape)
     step = 1
@@ -138,7 +138,7 @@ def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Part:
-    """That a parameter is cut over an axis of the mesh. shape: of the whole parameter."""
+    """The cut of a parameter over a mesh axis. shape: the shape of the whole parameter."""
 
     shape: tuple[int, ...]
     cut: Cut
@@ -154,7 +154,7 @@ class Part:
         return part(whole, self.cut, rank, self.ranks)
 
     def within(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a rank's part of a dense whole parameter as a view of it.
+        """Return a rank's part of a dense whole parameter as a view.
 
         Shapes: whole [..., n, ...] with n at the dimension that is cut, the view [..., groups,
         n / (groups * ranks), ...].
@@ -163,9 +163,9 @@ class Part:
         return whole.unflatten(dim, (groups, self.ranks, -1)).select(dim + 1, rank)
 
     def ranges(self, rank: int, local: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield which elements of the flat whole these ranges of a rank's flat part are, in order.
+        """Yield the ranges of the flat whole that correspond to ranges of a rank's flat part.
 
-        Of the whole, viewed as (outer, groups, ranks, run), a part has every so many runs.
+        The whole is viewed as (outer, groups, ranks, run); a rank has one run of every `ranks`.
         """
         dim, groups = self.cut.dim, self.cut.groups
         run = math.prod(self.shape[dim:]) // (groups * self.ranks)
@@ -178,9 +178,9 @@ class Part:
                 start += length
 
     def rows(self, rank: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield what rows first:first+count of a part's cut dimension are of the whole one's.
+        """Map rows first:first+count of a part's cut dimension to rows of the whole.
 
-        (row of the part, row of the whole, number of rows) for each group that has some.
+        Yields (row of the part, row of the whole, number of rows) for each group that has some.
         """
         rest = self.shape[self.cut.dim] // (self.cut.groups * self.ranks)
         stop = first + count

@@ -1,9 +1,9 @@
 """Styles: which layers of a model are cut over the tensor axis, and along which dimension.
 
-A layer is "colwise" if each rank makes some of its outputs, "rowwise" if each rank reads some of
-its inputs and makes a summand of all outputs, "whole" if it is not cut. Two layers of which the
-first is colwise and the second rowwise need one sum between them. Styles change no result: what is
-cut in an odd way is put together where it is read, which costs time.
+A layer is "colwise" if each rank computes some of its outputs, "rowwise" if each rank reads some of
+its inputs and computes a summand of all outputs, "whole" if it is not cut. A colwise layer followed
+by a rowwise one needs one sum for both. Styles never change a result: if a cut does not fit the
+reader of a value, the value is put together first, which costs time.
 
 Source of the two styles: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from zerofx.layout.placements import Cut, Part, fits
 
-# What the plans of transformers' models say, in terms of the two.
+# The styles in plans of transformers models -> ours.
 _OF_TRANSFORMERS = {
     "colwise": "colwise",
     "colwise_rep": "colwise",
@@ -29,7 +29,7 @@ _OF_TRANSFORMERS = {
     "packed_colwise": "colwise/2",
     "packed_rowwise": "rowwise/2",
 }
-# Names that implementations give to a block's layers; groups where one product makes q, k and v.
+# Common layer names of transformer blocks; FUSED: one product computes q, k and v.
 _COLWISE = """
 q_proj k_proj v_proj q k v query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin
 gate_proj up_proj fc1 fc_1 c_fc wi wi_0 wi_1 w1 w3 linear1 fc_in dense_h_to_4h lin1
@@ -43,13 +43,13 @@ output.dense proj
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
-    """Return the style of each layer of a model by its qualified name: where it has one.
+    """Return the style of each layer that has one, by its qualified name.
 
-    A plan may also name a parameter: such are the weights of all experts of a layer in one.
+    A plan may also name a parameter, such as the stacked weights of all experts of a layer.
 
-    A model's own plan (`tp_plan`, of transformers) comes first. Of another, layers of the repeated
-    blocks are known by the names that implementations use; a block in which no layer is known to
-    be rowwise is left whole.
+    A model's own plan (`tp_plan`, of transformers) takes precedence. In other models, layers of the
+    repeated blocks are recognised by common names. A block without a layer that is known to be
+    rowwise is left whole.
     """
     own = getattr(model, "tp_plan", None)
     if isinstance(own, Mapping) and own:
@@ -92,10 +92,10 @@ def _named(name: str) -> str:
 
 
 def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
-    """Return how a style cuts a parameter of a layer; None where it leaves it whole.
+    """Return how a style cuts a parameter of a layer, or None if it leaves the parameter whole.
 
     outputs: the dimension of the parameter that counts the layer's outputs, -1 for none. The other
-        one of the last two, where it has two, counts the inputs: the rows of an embedding are its.
+        of the last two dimensions counts the inputs, such as the rows of an embedding.
     """
     kind, _, groups = style.partition("/")
     if outputs < 0 or kind not in ("colwise", "rowwise"):
@@ -108,7 +108,7 @@ def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
 
 
 def part_of(shape: tuple[int, ...], cut: Cut | None, ranks: int) -> Part | None:
-    """Return how a parameter is cut over so many ranks; None where it cannot be, or need not."""
+    """Return the part of a parameter cut over `ranks` ranks; None if it cannot or need not be."""
     if cut is None or ranks == 1 or not fits(shape, cut, ranks):
         return None
     return Part(shape, cut, ranks)

@@ -1,4 +1,4 @@
-"""Tiers: where a bucket's shard lives, and where what is gathered of it is read from."""
+"""Tiers: the kind of memory in which a bucket's shard lives, and from which it is gathered."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import Enum
 
 
 class Tier(str, Enum):
-    """A kind of memory, nearest to the compute first.
+    """A kind of memory; members are ordered by their distance from the compute.
 
-    A bucket's home holds its shard as the user sees it, its gradient and its optimizer states; its
-    source holds what gathers read. A source is never farther than the home, whose copy it is.
+    The home of a bucket holds its shard as the user sees it, its gradient and its optimizer states.
+    Its source holds the data that gathers read: a copy in the home's tier or a nearer one.
     """
 
     DEVICE = "device"
@@ -18,8 +18,8 @@ class Tier(str, Enum):
 
     @property
     def distance(self) -> int:
-        """How far from the compute it is: 0 for the device itself."""
+        """The distance from the compute: 0 for the device itself."""
         return list(Tier).index(self)
 
 
-TIER_OF = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # by the plan's word
+TIER_OF = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # by the word in a plan

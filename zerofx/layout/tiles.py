@@ -1,8 +1,8 @@
-"""Tiled parameters: where the parts of one parameter lie that is gathered tile by tile.
+"""Tiled parameters: parameters that are gathered tile by tile, and the layout of their tiles.
 
-A tiled parameter is cut into `count` tiles of equal numbers of rows, and every tile has a bucket of
-its own. A rank owns an equal range of each tile; these ranges lie one behind another in one
-allocation, so that what the rank has of the parameter still is one contiguous 1-D tensor.
+A tiled parameter is cut into `count` tiles with equal numbers of rows, and every tile has its own
+bucket. A rank owns an equal range of each tile. These ranges are consecutive in one allocation, so
+that a rank's share of the parameter is still one contiguous 1-D tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Range = tuple[int, int]  # half-open, of elements of a flat parameter
 
 @dataclass(frozen=True)
 class Tile:
-    """Which rows of which parameter a bucket holds: tile `index` of `count` equal ones.
+    """The rows of a parameter that a bucket holds: tile `index` of `count` equal tiles.
 
-    Shapes: `shape` is that of the whole parameter, `name` its name.
+    Shapes: `shape` is the shape of the whole parameter, and `name` is its name.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Tile:
 
     @property
     def part_name(self) -> str:
-        """Name the tile as a parameter of its own: `mlp.up.weight[1024:2048]`."""
+        """The name of the tile as a parameter of its own: `mlp.up.weight[1024:2048]`."""
         first, end = self.rows
         return f"{self.name}[{first}:{end}]"
 
     @property
     def unit(self) -> str:
-        """Name the unit that the tile makes: it travels alone."""
+        """The name of the unit that consists of this tile, which travels alone."""
         return f"{self.name} tile {self.index + 1}/{self.count}"
 
 
@@ -54,20 +54,20 @@ def tiles_of(name: str, shape: tuple[int, ...], count: int) -> list[Tile]:
 
 
 def cut(full: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """Return the elements of these ranges of a flat tensor, a view of it where there is one."""
+    """Return the elements of these ranges of a flat tensor; a single range is a view."""
     if len(ranges) == 1:
         return full[ranges[0][0] : ranges[0][1]]
     return torch.cat([full[start:stop] for start, stop in ranges])
 
 
 def spread(full: Tensor, ranges: tuple[Range, ...], values: Tensor) -> None:
-    """Write a rank's elements, 1-D, into their ranges of a flat tensor."""
+    """Write a rank's 1-D elements into their ranges of a flat tensor."""
     sizes = [stop - start for start, stop in ranges]
     for (start, stop), part in zip(ranges, values.split(sizes), strict=True):
         full[start:stop].copy_(part)
 
 
 def say(ranges: tuple[Range, ...]) -> str:
-    """Write ranges as errors name them: `0:64`, or `0:64, 128:192, ... (16 ranges)`."""
+    """Format ranges for error messages: `0:64`, or `0:64, 128:192, ... (16 ranges)`."""
     shown = ", ".join(f"{start}:{stop}" for start, stop in ranges[:2])
     return shown if len(ranges) <= 2 else f"{shown}, ... ({len(ranges)} ranges)"

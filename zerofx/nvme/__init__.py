@@ -1,22 +1,22 @@
-"""Move tensors to disk and back, fast, without blocking: threads over O_DIRECT.
+"""Moving tensors to and from disk, fast and without blocking: threads over O_DIRECT.
 
     import torch, zerofx.nvme as nvme
 
     x = torch.randn(4096, 4096)
     with nvme.File("/nvme/activations.bin", "w") as file:
-        request = file.submit_write(x, offset=0)   # returns at once
-        ...                                        # compute meanwhile; leave x as it is
-        request.wait()                             # raises NvmeError if it could not be written
+        request = file.submit_write(x, offset=0)   # returns immediately
+        ...                                        # compute; do not change x meanwhile
+        request.wait()                             # raises NvmeError if the write failed
         y = file.read(torch.empty(4096, 4096))
 
-`File` is a file of raw bytes at offsets that you choose. `NvmeStore` is a file with a named place
-for each value, its space taken beforehand, and a checksum for every 256 KiB. `aligned_empty` makes
-tensors that move without a copy in memory. `IOEngine` has the threads; without one of your own,
-all files share the process's.
+`File` is a file of raw bytes at offsets that you choose. `NvmeStore` is a file with named extents,
+their space reserved in advance, and a checksum per 256 KiB. `aligned_empty` creates tensors that
+move without a copy in memory. `IOEngine` owns the threads; files without an engine of their own
+share the engine of the process.
 
     submit -> Request -> pieces -> threads -> preadv / pwritev
 
-`engine.py` takes requests, `work.py` hands their pieces to threads, `transfer.py` moves them.
+`engine.py` accepts requests, `work.py` hands their pieces to threads, `transfer.py` moves them.
 """
 
 from zerofx.errors import NvmeError as NvmeError

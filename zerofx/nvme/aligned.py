@@ -1,4 +1,4 @@
-"""Memory that disks can read and write directly: whole pages, and tensors as bytes."""
+"""Memory for direct I/O: page-aligned tensors, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerofx.errors import NvmeError
 
-PAGE = 4096  # what direct transfers are aligned to, in files and at worst in memory
+PAGE = 4096  # alignment of direct transfers in files; in memory, the most that is ever required
 
 Bytes = np.ndarray  # one-dimensional, uint8
 
@@ -29,29 +29,31 @@ def down(nbytes: int) -> int:
 
 
 def aligned_bytes(nbytes: int) -> Tensor:
-    """Return zeroed host memory that begins at a page, outside torch's allocator.
+    """Return zeroed host memory that begins at a page boundary, outside torch's allocator.
 
     Shapes: uint8[nbytes].
     """
     memory = mmap.mmap(-1, max(up(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # an advice: fewer pages to pin for each transfer
+        with suppress(OSError):  # only advice: fewer pages to pin per transfer
             memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def aligned_empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a host tensor that moves to and from disk without an extra copy; it begins zeroed."""
+    """Return a zeroed host tensor that moves to and from disk without an extra copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     return aligned_bytes(nbytes).view(dtype).view(shape)
 
 
 def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
-    """Return the bytes of a tensor, without a copy, and their address; the rest is for errors.
+    """Return the bytes of a tensor, without a copy, and their address.
+
+    path, label: for error messages.
 
     Raises:
-        NvmeError: not a dense, contiguous tensor on the host; the message says what to do.
+        NvmeError: not a dense, contiguous tensor on the host; the message says how to fix it.
     """
     if not isinstance(tensor, Tensor):
         other = type(tensor).__name__
@@ -61,12 +63,12 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
         kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} is {kind}; only dense tensors in host memory "
-            "move to and from disk: copy it to one (zerofx.nvme.aligned_empty makes the quickest)"
+            "can be moved. Copy it to one (zerofx.nvme.aligned_empty creates the fastest)"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} with strides {tensor.stride()} is not "
-            "contiguous; give tensor.contiguous(), or a buffer of its own to read into"
+            "contiguous; give tensor.contiguous(), or read into a contiguous buffer"
         )
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat.view(-1).view(torch.uint8)

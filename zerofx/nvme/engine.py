@@ -1,6 +1,6 @@
 """The I/O engine: non-blocking requests, moved by threads in the order of submission.
 
-Requests that touch the same bytes of a file keep their order; all others may overtake one another.
+Requests that touch the same bytes of a file keep their order; all others may overtake each other.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ NUM_THREADS = 4
 class IOEngine:
     """Threads that move tensors to and from files.
 
-    num_threads: how many pieces are under way at once.
-    piece_bytes: larger requests are split into pieces of this size, smaller neighbouring ones
-        merged up to it; a multiple of 256 KiB. Each thread keeps one buffer of this size.
+    num_threads: the number of groups of pieces that move at the same time.
+    piece_bytes: larger requests are split into pieces of this size, and smaller neighbouring ones
+        are merged up to it; a multiple of 256 KiB. Each thread keeps one buffer of this size.
     """
 
     def __init__(self, num_threads: int = NUM_THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         if num_threads < 1:
-            raise NvmeError(f"num_threads = {num_threads}; at least 1 has to move the bytes")
+            raise NvmeError(f"num_threads = {num_threads} is too small; give at least 1")
         if piece_bytes < BLOCK_BYTES or piece_bytes % BLOCK_BYTES:
             raise NvmeError(
-                f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), by "
-                "which checksums go; round it up"
+                f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), the "
+                "size of a block with a checksum; round it up"
             )
         self.num_threads, self.piece_bytes, self._pid = num_threads, piece_bytes, os.getpid()
         self._work = Work(piece_bytes)
         self._threads: list[threading.Thread] = []
-        weakref.finalize(self, self._work.close).atexit = False  # close() joins the threads there
+        weakref.finalize(self, self._work.close).atexit = False  # close() joins them at exit
         _ENGINES.add(self)
 
     def submit_read(
         self, handle: Handle, tensor: Tensor, offset: int, label: str, check: Check | None = None
     ) -> Request:
-        """Begin to fill `tensor` from the file's bytes at `offset`; `label` is for errors."""
+        """Begin to fill `tensor` from the file's bytes at `offset`; `label` is used in errors."""
         return self._submit(handle, False, tensor, offset, label, check)
 
     def submit_write(
         self, handle: Handle, tensor: Tensor, offset: int, label: str, check: Check | None = None
     ) -> Request:
-        """Begin to write `tensor` to the file at `offset`; `label` is for errors."""
+        """Begin to write `tensor` to the file at `offset`; `label` is used in errors."""
         return self._submit(handle, True, tensor, offset, label, check)
 
     def _submit(
@@ -79,7 +79,7 @@ class IOEngine:
         with self._work.lock:
             handle.need_open()
             if self._work.is_closing:
-                raise NvmeError(f"{handle.path}: the engine is closed; make another")
+                raise NvmeError(f"{handle.path}: the engine is closed; create another")
             self._start()
             self._work.submit(request, offset, up(end) if handle.pads else end)
         return request
@@ -89,7 +89,7 @@ class IOEngine:
         if here != self._pid or here != handle.pid:
             raise NvmeError(
                 f"{handle.path}: opened in process {handle.pid}, with an engine of {self._pid}, "
-                f"used in {here}: threads and locks do not follow a fork; open it again there"
+                f"but used in {here}: threads and locks do not survive a fork; open it again there"
             )
 
     def _start(self) -> None:
@@ -105,7 +105,7 @@ class IOEngine:
 
     # -- waiting ----------------------------------------------------------------------------
     def drain(self, handle: Handle) -> None:
-        """Wait until nothing is under way on a file, well or not."""
+        """Wait until no request is in flight on a file, whether or not it succeeds."""
         self._need_here(handle)
         with self._work.lock:
             under_way = handle.under_way.all()
@@ -113,10 +113,10 @@ class IOEngine:
             request.join()
 
     def flush(self, handle: Handle) -> None:
-        """Wait for all requests of a file, and until the device has their bytes.
+        """Wait for all requests of a file, and until the device has stored their bytes.
 
         Raises:
-            NvmeError: one of them failed and was not waited for yet, or the device did.
+            NvmeError: the flush failed, or a request failed for which nothing has waited yet.
         """
         self.drain(handle)
         self.raise_unseen(handle)
@@ -127,7 +127,7 @@ class IOEngine:
             raise path_error("cannot flush", handle.path, error) from error
 
     def raise_unseen(self, handle: Handle) -> None:
-        """Raise the first fault of a file that was not reported, and forget the others."""
+        """Raise the first unreported fault of a file, and forget the others."""
         with self._work.lock:
             unseen = [request.fault for request in handle.failed]
             handle.failed.clear()
@@ -139,28 +139,28 @@ class IOEngine:
             raise error
 
     def wait(self, handle: Handle) -> None:
-        """Wait until nothing is under way on a file.
+        """Wait until no request is in flight on a file.
 
         Raises:
-            NvmeError: a request failed and was not waited for yet.
+            NvmeError: a request failed for which nothing has waited yet.
         """
         self.drain(handle)
         self.raise_unseen(handle)
 
     def finish(self, handle: Handle) -> None:
-        """Take no more requests for a file, and wait for those under way."""
+        """Refuse new requests for a file, and wait for those in flight."""
         with self._work.lock:
             handle.is_closing = True
         self.wait(handle)
 
     @property
     def counts(self) -> Counts:
-        """What all threads have done so far."""
+        """The counts of all threads so far."""
         with self._work.lock:
             return sum((mover.counts for mover in self._work.movers), Counts())
 
     def close(self) -> None:
-        """Let everything end that was submitted, and the threads with it; once is enough."""
+        """Finish everything that was submitted, and end the threads. May be called repeatedly."""
         if os.getpid() != self._pid:
             return
         self._work.close()
@@ -186,7 +186,7 @@ def _close_engines() -> None:
 
 
 def default_engine() -> IOEngine:
-    """Return the engine that all files of a process share unless they are given another."""
+    """Return the engine that all files of a process share unless they are given another one."""
     with _MAKING:
         pid = os.getpid()
         if pid not in _DEFAULT:

@@ -1,4 +1,4 @@
-"""What went wrong on disk, in words: file, offset, bytes, whose they are, and the fix."""
+"""Disk faults in words: file, offset, bytes, what they hold, and the fix."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _OTHERWISE = f"see the kernel's log, {_ELSEWHERE}"
 
 
 def sized(nbytes: int) -> str:
-    """Return bytes for people and exactly: `1.5 KiB (1536 bytes)`; small ones exactly only."""
+    """Format bytes rounded and exactly: `1.5 KiB (1536 bytes)`; below 1 KiB only exactly."""
     return f"{nbytes} bytes" if nbytes < 1024 else f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def reason(error: OSError) -> str:
-    """Return `No space left on device (ENOSPC)`."""
+    """Format an operating system error, such as `No space left on device (ENOSPC)`."""
     if error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
 def way_out(error: OSError) -> str:
-    """Return what to do about an error of the operating system."""
+    """Return the fix for an error of the operating system."""
     return WAYS_OUT.get(error.errno or 0, _OTHERWISE)
 
 
 def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> NvmeError:
-    """Return the error of an operation on a whole file or folder."""
+    """Return the error for an operation on a whole file or folder."""
     text = f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}"
     return NvmeError(text, error.errno)
 
 
 class Stretch(NamedTuple):
-    """Some bytes of a file: what an error names."""
+    """A byte range of a file, as named by an error."""
 
     path: str
     offset: int
@@ -67,20 +67,20 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a request failed; a fresh exception is made of it for each who waits."""
+    """The reason why a request failed; every waiter gets a new exception made from it."""
 
     text: str
     cause: BaseException | None = None
 
     def error(self) -> NvmeError:
-        """Return the exception, with its cause."""
+        """Return a new exception with its cause."""
         error = NvmeError(self.text, getattr(self.cause, "errno", None))
         error.__cause__ = self.cause
         return error
 
 
 class EndOfFile(Exception):
-    """A read reached the end of its file, or a write made no progress; `at` is where."""
+    """A read reached the end of its file, or a write made no progress; `at` is the offset."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -88,21 +88,21 @@ class EndOfFile(Exception):
 
 
 class Damaged(Exception):
-    """Data do not have the checksum that they were written with; carries the text."""
+    """Data do not match the checksum that was taken when they were written; carries the text."""
 
 
 def fault_of(is_write: bool, where: Stretch, error: BaseException) -> Fault:
-    """Return the fault of a transfer that raised `error`."""
+    """Return the fault for a transfer that raised `error`."""
     doing = "write" if is_write else "read"
     if isinstance(error, Damaged):
         return Fault(f"{doing} of {where}: {error}")
     if isinstance(error, EndOfFile):
         if is_write:
-            text = f"the file system takes no bytes at offset {error.at}; {_OTHERWISE}"
+            text = f"the file system accepts no bytes at offset {error.at}; {_OTHERWISE}"
         else:
             text = (
-                f"the file ends at offset {error.at}; it was cut short by somebody else, or never "
-                "held these bytes: write them first"
+                f"the file ends at offset {error.at}; another process truncated it, or these bytes "
+                "were never written: write them first"
             )
         return Fault(f"{doing} of {where}: {text}")
     if isinstance(error, OSError):

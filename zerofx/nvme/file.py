@@ -1,4 +1,4 @@
-"""Any file, and tensors moved to and from it without blocking."""
+"""A file of raw bytes, with tensors moved to and from it without blocking."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _MODES = {
 
 
 class File:
-    """A file of raw bytes: tensors go to and from byte offsets of it.
+    """A file of raw bytes: tensors are read from and written to byte offsets of it.
 
-    path: of the file.
-    mode: "r" to read, "r+" to change, "w" to make it or empty it.
-    engine: the threads that move the bytes; by default one engine of the whole process.
-    direct: past the page cache (O_DIRECT) where the file system allows it; what does not begin or
-        end at a page of 4096 bytes goes through the cache as far as it has to.
+    path: the path of the file.
+    mode: "r" to read, "r+" to change, "w" to create or truncate it.
+    engine: the threads that move the bytes; by default the engine of the process.
+    direct: bypass the page cache (O_DIRECT) if the file system allows it. Ranges that do not begin
+        or end at a page of 4096 bytes still go through the cache as far as necessary.
 
-    Requests on the same bytes keep their order. A tensor must stay as it is until its request has
-    ended. Tensors of `aligned_empty` and pinned ones move without a copy in memory.
+    Requests on the same bytes keep their order. A tensor must not change until its request has
+    ended. Tensors of `aligned_empty` and pinned tensors move without a copy in memory.
 
     Example:
         >>> x = torch.randn(1000, 1000)
         >>> with zerofx.nvme.File(path, "w") as file:
         ...     written = file.submit_write(x, offset=0)
-        ...     y = file.read(torch.empty(1000, 1000))  # waits for the write too: the same bytes
+        ...     y = file.read(torch.empty(1000, 1000))  # waits for the write to the same bytes
         ...     written.wait()
     """
 
@@ -56,10 +56,10 @@ class File:
     def submit_read(self, out: Tensor, offset: int = 0, label: str = "") -> Request:
         """Begin to fill `out`, a contiguous host tensor, from the bytes at `offset`.
 
-        label: whose bytes they are, for errors.
+        label: the name of the data in errors.
 
         Raises:
-            NvmeError: the tensor or offset cannot be used; what the disk says comes at `wait()`.
+            NvmeError: the tensor or offset cannot be used; faults of the disk are raised by `wait`.
         """
         return self._engine.submit_read(self._handle, out, offset, label)
 
@@ -67,10 +67,12 @@ class File:
         """Begin to write a contiguous host tensor to the bytes at `offset`.
 
         Raises:
-            NvmeError: as for `submit_read`, or the file is open for reading.
+            NvmeError: as for `submit_read`, or the file is open for reading only.
         """
         if self.mode == "r":
-            raise NvmeError(f"{self.path}: open for reading; open it with 'r+' or 'w' to write")
+            raise NvmeError(
+                f"{self.path}: open for reading only; open it with 'r+' or 'w' to write"
+            )
         return self._engine.submit_write(self._handle, tensor, offset, label)
 
     def read(self, out: Tensor, offset: int = 0, label: str = "") -> Tensor:
@@ -78,21 +80,21 @@ class File:
         return self.submit_read(out, offset, label).wait()
 
     def write(self, tensor: Tensor, offset: int = 0, label: str = "") -> None:
-        """Write a tensor to the bytes at `offset`; `flush` makes the device hold them."""
+        """Write a tensor to the bytes at `offset`; `flush` makes the write durable."""
         self.submit_write(tensor, offset, label).wait()
 
     def wait(self) -> None:
-        """Wait until nothing is under way; raise the first fault that was not waited for."""
+        """Wait until no request is in flight; raise the first unreported fault."""
         self._engine.wait(self._handle)
 
     def flush(self) -> None:
-        """Wait, and make the device hold everything that was written."""
+        """Wait, and make everything that was written durable."""
         self._engine.flush(self._handle)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the space of `nbytes` now, so that no later write finds the device full.
+        """Reserve the space of `nbytes`, so that no later write can find the device full.
 
-        It also lets writes run side by side that would otherwise make the file longer one by one.
+        It also lets writes run in parallel that would otherwise extend the file one by one.
         """
         self._handle.need_open()
         try:
@@ -102,17 +104,17 @@ class File:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file now."""
+        """The current size of the file in bytes."""
         self._handle.need_open()
         return os.fstat(self._handle.buffered).st_size
 
     @property
     def is_direct(self) -> bool:
-        """Say whether transfers go past the page cache."""
+        """Whether transfers bypass the page cache."""
         return self._handle.is_direct
 
     def close(self) -> None:
-        """Wait for what is under way, close, and raise the first fault that was not reported."""
+        """Wait for requests in flight, close, and raise the first unreported fault."""
         if self._handle.is_closed:
             return
         try:
@@ -124,7 +126,7 @@ class File:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
+        if kind is not None and not self._handle.is_closed:  # do not hide the first exception
             self._engine.drain(self._handle)
             self._handle.failed.clear()
         self.close()

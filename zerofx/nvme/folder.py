@@ -1,8 +1,8 @@
-"""The folder of the NVMe tier: can it hold what is planned, and what did dead jobs leave there.
+"""The folder of the NVMe tier: checked for space, and cleared of the files of dead jobs.
 
 Every store locks its own file (flock) for as long as its process lives, and file names are never
-used twice: jobs that share a folder cannot touch one another's files, and a file of ours that is
-not locked was left behind.
+reused. Jobs that share a folder therefore cannot touch each other's files, and a zerofx file that
+is not locked was left behind.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ SUFFIX = ".nvme"
 
 
 def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "the store") -> Path:
-    """Return a folder that can hold `needed_bytes`: made if only it is missing, and cleaned.
+    """Return a folder that can hold `needed_bytes`, creating and cleaning it if necessary.
+
+    Only the last component of `path` is created.
 
     Raises:
-        NvmeError: missing, no folder, not writable, or with too little space (both numbers said).
+        NvmeError: it is missing, not a folder, not writable, or short of space (says both numbers).
     """
     folder = Path(os.path.abspath(path))
     if not folder.exists():
         if not folder.parent.is_dir():
             raise NvmeError(
-                f"{folder}: neither it nor {folder.parent} exists; make the folder, or mount the "
-                "device that it should be on"
+                f"{folder}: neither it nor {folder.parent} exists; create the folder, or mount "
+                "its device"
             )
         try:
             folder.mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "th
 
 
 def try_writing(folder: Path) -> None:
-    """Find out by doing it: rights alone do not tell (root, read-only mounts)."""
+    """Test whether files can be created: permissions alone do not tell (root, read-only mounts)."""
     path = folder / unique_name("try")
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -67,7 +69,7 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def need_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raise, with both numbers, where the file system has too little space left."""
+    """Raise, with both numbers, if the file system has too little space left."""
     free = free_bytes(folder)
     if needed_bytes > free:
         raise NvmeError(
@@ -77,14 +79,14 @@ def need_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def unique_name(label: str) -> str:
-    """Return a file name that no other process or store uses, and that says whose it is."""
+    """Return a file name that no other process or store uses, and that names its owner."""
     whose = f"{label[:64]}-{socket.gethostname().split('.')[0]}"
     safe = "".join(c if c.isalnum() or c in "._" else "-" for c in whose)
     return f"zerofx-{safe}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
 
 
 def lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file for as long as it is open; False if another process has it."""
+    """Lock an open file for as long as it is open; return False if another process holds it."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,7 +95,7 @@ def lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def whoami() -> dict[str, Any]:
-    """Return what a store's header says of its maker."""
+    """Return the description of the maker in a store's header."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -103,7 +105,7 @@ def whoami() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Return what names this run of the kernel; containers share it, whatever their names."""
+    """Return the ID of this boot of the kernel, which containers share despite their host names."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -111,11 +113,11 @@ def _boot() -> str:
 
 
 def remove_left_behind(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete the stores whose process is dead, and return their paths.
+    """Delete the stores of dead processes, and return their paths.
 
-    Only files that are stores by their content, that are not locked, that were not kept on
-    purpose (`close(delete=False)`), and that were made on this host: on file systems of several
-    hosts locks need not reach from one to another.
+    A file is deleted only if its content is that of a store, it is not locked, it was not kept on
+    purpose (`close(delete=False)`), and it was made on this host: on a file system shared by
+    several hosts, the locks of one host may not be visible on another.
     """
     paths = sorted(Path(folder).glob(f"zerofx-*{SUFFIX}"))
     return [path for path in paths if _remove_if_dead(path)]
@@ -124,9 +126,9 @@ def remove_left_behind(folder: str | os.PathLike[str]) -> list[Path]:
 def _remove_if_dead(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # another process cleans too
+    except FileNotFoundError:  # another process is cleaning too
         return False
-    except OSError as error:  # another user's, a link
+    except OSError as error:  # it belongs to another user, or is a link
         log.info("%s: left as it is: %s", path, error)
         return False
     try:
@@ -141,7 +143,7 @@ def _remove_if_dead(path: Path) -> bool:
             return False
         size = os.fstat(fd).st_size
         path.unlink(missing_ok=True)
-    except OSError as error:  # no locks, or no header by which to tell
+    except OSError as error:  # no locks, or a damaged header
         log.warning("%s: left as it is: %s", path, error)
         return False
     finally:

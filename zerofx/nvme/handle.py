@@ -1,4 +1,4 @@
-"""One open file: through the page cache and, where the file system allows it, past it."""
+"""One open file: through the page cache and, if the file system allows it, past it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from zerofx.nvme.request import Request
 
 
-# -- Which requests under way touch a stretch of a file --------------------------------------------
+# -- The requests in flight that touch a range of a file -------------------------------------------
 
 
-Entry = tuple[int, int, int, "Request"]  # begin, end, a number that no other has, who
+Entry = tuple[int, int, int, "Request"]  # begin, end, sequence number, request
 
 
 class RangeIndex:
     """Requests by the half-open byte ranges that they move.
 
-    Kept sorted in one list for each power of two of their lengths: those that overlap [begin, end)
-    then begin less than twice that power before `begin`, and no list is searched as a whole.
+    There is one sorted list per power of two of their lengths. Requests in a list that overlap
+    [begin, end) begin less than that power before `begin`, so no list is searched as a whole.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class RangeIndex:
         return len(self._entries)
 
     def add(self, begin: int, end: int, request: Request) -> None:
-        """Enter a request."""
+        """Add a request."""
         self._added += 1
         entry = (begin, end, self._added, request)
         self._entries[request] = entry
         insort(self._lists.setdefault((end - begin).bit_length(), []), entry)
 
     def remove(self, request: Request) -> None:
-        """Take a request out."""
+        """Remove a request."""
         entry = self._entries.pop(request)
         size = (entry[1] - entry[0]).bit_length()
         entries = self._lists[size]
@@ -67,26 +67,26 @@ class RangeIndex:
         return list(self._entries)
 
 
-# -- One open file: through the page cache and, where the file system allows it, past it -----------
+# -- One open file: through the page cache and, if the file system allows it, past it --------------
 
 
-# What direct transfers may ask of memory, the least first. A refused transfer says that its file
-# needs more: found out by trying, because no standard call tells.
+# The alignments that direct transfers may require of memory, in ascending order. No standard call
+# tells which one a file needs; a refused transfer means that it needs a larger one.
 ALIGNMENTS = (64, 512, PAGE)
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Handle:
-    """An open file, and the requests under way on it.
+    """An open file, and the requests in flight on it.
 
-    pads: whoever owns a page's first byte here owns the whole page, so that ends may be filled up.
+    pads: the owner of a page's first byte owns the whole page, so that ends may be padded.
     """
 
     def __init__(self, path: str, flags: int, *, pads: bool = False, direct: bool = True) -> None:
         self.path, self.pads, self.pid = path, pads, os.getpid()
         self.under_way = RangeIndex()
-        self.is_closing = False  # takes no more requests
-        self.failed: list[Request] = []  # until their faults are seen
+        self.is_closing = False  # accepts no more requests
+        self.failed: list[Request] = []  # until their faults have been reported
         flags |= os.O_CLOEXEC
         try:
             self.buffered = os.open(path, flags, 0o600)
@@ -111,7 +111,10 @@ class Handle:
             raise path_error("cannot open", self.path, error) from error
 
     def lower(self, alignment: int) -> None:
-        """Ask less of direct transfers, after one from memory of this alignment was refused."""
+        """Require more alignment for direct transfers, or give them up, after a refused one.
+
+        alignment: that of the memory of the refused transfer.
+        """
         larger = [a for a in ALIGNMENTS if a > alignment]
         if larger:
             self.alignment = max(self.alignment, larger[0])
@@ -120,21 +123,21 @@ class Handle:
 
     @property
     def is_direct(self) -> bool:
-        """Say whether transfers go past the page cache."""
+        """Whether transfers bypass the page cache."""
         return self.direct is not None
 
     @property
     def is_closed(self) -> bool:
-        """Say whether it has been closed, or was inherited by a fork."""
+        """Whether it has been closed, or was inherited by a fork."""
         return not self._close.alive
 
     def need_open(self) -> None:
-        """Raise where it is closed, or about to be."""
+        """Raise if the file is closed, or about to be."""
         if self.is_closing or self.is_closed:
             raise NvmeError(f"{self.path}: the file is closed; open it again")
 
     def close(self) -> None:
-        """Close the file; nothing may be under way."""
+        """Close the file; no request may be in flight."""
         self._close()
 
 
@@ -148,7 +151,7 @@ _OPEN: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Let go of locks: a lock lives as long as any process that inherited its file."""
+    """Release locks: a lock lasts as long as any process that inherited its file."""
     for handle in list(_OPEN):
         if (close := handle._close.detach()) is not None:
             for fd in close[2][0]:

@@ -1,9 +1,9 @@
-"""The form of a store's file: what is where, in which version, and with which checksums.
+"""The format of a store's file: layout, version and checksums.
 
-    header: prefix and the layout as JSON | state: one page | a checksum a block | extents
+    header: prefix and the layout as JSON | state: one page | one checksum per block | extents
 
-Each part begins at a page. The live file means something to the process that made it only; what
-`flush` leaves behind can be read back by anybody, block by block proved by its checksum.
+Each part begins at a page. While a store is in use, only its process can interpret the file. After
+`flush`, any process can read it back, and each block is verified by its checksum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerofx.nvme.faults import path_error, sized
 
 MAGIC, FORMAT = b"ZFXNVME\n", 1
 _PREFIX = struct.Struct("<8sIIQ")  # magic, format version, crc32 of the layout, its bytes
-_STATE = struct.Struct("<8sIIII")  # magic, is kept, flushes, crc32 of the checksums, crc32 of these
+_STATE = struct.Struct("<8sIIII")  # magic, is kept, flushes, crc32 of the checksums, own crc32
 _STATE_MAGIC = b"ZFXSTATE"
-_MAX_LAYOUT_BYTES = 1 << 30  # more is no length that we wrote
+_MAX_LAYOUT_BYTES = 1 << 30  # a longer layout was not written by zerofx
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a named value lies: `nbytes` at `offset`, in blocks from `first_block` on."""
+    """The place of a named value: `nbytes` at `offset`, with checksums from `first_block` on."""
 
     offset: int
     nbytes: int
@@ -43,19 +43,19 @@ class Extent:
 
 
 def check_sizes(sizes: Mapping[str, int], label: str) -> None:
-    """Refuse extents that are no sizes by name."""
+    """Check that extents are a mapping of names to sizes."""
     for name, nbytes in sizes.items():
         is_size = isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0
         if not isinstance(name, str) or not is_size:
             raise NvmeError(
-                f"{label}: extent {name!r} of {nbytes!r} bytes; give names as strings and sizes as "
-                "whole numbers of bytes"
+                f"{label}: extent {name!r} of {nbytes!r} bytes is not valid; give names as strings "
+                "and sizes as whole numbers of bytes"
             )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where in a file, and who made it."""
+    """The extents of a file, and who made it."""
 
     sizes: Mapping[str, int]
     label: str
@@ -64,7 +64,7 @@ class Layout:
 
     @cached_property
     def text(self) -> bytes:
-        """The layout as it is in the file; offsets of extents count from the first one."""
+        """The layout as stored in the file; offsets count from the first extent."""
         begin, extents = 0, []
         for name, nbytes in self.sizes.items():
             extents.append([name, begin, nbytes])
@@ -92,7 +92,7 @@ class Layout:
 
     @cached_property
     def extents(self) -> dict[str, Extent]:
-        """Extents by name, with their places in the file."""
+        """Extents by name, with their offsets in the file."""
         offset, block, extents = self.data_at, 0, {}
         for name, nbytes in self.sizes.items():
             extents[name] = Extent(offset, nbytes, block)
@@ -101,37 +101,37 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the whole file in bytes."""
         return self.data_at + sum(up(nbytes) for nbytes in self.sizes.values())
 
     @property
     def maker(self) -> str:
-        """Who made the file, for messages."""
+        """The maker of the file, for messages."""
         return f"process {self.made['pid']} on {self.made['host']}, at {self.made['time']}"
 
     def encode(self) -> bytes:
-        """Return the header, filled up to whole pages."""
+        """Return the header, padded to whole pages."""
         prefix = _PREFIX.pack(MAGIC, FORMAT, zlib.crc32(self.text), len(self.text))
         return (prefix + self.text).ljust(self.state_at, b"\0")
 
 
 @dataclass(frozen=True)
 class State:
-    """What became of a file: kept by its owner, flushed how often, with which checksums."""
+    """The state of a file: whether it is kept, how often it was flushed, and its checksums."""
 
     is_kept: bool = False
     num_flushes: int = 0
     crc_of_sums: int = 0
 
     def encode(self) -> bytes:
-        """Return the state's page."""
+        """Return the state as one page."""
         fields = _STATE_MAGIC, int(self.is_kept), self.num_flushes, self.crc_of_sums
         crc = zlib.crc32(_STATE.pack(*fields, 0))
         return _STATE.pack(*fields, crc).ljust(PAGE, b"\0")
 
     @classmethod
     def decode(cls, page: bytes) -> State | None:
-        """Read it back; None if it is damaged."""
+        """Read a state from its page; None if it is damaged."""
         if len(page) < PAGE:
             return None
         _, is_kept, num_flushes, crc_of_sums, _ = _STATE.unpack_from(page)
@@ -140,7 +140,7 @@ class State:
 
 
 def is_ours(fd: int) -> bool:
-    """Say whether an open file begins as a store does."""
+    """Return whether an open file begins like a store."""
     return os.pread(fd, len(MAGIC), 0) == MAGIC
 
 
@@ -148,8 +148,8 @@ def read_layout(fd: int, path: str) -> Layout:
     """Return the layout of an open file.
 
     Raises:
-        NvmeError: foreign, of another format version, or its header is damaged or cut short; says
-            which and where.
+        NvmeError: the file is foreign or of another format version, or its header is damaged or
+            truncated; says which of them and at which offset.
     """
     try:
         prefix = os.pread(fd, _PREFIX.size, 0)
@@ -158,7 +158,7 @@ def read_layout(fd: int, path: str) -> Layout:
         raise path_error("cannot read the header of", path, error) from error
     if prefix[: len(MAGIC)] != MAGIC:
         raise NvmeError(
-            f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: no store of "
+            f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: not a store of "
             "zerofx; give the path of one"
         )
     if len(prefix) < _PREFIX.size:
@@ -175,23 +175,23 @@ def read_layout(fd: int, path: str) -> Layout:
         if length <= _MAX_LAYOUT_BYTES and _PREFIX.size + length > actual:
             raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}")
         raise NvmeError(
-            f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not have its "
+            f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not match its "
             "checksum: the file is damaged; write it again"
         )
     return _parse(text)
 
 
 def need_whole(fd: int, path: str, layout: Layout) -> None:
-    """Raise where a file is shorter than its layout says."""
+    """Raise if a file is shorter than its layout says."""
     actual = os.fstat(fd).st_size
     if actual < layout.nbytes:
         missing = [n for n, e in layout.extents.items() if e.offset + e.nbytes > actual]
-        first = f"; {missing[0]} is the first extent that is not whole" if missing else ""
+        first = f"; {missing[0]} is the first incomplete extent" if missing else ""
         raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}")
 
 
 def _cut(actual: int, expected: int) -> str:
-    return f"cut short at offset {actual}: {sized(expected)} were written; write it again"
+    return f"truncated at offset {actual}: {sized(expected)} were written; write it again"
 
 
 def _parse(text: bytes) -> Layout:

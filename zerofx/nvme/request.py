@@ -1,4 +1,4 @@
-"""A request: some bytes between memory and a file, in pieces, and what waits for it."""
+"""A request: a transfer between memory and a file, in pieces, and the requests that wait for it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Check(Protocol):
-    """What follows the bytes of a request on their way; raises Damaged."""
+    """A check of the bytes that a request moves; raises Damaged."""
 
     def before_write(self, offset: int, block: Bytes) -> None:
         """Note that bytes of the file are about to change."""
 
     def after_write(self, offset: int, block: Bytes) -> None:
-        """Note what they have become."""
+        """Note their new content."""
 
     def after_read(self, offset: int, block: Bytes) -> None:
-        """Compare with what was noted."""
+        """Compare the bytes with what was noted."""
 
 
 class Piece:
-    """A part of a request that moves at once: `nbytes` at `offset` of the file."""
+    """A part of a request that moves as one: `nbytes` at `offset` of the file."""
 
     __slots__ = ("address", "offset", "request", "view")
 
@@ -39,17 +39,17 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file: at a page, where ends are filled up."""
+        """The end in the file, rounded up to a page if the file pads ends."""
         end = self.offset + self.view.size
         return up(end) if self.request.handle.pads else end
 
     def begin(self) -> None:
-        """Tell the request's check what is about to happen."""
+        """Tell the request's check that the transfer begins."""
         if self.request.check is not None and self.request.is_write:
             self.request.check.before_write(self.offset, self.view)
 
     def arrive(self) -> None:
-        """Tell it what has happened."""
+        """Tell the request's check that the transfer has ended."""
         check = self.request.check
         if check is not None:
             (check.after_write if self.request.is_write else check.after_read)(
@@ -58,7 +58,7 @@ class Piece:
 
 
 class Moment:
-    """When a request began to move and when it had ended, by time.perf_counter_ns; 0: not yet."""
+    """When a request began and ended, by time.perf_counter_ns; 0 means not yet."""
 
     __slots__ = ("began_ns", "ended_ns")
 
@@ -71,7 +71,7 @@ class Moment:
 
 
 class Request:
-    """Bytes on their way. The tensor may be used, read or changed again only after `wait`."""
+    """A transfer in flight. The tensor must not be used or changed before `wait` returns."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class Request:
     ) -> None:
         self.handle, self.is_write, self.where, self.check = handle, is_write, where, check
         self.fault: Fault | None = None
-        self.followers: list[Request] = []  # wait until this one has ended
-        self.num_before = 0  # how many it waits for itself
+        self.followers: list[Request] = []  # requests that wait for this one
+        self.num_before = 0  # requests that this one waits for
         self.num_left = 0  # pieces that have not ended
         self.pieces: list[Piece] = []
         self._tensor = tensor
-        self.is_done = False  # ended, well or not
+        self.is_done = False  # ended, with or without a fault
         self.moment = Moment()
         self._under_way = threading.Lock()  # an Event would cost ten times as much
         self._under_way.acquire()
 
     def split(self, view: Bytes, address: int, piece_bytes: int) -> None:
-        """Cut into pieces that begin at pages, but for the first."""
+        """Split the transfer into pieces, each of which but the first begins at a page."""
         begin, nbytes = self.where.offset, view.size
         start, stop = 0, down(begin) + piece_bytes - begin
         while stop < nbytes:
@@ -104,30 +104,30 @@ class Request:
         self.num_left = len(self.pieces)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, well or not; False if it has not after `timeout_s`."""
+        """Wait until it has ended, with or without a fault; False after `timeout_s`."""
         if not self._under_way.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
-        self._under_way.release()  # for who else waits
+        self._under_way.release()  # for other waiters
         return True
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
-        """Return the tensor once all of it has moved.
+        """Return the tensor once the whole transfer has ended.
 
         Raises:
-            NvmeError: it could not be moved; names file, offset, bytes and label.
-            TimeoutError: it was still under way after `timeout_s`.
+            NvmeError: the transfer failed; names file, offset, bytes and label.
+            TimeoutError: it was still in flight after `timeout_s`.
         """
         if not self.join(timeout_s):
             doing = "write" if self.is_write else "read"
-            raise TimeoutError(f"{doing} of {self.where}: still under way after {timeout_s} s")
+            raise TimeoutError(f"{doing} of {self.where}: still in flight after {timeout_s} s")
         if self.fault is not None:
-            with suppress(ValueError):  # raised before
+            with suppress(ValueError):  # it was raised before
                 self.handle.failed.remove(self)
             raise self.fault.error()
         return self._tensor
 
     def end(self) -> None:
-        """Wake who waits; called once, by the engine."""
+        """Wake all waiters; called once, by the engine."""
         self.pieces = []
         self.moment.ended_ns = time.perf_counter_ns()
         self.is_done = True

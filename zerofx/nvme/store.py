@@ -1,4 +1,4 @@
-"""A preallocated file with a named, checksummed place for each value: one a rank and kind."""
+"""A store: a preallocated file with named, checksummed extents, one per rank and kind of data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from zerofx.nvme.handle import Handle
 from zerofx.nvme.header import Extent, Layout, State, check_sizes, need_whole, read_layout
 from zerofx.nvme.request import Request
 
-# -- The checksums of a store's blocks: taken while writing, compared while reading ----------------
+# -- The checksums of a store's blocks: computed while writing, compared while reading -------------
 
 
 class Blocks:
-    """The checksums of one extent's blocks: 0 while a block does not hold what was written."""
+    """The checksums of one extent's blocks; 0 if a block does not hold what was last written."""
 
     def __init__(self, sums: np.ndarray, extent: Extent, layout: Layout) -> None:
         self._sums, self._extent, self._takes = sums, extent, layout.has_checksums
@@ -52,31 +52,31 @@ class Blocks:
         at, expected = offset + bad * BLOCK_BYTES, int(written[bad])
         if not expected:
             raise Damaged(
-                f"the block at offset {at} holds nothing that was written: it was never written, "
-                "or its last write failed; write it first"
+                f"the block at offset {at} has no valid content: it was never written, or its last "
+                "write failed; write it first"
             )
         nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
         raise Damaged(
             f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
             f"but {expected:016x} was written: the device or the file is damaged, or a state was "
-            "written where torch does not count it (.data, numpy); load the last save, and check "
-            "the device"
+            "changed in a way that torch does not track (.data, numpy); load the last save, and "
+            "check the device"
         )
 
 
 def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
-    """Return the checksums as the last flush wrote them."""
+    """Return the checksums that the last flush wrote."""
     page = os.pread(handle.buffered, PAGE, layout.state_at)
     state = State.decode(page)
     if state is None:
         raise NvmeError(
-            f"{handle.path}: the state at offset {layout.state_at} does not have its checksum: the "
-            "file is damaged; write it again"
+            f"{handle.path}: the state at offset {layout.state_at} does not match its checksum: "
+            "the file is damaged; write it again"
         )
     if not state.num_flushes:
         raise NvmeError(
-            f"{handle.path}: never flushed by {layout.maker}, so that nothing in it can be "
-            "proved; write it again, and flush"
+            f"{handle.path}: never flushed by {layout.maker}, so nothing in it can be verified; "
+            "write it again, and flush"
         )
     sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
     if zlib.crc32(sums) != state.crc_of_sums:
@@ -87,17 +87,17 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     return np.frombuffer(sums, dtype=np.uint64)
 
 
-# -- A preallocated file with a named, checksummed place for each value: one a rank and kind -------
+# -- The store -------------------------------------------------------------------------------------
 
 
 class NvmeStore:
     """Named extents in one file, moved by an I/O engine.
 
-    What one extent's requests do is in the order of their submission: a read gives what the last
-    write before it wrote, also while that is under way. Every read is proved by the checksums that
-    were taken while writing. They are kept in memory; `flush` and `close(delete=False)` write them
-    to the file, which can then be read back by `NvmeStore.open`. Without either the file is worth
-    nothing to another process, and is removed when this one ends, or at the next start.
+    Requests of one extent take effect in the order of their submission: a read returns the result
+    of the last write before it, even while that write is in flight. Every read is verified by the
+    checksums computed while writing. They are kept in memory; `flush` and `close(delete=False)`
+    write them to the file, which `NvmeStore.open` can then read back. Without either, the file is
+    useless to other processes, and is removed when this process ends or at the next start.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class NvmeStore:
         if not can_write:
             self._forget.detach()
 
-    # -- made and opened --------------------------------------------------------------------
+    # -- creating and opening ---------------------------------------------------------------
     @classmethod
     def create(
         cls,
@@ -122,10 +122,10 @@ class NvmeStore:
         engine: IOEngine | None = None,
         checksums: bool = True,
     ) -> NvmeStore:
-        """Make a file in `folder` with room for every extent, given in bytes by name.
+        """Create a file in `folder` with space for every extent, given in bytes by name.
 
-        label: whose it is, for the file's name and for errors: `rank0-optimizer`.
-        checksums: take one of every 256 KiB written, and compare when reading.
+        label: the owner, for the file's name and for errors: `rank0-optimizer`.
+        checksums: compute one per 256 KiB written, and compare it when reading.
 
         Raises:
             NvmeError: the folder cannot be used (see `prepare`), or has too little space.
@@ -137,7 +137,7 @@ class NvmeStore:
         path = os.fspath(home / unique_name(label))
         handle = Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, pads=True)
         try:
-            # locked before it can be recognised as a store: no cleaner takes it for a dead one's
+            # locked before it is recognisable as a store: no cleaner can take it for a dead one
             is_locked = lock(handle.buffered)
             assert is_locked, f"{path} is new, and yet locked"
             os.pwrite(handle.buffered, layout.encode() + State().encode(), 0)
@@ -155,8 +155,8 @@ class NvmeStore:
         """Open a store that was flushed or kept, for reading.
 
         Raises:
-            NvmeError: foreign, of another format version, damaged, cut short, never flushed, or in
-                use by another process.
+            NvmeError: the file is foreign, of another format version, damaged, truncated, never
+                flushed, or in use by another process.
         """
         handle = Handle(os.path.abspath(path), os.O_RDONLY, pads=True)
         try:
@@ -178,16 +178,16 @@ class NvmeStore:
 
     # -- moving -----------------------------------------------------------------------------
     def read(self, name: str, out: Tensor, label: str = "") -> Request:
-        """Begin to fill `out` with an extent; its bytes must be the extent's.
+        """Begin to fill `out`, which must have the size of the extent.
 
-        label: what errors call it, where it holds something else than its name says.
+        label: its name in errors, if it differs from the extent's name.
         """
         extent = self._find(name, out)
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_read(self._handle, out, extent.offset, label or name, blocks)
 
     def read_blocks(self, name: str, start: int, out: Tensor, label: str = "") -> Request:
-        """Begin to fill `out` from byte `start` of an extent on: whole blocks, as of `covering`."""
+        """Begin to fill `out` from byte `start` of an extent on: whole blocks, as in `covering`."""
         extent = self._layout.extents[name]
         stop = start + out.nbytes
         assert covering(start, stop, extent.nbytes) == (start, stop), f"{start}:{stop} of {name}"
@@ -196,18 +196,18 @@ class NvmeStore:
         return self._engine.submit_read(self._handle, out, at, label or name, blocks)
 
     def write(self, name: str, tensor: Tensor, label: str = "") -> Request:
-        """Begin to write an extent from `tensor`; its bytes must be the extent's."""
+        """Begin to write an extent from `tensor`, which must have its size."""
         extent = self._find(name, tensor)
         if not self.can_write:
-            raise NvmeError(f"{self.path}: open for reading; {name} cannot be written here")
+            raise NvmeError(f"{self.path}: open for reading only; {name} cannot be written here")
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_write(self._handle, tensor, extent.offset, label or name, blocks)
 
     def place(self, name: str) -> tuple[mmap.mmap, int, int]:
         """Return (mapping of the whole file, offset, bytes) of an extent.
 
-        The mapping has a descriptor of its own: it would keep the file's lock where it outlives the
-        store, or is inherited by a fork.
+        The mapping uses a file descriptor of its own. With the store's, it would keep the file's
+        lock if it outlives the store or is inherited by a fork.
         """
         if self._mapping is None:
             try:
@@ -222,7 +222,7 @@ class NvmeStore:
         return self._mapping, extent.offset, extent.nbytes
 
     def trust(self, name: str, content: Tensor) -> None:
-        """Take the checksums of an extent from what was written past this store."""
+        """Compute the checksums of an extent from content that was written without this store."""
         extent = self._find(name, content)
         view, _ = bytes_of(content, self.path, name)
         Blocks(self._sums, extent, self._layout).after_write(extent.offset, view)
@@ -236,17 +236,17 @@ class NvmeStore:
         if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give one of its "
-                "size"
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give a tensor of "
+                "its size"
             )
         return extent
 
     def wait(self) -> None:
-        """Wait until nothing is under way; raise the first fault that was not waited for."""
+        """Wait until no request is in flight; raise the first unreported fault."""
         self._engine.wait(self._handle)
 
     def flush(self) -> None:
-        """Wait, make the device hold everything, and write the checksums beside it."""
+        """Wait, make all extents durable, and write their checksums to the file."""
         self._flush(is_kept=False)
 
     def _flush(self, is_kept: bool) -> None:
@@ -261,12 +261,12 @@ class NvmeStore:
         except OSError as error:
             raise path_error("cannot write the checksums of", self.path, error) from error
 
-    # -- ended ------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------
     def close(self, delete: bool = True) -> None:
-        """Wait for what is under way and close; the file goes, or stays to be opened again.
+        """Wait for requests in flight and close; delete the file, or keep it to be opened again.
 
         Raises:
-            NvmeError: a request failed and was not waited for, or the file cannot be kept.
+            NvmeError: a request failed that was not waited for, or the file cannot be kept.
         """
         if self._handle.is_closed:
             return
@@ -284,24 +284,24 @@ class NvmeStore:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and not self._handle.is_closed:  # that exception is the one to see
+        if kind is not None and not self._handle.is_closed:  # do not hide the first exception
             self._engine.drain(self._handle)
             self._handle.failed.clear()
         self.close()
 
     @property
     def extents(self) -> dict[str, int]:
-        """Bytes of every extent, by name."""
+        """The size of every extent in bytes, by name."""
         return dict(self._layout.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file, header and checksums included."""
+        """The size of the whole file in bytes, including header and checksums."""
         return self._layout.nbytes
 
     @property
     def is_direct(self) -> bool:
-        """Say whether transfers go past the page cache."""
+        """Whether transfers bypass the page cache."""
         return self._handle.is_direct
 
 
@@ -310,44 +310,44 @@ def _unlink(path: str, pid: int) -> None:
         os.unlink(path)
 
 
-# -- A store's extents as tensors in memory: what users look at while the schedule moves bytes past
-# The tensor is a shared mapping of the extent's place in the file, so reading it always gives what
-# the file holds, and holds no memory that the system cannot take back. The schedule reads and
-# writes the same bytes by requests, directly. The kernel keeps the two in order: a direct read
-# writes dirty pages out first, a direct write drops the pages that it makes outdated. What was
-# written through the mapping has no checksum until `settle`.
+# -- Extents as tensors for users, while the schedule moves the same bytes by requests -------------
+# The tensor is a shared mapping of the extent's range of the file, so reading it always gives the
+# content of the file, and it holds no memory that the system cannot reclaim. The schedule reads and
+# writes the same bytes by direct requests. The kernel keeps the two consistent: a direct read first
+# writes dirty pages out, and a direct write drops the pages that it makes outdated. Data written
+# through the mapping have no checksum until `settle`.
 
 
 class Mapped:
-    """One extent as a tensor of bytes, and whether it was written through that.
+    """One extent as a tensor of bytes, and whether something was written through the tensor.
 
-    is_written: whether it has ever been given content; until then it is zeros.
+    is_written: whether it was ever given content; until then it is zeros.
     """
 
     def __init__(self, store: NvmeStore, name: str) -> None:
         self._store, self._name = store, name
         self._map, offset, nbytes = store.place(name)
         with torch.inference_mode(False):
-            self.memory = (  # a storage of its own: copying it copies no other extent
+            self.memory = (  # a storage of its own: copying it does not copy other extents
                 torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
                 if nbytes
                 else torch.empty(0, dtype=torch.uint8)
             )
-        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # of the system, which may be larger
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # the system's page size may be larger
         self._pages = begin, up(offset + nbytes) - begin
         self.is_written = False
         self._version = version_of(self.memory)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing was written through it since `settle`, as far as torch counts."""
+        """Whether nothing was written through it since `settle`, as far as torch counts writes."""
         return version_of(self.memory) == self._version
 
     def settle(self) -> None:
-        """Take the checksums of what the tensor holds, and write it out.
+        """Write the tensor out to the device, and compute the checksums of its content.
 
         Raises:
-            NvmeError: the device does not take it; names the file and the extent.
+            NvmeError: the device refuses the write; names the file and the extent.
         """
         self._version = version_of(self.memory)
         try:
@@ -360,5 +360,5 @@ class Mapped:
         self.rest()
 
     def rest(self) -> None:
-        """Give back the memory in which pages of the file lie; their content stays."""
+        """Release the memory that caches pages of the file; their content is kept."""
         self._map.madvise(mmap.MADV_DONTNEED, *self._pages)

@@ -1,4 +1,4 @@
-"""Move neighbouring pieces between memory and a file, in as few calls as the system takes."""
+"""Moving neighbouring pieces between memory and a file, in as few system calls as possible."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerofx.nvme.request import Piece
 
 @dataclass
 class Counts:
-    """What a thread has done."""
+    """The counters of a thread."""
 
     num_calls: int = 0  # to the operating system
     num_pieces: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    bounced_bytes: int = 0  # copied in memory too, for want of alignment
+    bounced_bytes: int = 0  # also copied in memory, for lack of alignment
     buffered_bytes: int = 0  # through the page cache
 
     def __add__(self, other: Counts) -> Counts:
@@ -29,14 +29,14 @@ class Counts:
 
 
 class Mover:
-    """What a thread moves pieces with: a buffer of its own, made once, and its counts."""
+    """The means of a thread to move pieces: a buffer, allocated once, and its counters."""
 
     def __init__(self, piece_bytes: int) -> None:
         self.counts = Counts()
         self.bounce = aligned_bytes(up(piece_bytes) + 2 * PAGE).numpy()
 
     def move(self, group: list[Piece]) -> None:
-        """Move pieces that follow one another in one file; raises what the system raises."""
+        """Move pieces that are consecutive in one file; raises the errors of the system."""
         handle, is_write = group[0].request.handle, group[0].request.is_write
         nbytes = sum(piece.view.size for piece in group)
         while handle.direct is not None:
@@ -70,7 +70,7 @@ class Mover:
             self._read_ragged(handle, fd, group, begin, end)
 
     def _move_pages(self, handle: Handle, fd: int, group: list[Piece], is_write: bool) -> None:
-        """Move whole pages: from their own memory as far as it is aligned, else by the bounce."""
+        """Move whole pages: from their own memory if it is aligned, else through the bounce."""
         segments: list[Bytes] = []
         bounced: list[tuple[Bytes, Bytes]] = []  # bounce, memory
         used = 0
@@ -98,7 +98,7 @@ class Mover:
     def _read_ragged(
         self, handle: Handle, fd: int, group: list[Piece], begin: int, end: int
     ) -> None:
-        """Read the pages around, and copy out what was asked for."""
+        """Read the surrounding pages, and copy the requested bytes out."""
         outer = self.bounce[: up(end) - down(begin)]
         self._move_all(handle, fd, [outer], down(begin), end - down(begin), is_write=False)
         for piece in group:
@@ -109,14 +109,14 @@ class Mover:
     def _write_ragged(
         self, handle: Handle, fd: int, group: list[Piece], begin: int, end: int
     ) -> None:
-        """Write whole pages directly; the ends, whose pages have other bytes too, buffered."""
+        """Write whole pages directly, and partial pages at the ends through the page cache."""
         base = down(begin)
         for piece in group:
             start = piece.offset - base
             self.bounce[start : start + piece.view.size] = piece.view
             self.counts.bounced_bytes += piece.view.size
         first, last = min(up(begin), end), max(down(end), begin)
-        if first >= last:  # no page is whole
+        if first >= last:  # there is no whole page
             first = last = end
         for start, stop, to in ((begin, first, None), (first, last, fd), (last, end, None)):
             if start < stop:
@@ -129,12 +129,12 @@ class Mover:
         self,
         handle: Handle,
         direct: int | None,
-        segments: list[Any],  # of Bytes, which are buffers from Python 3.12's types on
+        segments: list[Any],  # of Bytes, which the types of Python 3.12 and later accept as buffers
         offset: int,
         needed: int,
         is_write: bool,
     ) -> None:
-        """Call until `needed` bytes have moved: the system may move fewer than it is asked to."""
+        """Repeat the call until `needed` bytes have moved: the system may move fewer at a time."""
         done = 0
         fd = handle.buffered if direct is None else direct
         call = os.pwritev if is_write else os.preadv
@@ -145,12 +145,12 @@ class Mover:
             if moved == 0:
                 raise EndOfFile(offset + done)
             segments = _after(segments, moved)
-            if moved % PAGE:  # what is left no longer begins at a page
+            if moved % PAGE:  # the rest no longer begins at a page
                 fd = handle.buffered
 
 
 def _after(segments: list[Any], moved: int) -> list[Any]:
-    """Return what is left of segments when their first bytes have moved."""
+    """Return the segments that remain after their first `moved` bytes have moved."""
     left = []
     for segment in segments:
         if moved < segment.size:
@@ -160,7 +160,7 @@ def _after(segments: list[Any], moved: int) -> list[Any]:
 
 
 def _alignment_of(group: list[Piece], asked: int) -> int:
-    """Return the least alignment of the memory that a direct transfer of these would use."""
+    """Return the smallest alignment of the memory that a direct transfer of the group uses."""
     used = [piece.address for piece in group if piece.address % asked == 0]
     return min((_largest_power(address) for address in used), default=PAGE)
 

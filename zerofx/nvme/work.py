@@ -1,4 +1,4 @@
-"""What the threads of an I/O engine share: the queue of pieces, and who waits for whom."""
+"""The state that an I/O engine shares with its threads: queued pieces, and order of requests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from zerofx.nvme.faults import Fault, fault_of
 from zerofx.nvme.request import Piece, Request
 from zerofx.nvme.transfer import Mover
 
-MAX_MERGED = 256  # pieces in one call; the system takes 1024
+MAX_MERGED = 256  # pieces per call; the system accepts 1024
 
 
 class Work:
-    """What an engine and its threads share; the threads do not keep the engine alive."""
+    """The state that an engine and its threads share; threads do not keep the engine alive."""
 
     def __init__(self, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
-        self.lock = threading.RLock()  # a finalizer may run inside any of our own calls
+        self.lock = threading.RLock()  # a finalizer may run inside any call of this class
         self.has_work = threading.Condition(self.lock)
         self.queues: tuple[deque[Piece], deque[Piece]] = (deque(), deque())  # reads, writes
         self._next_is_write = False
@@ -28,14 +28,14 @@ class Work:
 
     # -- called by threads ------------------------------------------------------------------
     def serve(self, mover: Mover) -> None:
-        """Move pieces until the engine closes and nothing is left."""
+        """Move pieces until the engine closes and no work is left."""
         moved: list[tuple[Piece, Fault | None]] = []
         while True:
             with self.lock:
                 while moved:
                     piece, fault = moved.pop()
                     self._ended(piece.request, fault)
-                    del piece, fault  # hold no tensor while waiting
+                    del piece, fault  # do not keep tensors alive while waiting
                 while not any(self.queues):
                     if self.is_closing and not self.num_under_way:
                         return
@@ -45,15 +45,15 @@ class Work:
                 group = self._take()
             for piece in group:
                 piece.request.moment.begin()
-                del piece  # hold no tensor while waiting
+                del piece  # do not keep tensors alive while waiting
             moved = list(zip(group, _moved(mover, group), strict=True))
             del group
 
     def _take(self) -> list[Piece]:
-        """Take the next piece, and small ones that continue it in the file.
+        """Take the next piece, and small pieces that continue it in the file.
 
-        Reads and writes take turns: a read that is needed soon does not wait for all the writes
-        before it, nor they for all the reads.
+        Reads and writes alternate, so that an urgent read does not wait for all writes before it,
+        nor a write for all reads.
         """
         queue = self.queues[self._next_is_write] or self.queues[not self._next_is_write]
         self._next_is_write = queue is self.queues[False]
@@ -87,7 +87,7 @@ class Work:
             self.has_work.notify_all()
 
     def _release(self, follower: Request, ended: Request) -> None:
-        """Let a request go that waited for another."""
+        """Release a request that waited for another one."""
         follower.num_before -= 1
         if ended.is_write and ended.fault is not None and not follower.is_write:
             fault = ended.fault
@@ -98,7 +98,7 @@ class Work:
 
     # -- called by the engine ---------------------------------------------------------------
     def submit(self, request: Request, begin: int, end: int) -> None:
-        """Queue a request behind those that touch the same bytes; two reads need no order."""
+        """Queue a request after those that touch the same bytes; two reads need no order."""
         under_way = request.handle.under_way
         for other in under_way.overlapping(begin, end):
             if other.is_write or request.is_write:
@@ -110,28 +110,28 @@ class Work:
             self.enqueue(request)
 
     def close(self) -> None:
-        """Tell the threads to go once nothing is under way."""
+        """Tell the threads to end once no request is in flight."""
         with self.lock:
             self.is_closing = True
             self.has_work.notify_all()
 
     def enqueue(self, request: Request) -> None:
-        """Hand a request's pieces to the threads."""
+        """Hand the pieces of a request to the threads."""
         self.queues[request.is_write].extend(request.pieces)
         if self._num_idle:
             self.has_work.notify(min(len(request.pieces), self._num_idle))
 
 
 def _moved(mover: Mover, group: list[Piece]) -> list[Fault | None]:
-    """Move pieces and return, for each, what went wrong."""
-    if any(piece.request.fault for piece in group):  # another piece of a request has failed
+    """Move pieces and return the fault, if any, of each."""
+    if any(piece.request.fault for piece in group):  # another piece of the same request failed
         return [piece.request.fault or _moved(mover, [piece])[0] for piece in group]
     try:
         for piece in group:
             piece.begin()
         mover.move(group)
-    except BaseException as error:  # noqa: BLE001  handed to who waits; the thread goes on
-        if len(group) > 1:  # by themselves, to know whose fault it is
+    except BaseException as error:  # noqa: BLE001  reported to the waiter; the thread goes on
+        if len(group) > 1:  # move them one by one to find the piece at fault
             return [_moved(mover, [piece])[0] for piece in group]
         return [_fault(group[0], error)]
     return [_arrived(piece) for piece in group]

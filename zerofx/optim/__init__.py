@@ -1,15 +1,15 @@
-"""Optimizers over flat shards: torch.optim's signatures and states, a step over long flat runs.
+"""Optimizers over flat shards: torch.optim's signatures and states, stepping long flat runs.
 
     optimizer = zerofx.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
 
-A parameter's states are views of flat tensors, as the parameters and their gradients are, so that
-a step is a few kernels over whole buckets however many parameters there are. `state_dict()` is that
-of the torch optimizer of the same name: saved by one, it is loaded by the other.
+The states of a parameter are views of flat tensors, as are parameters and gradients, so that a step
+runs a few kernels over whole buckets however many parameters there are. `state_dict()` has the form
+of the torch optimizer of the same name, so that either can load what the other saved.
 
-Clipping (`max_grad_norm`) is part of the update: the norm over all groups and ranks is agreed on
-first and is `optimizer.grad_norm` afterwards. What `p.grad` holds after a step is not defined:
-where something was clipped or unscaled, torch's fused kernels (on CPU) write back the gradients
-that they used, and Lamb's on CUDA leave its directions there; read gradients before the step.
+Clipping (`max_grad_norm`) is part of the update: the norm over all groups and ranks is computed
+first and is `optimizer.grad_norm` afterwards. The content of `p.grad` after a step is undefined. If
+gradients were clipped or unscaled, torch's fused kernels (on CPU) write the scaled gradients back,
+and Lamb's kernels on CUDA leave its directions there. Read gradients before the step.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from zerofx.optim.runs import FlatRun, Work, name_of
 class _FlatAdam(FlatOptimizer):
     """m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  p -= lr m^ / (sqrt(v^) + eps).
 
-    m^ and v^ are divided by 1 - beta^step. Weight decay is added to the gradient, or with
-    `decoupled_weight_decay` taken from the parameter: p -= lr weight_decay p.
+    m^ and v^ are divided by 1 - beta^step. Weight decay is added to the gradient, or, with
+    `decoupled_weight_decay`, subtracted from the parameter: p -= lr weight_decay p.
     """
 
     def _set_state_bits(self, state_bits: int) -> None:
@@ -78,7 +78,7 @@ class _FlatAdam(FlatOptimizer):
 def _update_run(
     group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None, lowp: Tensor | None
 ) -> None:
-    """Update one run by our own kernel."""
+    """Update one run with the kernel of zerofx."""
     beta1, beta2 = group["betas"]
     flat_adamw_(
         run.param,
@@ -98,7 +98,7 @@ def _update_run(
 
 
 def _update_fused(group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
-    """Update runs by torch's fused kernel: on CPU, without Triton, and for its own variants."""
+    """Update runs with torch's fused kernel: on CPU, without Triton, and for amsgrad, maximize."""
     beta1, beta2 = group["betas"]
     kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
     kernel(
@@ -122,15 +122,15 @@ def _update_fused(group: dict[str, Any], work: Work, scale: Tensor | None) -> No
 class Adam(_FlatAdam, torch.optim.Adam):
     """torch.optim.Adam over flat runs; `max_grad_norm` clips the global norm within the update.
 
-    `state_bits=8` keeps both moments in 8 bits (zerofx/optim/codes.py), a quarter of the memory;
-    `state_dict()`, save and load hold them in float32, one parameter or all of them at a time.
+    `state_bits=8` keeps both moments in 8 bits (zerofx/optim/codes.py), a quarter of the memory.
+    `state_dict()`, save and load convert them to float32, one parameter or all of them at a time.
 
-    `foreach`, `fused` and `capturable` choose among torch's implementations and are kept for
-    state_dict() only: a step here is always fused, and counts steps on the host.
+    `foreach`, `fused` and `capturable` choose among torch's implementations and are kept only for
+    state_dict(): a step here is always fused, and counts steps on the host.
 
     Raises:
         OptimizerError: a parameter is float16 without a float32 master copy; state_bits is neither
-            8 nor 32, or 8 with amsgrad or with parameters other than float32.
+            8 nor 32, or is 8 with amsgrad or with parameters that are not float32.
     """
 
     def __init__(

@@ -1,19 +1,19 @@
-"""States in 8 bits: blocks of 256 elements share a largest magnitude; codes are fourth roots.
+"""States in 8 bits: blocks of 256 elements share their largest magnitude; codes are fourth roots.
 
     a = max |x| over a block
     signed:    x = a sign(k) (|k| / 127)^4,   k = -127 .. 127, stored as k + 128
     unsigned:  x = a ((k + 1) / 256)^4,       k = 0 .. 255
 
-so that the relative error is 1.6 % (signed) or 0.8 % at the block's largest value and 5 or 2.5 % at
-a hundredth of it. No unsigned code is 0 while a > 0: a second moment that became 0 beside a first
-moment that did not would make a step of m / eps. Coding what was decoded gives the same codes.
+The relative error is therefore 1.6 % (signed) or 0.8 % at the block's largest value, and 5 or 2.5 %
+at a hundredth of it. No unsigned code is 0 while a > 0: if a second moment became 0 while its first
+moment did not, the step would be m / eps. Coding decoded values again gives the same codes.
 
-Blocks begin at multiples of 256 of the parameter's own elements, or of a part of it where it is cut
-over the tensor axis; where a cut between ranks falls into one, each rank codes its part by itself.
-What a rank has of a tiled parameter counts as one part.
+Blocks begin at multiples of 256 of the parameter's own elements, or of the elements of its part if
+it is cut over the tensor axis. If the boundary between two ranks is inside a block, each rank codes
+its part separately. The share of a tiled parameter that a rank holds counts as one part.
 
 Source: "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), sections 2.1 and 3, with
-another non-linear map than its dynamic tree: this one needs two square roots and no search.
+a different non-linear map than its dynamic tree: this one needs two square roots and no search.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ BLOCK = 256
 class Codes:
     """One state of neighbouring parameters.
 
-    Shapes: codes uint8 [blocks * 256], absmax float32 [blocks]; spans holds each parameter's
-    half-open range of elements in `codes`. What lies between belongs to no parameter.
+    Shapes: codes uint8 [blocks * 256], absmax float32 [blocks]; spans holds the half-open range of
+    elements of each parameter in `codes`. Elements between the ranges belong to no parameter.
     """
 
     codes: Tensor
@@ -83,7 +83,7 @@ class Codes:
         return Codes(self.codes[begin:end], absmax, spans, self.is_signed)
 
     def values(self, start: int, stop: int) -> Tensor:
-        """Return what the codes start:stop stand for, float32; both are multiples of 256."""
+        """Return the values of the codes start:stop, float32; both are multiples of 256."""
         codes, absmax = self._part(start, stop)
         if use_triton(codes.device):
             return dequantise(codes, absmax, code_book(self.is_signed, codes.device), BLOCK)
@@ -95,7 +95,7 @@ class Codes:
         return x.view(-1, BLOCK).mul_(absmax[:, None]).view(-1)
 
     def store(self, start: int, stop: int, values: Tensor) -> None:
-        """Code float32 `values` into start:stop; both are multiples of 256."""
+        """Code float32 `values` as start:stop; both are multiples of 256."""
         codes, absmax = self._part(start, stop)
         if use_triton(codes.device):
             book = code_book(self.is_signed, codes.device)
@@ -135,7 +135,7 @@ def _whole_blocks(numel: int) -> int:
 
 @functools.cache
 def code_book(is_signed: bool, device: torch.device) -> Tensor:
-    """Return the value of each code for a block whose largest is 1: float32 [256], ascending."""
+    """Return the value of each code in a block whose largest is 1: float32 [256], ascending."""
     k = torch.arange(256, dtype=torch.float64, device=device)
     if is_signed:
         root = ((k - 128.0) / 127.0).clamp(min=-1.0)
@@ -143,8 +143,8 @@ def code_book(is_signed: bool, device: torch.device) -> Tensor:
     return (((k + 1.0) / 256.0) ** 4).float()
 
 
-# -- as an optimizer's states ----------------------------------------------------------------------
-# Whether a state has both signs: those that are kept in 8 bits.
+# -- codes as an optimizer's states ----------------------------------------------------------------
+# The states that can be kept in 8 bits, and whether each has both signs.
 IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
@@ -161,10 +161,10 @@ class _Coded:
 
 
 class CodedStates(MutableMapping[str, Any]):
-    """The states of one parameter: reading one that lies in 8 bits gives a new float32 tensor.
+    """The states of one parameter: reading an 8-bit state gives a new float32 tensor.
 
-    So what is saved is what torch's optimizer would save. Writing into that tensor changes nothing;
-    assign it.
+    What is saved is therefore what torch's optimizer would save. Writing into that tensor changes
+    nothing; assign to the key to change a state.
     """
 
     def __init__(self, held: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class CodedStates(MutableMapping[str, Any]):
 
 
 class EightBitStates(StretchStates):
-    """States of a stretch that lie in 8 bits; step counts are as they always are."""
+    """States of a stretch in 8 bits; step counts keep their usual form."""
 
     def __init__(self) -> None:
         self._coded: dict[str, Codes] = {}
@@ -204,7 +204,7 @@ class EightBitStates(StretchStates):
     ) -> list[MutableMapping[str, Any]]:
         if stretch.bucket is not None and stretch.bucket.home is Tier.NVME:
             raise OptimizerError(
-                f"{stretch.bucket.label()}: 8-bit states do not go to NVMe; use state_bits=32, or "
+                f"{stretch.bucket.label()}: 8-bit states cannot be on NVMe; use state_bits=32, or "
                 "Plan.offload.optimizer = 'cpu'"
             )
         pieces = [
@@ -237,7 +237,7 @@ class EightBitStates(StretchStates):
 def decoded_parts(
     run: FlatRun, grad: Tensor
 ) -> Iterator[tuple[list[tuple[FlatRun, Tensor]], Callable[[], None]]]:
-    """Yield a run in short parts with decoded states, and what codes a part's states again.
+    """Yield a run in short parts with decoded states, and a function that codes them again.
 
     Each part is a list of runs, one per parameter, with their gradients.
     """
@@ -246,7 +246,7 @@ def decoded_parts(
         decoded = {key: codes.values(start, stop) for key, codes in run.states.items()}
         found = []
         for number, begin, end in overlaps(any_codes.spans, start, stop):
-            # from elements of the codes to elements of the run
+            # from element numbers of the codes to those of the run
             first = run.bounds[number][0] + start + begin - any_codes.spans[number][0]
             last = first + end - begin
             piece = replace(

@@ -1,4 +1,4 @@
-"""What all optimizers here share: parameters and states as flat runs, a norm, then one update."""
+"""The base of all optimizers: flat runs of parameters and states, a global norm, one update."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from zerofx.runtime.tensors.piece import (
 )
 from zerofx.runtime.tensors.refuse import refuse_partial_norm
 
-# -- The global norm of gradients, and the factor that unscales and clips them within the update ---
+# -- The global norm of gradients, and the factor that unscales and clips them in the update -------
 
 
-# One row's norm is accumulated in float32, the rows' in float64: the result is exact to 1e-8, where
-# one float32 sum over 8 M elements was off by 2e-4.
+# Each row's norm is accumulated in float32, and the sum of the rows in float64. The result is exact
+# to 1e-8, where one float32 sum over 8 M elements was off by 2e-4.
 ROW = 4096
 _WHAT = "the norm of the gradients (max_grad_norm)"
 
 
 def square_sum(flat: Tensor) -> Tensor:
-    """Return the sum of squares of a flat tensor in float64, with temporaries of 1 / 4096 of it."""
+    """Return the sum of squares of a flat tensor in float64; temporaries take 1 / 4096 of it."""
     if flat.device.type != "cpu":
         return foreach_norm([flat], dtype=torch.float32)[0].double().square()
     split = flat.numel() // ROW * ROW
@@ -56,16 +56,16 @@ def square_sum(flat: Tensor) -> Tensor:
 
 
 def _order(piece: ParameterPiece) -> tuple[int, int]:
-    """Return where a parameter lies in its model: a key that ranks have in common."""
+    """Return a sort key of a parameter within its model that is the same on all ranks."""
     return piece.bucket.index, piece.param.offset
 
 
 def global_norm(work: Iterable[tuple[FlatRun, Tensor]]) -> Tensor:
     """Return the norm of all gradients over all ranks, float64 [], the same bits on every rank.
 
-    Sharded gradients are summed over the ranks of the shard axis, those of parameters that are cut
-    over a tensor axis over that too; the ranks of a replicate axis hold equal ones. One exchange
-    per model and axis, in which ranks that own no element take part.
+    Sharded gradients are summed over the ranks of the shard axis; those of parameters that are cut
+    over the tensor axis, over that axis too. The ranks of a replicate axis hold equal gradients.
+    There is one exchange per model and axis. Ranks that own no element take part in it.
     """
     sharded: dict[int, list[tuple[ParameterPiece, Tensor]]] = {}
     whole: list[Tensor] = []
@@ -98,13 +98,13 @@ def _over_ranks(sums: Tensor) -> Tensor:
     return sums.sum(0)
 
 
-_ARE_CUT = (False, True)  # over the tensor axis: which parameters each of two sums is of
+_ARE_CUT = (False, True)  # the two sums are of parameters that are not, and are, cut over tensor
 
 
 def _square_sums(run: FlatRun, grad: Tensor, pieces: Sequence[ParameterPiece]) -> Tensor:
     """Return this rank's sums of squares of a run, float64 [2], or [1] without other axes.
 
-    What several pipeline stages share counts in the first of them.
+    Parameters that several pipeline stages share count in the first of them.
     """
     layout = pieces[0].ledger.layout
     if layout.tensor_size == layout.pipeline_size == 1:
@@ -117,7 +117,7 @@ def _square_sums(run: FlatRun, grad: Tensor, pieces: Sequence[ParameterPiece]) -
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of parts, which may live on a device and on the host."""
+    """Return the sum of tensors, some of which may be on a device and some on the host."""
     device = next((p.device for p in parts if p.device.type != "cpu"), parts[0].device)
     return torch.stack([part.to(device) for part in parts]).sum(0)
 
@@ -125,10 +125,10 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 def divisor(
     norm: Tensor | None, max_norm: float | None, grad_scale: Tensor | None
 ) -> Tensor | None:
-    """Return what gradients are divided by: by `grad_scale`, then down to the norm `max_norm`.
+    """Return the divisor of the gradients: `grad_scale`, times the factor that clips to `max_norm`.
 
-    `norm` is of the gradients as they are, scaled; the rule is clip_grad_norm_'s. None where
-    nothing changes, as far as that is known without waiting for a device.
+    `norm` is that of the gradients as stored, still scaled; the rule is that of clip_grad_norm_.
+    Returns None if nothing changes, as far as this is known without waiting for a device.
 
     Shapes: all [], the result float32.
     """
@@ -142,14 +142,14 @@ def divisor(
     return found.float()
 
 
-# -- What all optimizers here share: parameters and states as flat runs, a norm, then one update ---
+# -- The base class of all optimizers --------------------------------------------------------------
 
 
-_Key = tuple[int, int | None]  # a ledger's id, a bucket; None: of no compiled model
+_Key = tuple[int, int | None]  # a ledger's id and a bucket; None: of no compiled model
 
 
 def alike(work: Work) -> list[Work]:
-    """Divide runs into those of one dtype and device: one call of a fused kernel takes no more."""
+    """Group runs by dtype and device, because one call of a fused kernel takes only one of each."""
     found: dict[Any, Work] = {}
     for run, grad in work:
         found.setdefault((run.param.dtype, run.param.device), []).append((run, grad))
@@ -157,16 +157,16 @@ def alike(work: Work) -> list[Work]:
 
 
 def near(scale: Tensor | None, run: FlatRun) -> Tensor | None:
-    """Return what gradients are divided by, on the device where a run's parameters live."""
+    """Return the divisor of the gradients on the device of a run's parameters."""
     return None if scale is None else scale.to(run.param.device)
 
 
 class StepCasts:
-    """The slices of resident copies that are current when a step begins, and what it writes there.
+    """The slices of resident copies that are current when a step begins, and the step's writes.
 
-    A slice stays current if the step writes there all that it changes of the bucket: the elements
-    of the step's runs are counted against those that were asked for. Anything else makes it stale,
-    which costs one cast at the next refresh.
+    A slice stays current if the step also writes to it everything that it changes of the bucket.
+    The elements of the step's runs are counted against those that kernels asked a place for. Any
+    other slice becomes stale, which costs one cast at the next refresh.
     """
 
     def __init__(self, ledgers: Iterable[Ledger], runs: Iterable[FlatRun]) -> None:
@@ -176,12 +176,12 @@ class StepCasts:
             for bucket, copy in ledger.copies.items()
             if copy.is_current
         }
-        self._left = dict.fromkeys(self._copies, 0)  # elements that are changed but not yet written
+        self._left = dict.fromkeys(self._copies, 0)  # elements that are changed but not yet copied
         for run in runs:
             self._count(run, 1)
 
     def place_for(self, run: FlatRun) -> Tensor | None:
-        """Return where a run's new parameters must also go, rounded; None if nowhere."""
+        """Return where else a run's new parameters must be written, rounded; None if nowhere."""
         copy = self._copies.get(_key(run))
         if copy is None:
             return None
@@ -189,7 +189,7 @@ class StepCasts:
         return copy.part(run.offset, run.offset + run.numel)
 
     def end(self) -> None:
-        """Mark the slices of which everything was written; the step's writes are counted."""
+        """Mark the slices to which the step has written everything that it changed."""
         for key, copy in self._copies.items():
             if self._left[key] == 0:
                 copy.mark()
@@ -208,21 +208,21 @@ class FlatOptimizer(Optimizer, ABC):
     """An optimizer that steps flat runs of parameters, with torch.optim's states and groups.
 
     A subclass names its states and updates runs; closures, clipping, loss scales and loading are
-    handled here. `grad_norm` is the norm over all groups and ranks of the last step's gradients
-    before clipping, float64 [], None without max_grad_norm.
+    handled here. `grad_norm` is the norm of the last step's gradients over all groups and ranks
+    before clipping: float64 [], or None without max_grad_norm.
 
-    Parameters without a gradient are left out of a step, as in torch. `GradScaler` hands its scale
-    to the step itself, so that unscaling is no pass of its own; if it found an infinity (on any
-    rank), nothing is changed.
+    As in torch, parameters without a gradient are left out of a step. `GradScaler` passes its scale
+    to the step, so that unscaling needs no separate pass. If it found an infinity (on any rank),
+    the step changes nothing.
 
-    Three parts do what is not the update itself, and refer to no optimizer:
-        _groups: where parameters and states lie (`FlatGroups`).
+    Three parts do everything except the update, and hold no reference to the optimizer:
+        _groups: the flat layout of parameters and states (`FlatGroups`).
         _backward: updates inside backward (`BackwardUpdates`).
-        _whole: steps that all ranks take or none (`WholeSteps`).
+        _whole: steps that either all ranks take or none (`WholeSteps`).
     """
 
-    communicates: ClassVar[bool] = False  # within an update
-    counts_writes: ClassVar[bool] = True  # zerofx's hook after every step need not
+    communicates: ClassVar[bool] = False  # whether an update communicates
+    counts_writes: ClassVar[bool] = True  # so zerofx's hook after every step need not
     counts_steps: ClassVar[bool] = True
     takes_half: ClassVar[bool] = False
     _step_supports_amp_scaling = True
@@ -230,17 +230,17 @@ class FlatOptimizer(Optimizer, ABC):
     max_grad_norm: float | None
     grad_norm: Tensor | None
     states_type: type[StretchStates] = DenseStates
-    _casts: StepCasts | None = None  # within a step
+    _casts: StepCasts | None = None  # set during a step
 
     def _begin(self, max_grad_norm: float | None) -> None:
-        """Set what the constructor adds to torch's.
+        """Set the attributes that this class adds to torch's.
 
         Raises:
-            OptimizerError: max_grad_norm is not positive, or a group asks for what is not done.
+            OptimizerError: max_grad_norm is not positive.
         """
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise OptimizerError(
-                f"max_grad_norm is {max_grad_norm}, but must be positive; None does not clip"
+                f"max_grad_norm is {max_grad_norm}, but must be positive; give None not to clip"
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
@@ -248,26 +248,26 @@ class FlatOptimizer(Optimizer, ABC):
         self._backward = BackwardUpdates()
         self._whole = WholeSteps(type(self).__name__)
 
-    # -- what a subclass says -------------------------------------------------------------------
+    # -- the interface of subclasses ------------------------------------------------------------
     @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the states, of a parameter's shape, that the group's options need."""
 
     def update(self, group: dict[str, Any], work: Work, scale: Tensor | None) -> None:
-        """Update runs of one dtype and device, none empty; gradients are divided by `scale`.
+        """Update non-empty runs of one dtype and device; gradients are divided by `scale`.
 
-        A subclass that has work between groups or ranks overrides `update_groups` instead.
+        A subclass that needs work between groups or ranks overrides `update_groups` instead.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither update nor update_groups")
 
     def update_groups(self, work: Sequence[tuple[dict[str, Any], Work]], scale: Any) -> None:
-        """Update all groups; called on every rank, also where it owns no element of them."""
+        """Update all groups; called on every rank, even if it owns no element of them."""
         for group, pairs in work:
             for part in alike([pair for pair in pairs if pair[0].numel]):
                 self.update(group, part, near(scale, part[0][0]))
 
     def cast_place(self, run: FlatRun) -> Tensor | None:
-        """Return where a kernel must also write a run's new parameters, rounded, if anywhere."""
+        """Return where a kernel must also write new parameters, rounded; None if nowhere."""
         return None if self._casts is None else self._casts.place_for(run)
 
     @property
@@ -294,8 +294,8 @@ class FlatOptimizer(Optimizer, ABC):
         """Update all parameters that have a gradient; return what `closure` returns."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
-                f"{type(self).__name__}: a step reads rates and step counts on the host, so that a "
-                "CUDA graph would repeat the same ones at every replay; step outside the graph"
+                f"{type(self).__name__}: a step reads rates and step counts on the host, and a "
+                "CUDA graph would repeat the same values at every replay; step outside the graph"
             )
         loss = None
         if closure is not None:
@@ -316,7 +316,7 @@ class FlatOptimizer(Optimizer, ABC):
         return loss
 
     def _update_and_count(self, laid: Sequence[FlatGroup], work: Sequence[Work]) -> None:
-        """Update runs; count one write to each model, also if the update fails in the middle."""
+        """Update runs; count one write to each model, even if the update fails partway."""
         found = {id(s.ledger): s.ledger for each in laid for s in each.stretches}
         ledgers = [ledger for ledger in found.values() if ledger is not None]
         casts = self._casts = StepCasts(ledgers, (run for pairs in work for run, _ in pairs))
@@ -331,7 +331,7 @@ class FlatOptimizer(Optimizer, ABC):
     def _update_all(
         self, work: Sequence[Work], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Update runs, of each group some, with the groups' options or with those of `groups`."""
+        """Update runs of each group, with the options of the groups or of `groups` if given."""
         grad_scale = getattr(self, "grad_scale", None)
         norm = None
         if self.max_grad_norm is not None:
@@ -350,8 +350,8 @@ class FlatOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return states and groups as the torch optimizer of this name would.
 
-        States come in the order of the parameters, which all ranks have in common: states are made
-        in the order in which the pieces lie on a rank, and gathering them takes all ranks together.
+        States come in the order of the parameters, which is the same on all ranks. States are
+        created in the order of the pieces on a rank, but gathering them is a collective call.
         """
         settle(self)
         found = super().state_dict()
@@ -377,33 +377,33 @@ class FlatOptimizer(Optimizer, ABC):
         return {**super().__getstate__(), **{k: getattr(self, k) for k in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch comes here too when it loads a state_dict
+        # torch also calls this when it loads a state_dict
         self._groups = FlatGroups()
         if "_backward" not in self.__dict__:
             self._backward, self._whole = BackwardUpdates(), WholeSteps(type(self).__name__)
         self.grad_norm = None
         super().__setstate__(state)
 
-    # -- what a backward calls that updates parameters (`BucketOptimizer`) -------------------------
+    # -- called by a backward that updates parameters (`BucketOptimizer`) -------------------------
     def update_in_backward(self) -> None:
-        """Take over the updates of all parameters whose model has them inside backward.
+        """Take over the updates of all parameters whose model updates them inside backward.
 
         Raises:
-            ShardError: this optimizer clips, for which all gradients must be known.
+            ShardError: this optimizer clips, which needs all gradients first.
         """
         self._backward.take_over(self)
 
     @torch.no_grad()
     def make_states(self, params: Sequence[Tensor]) -> None:
-        """Make the states, zeros of no step, of those of these parameters that have none."""
+        """Create zero states, with step count 0, for those of these parameters that have none."""
         with torch.inference_mode(False):
             self._groups.make_states(self, params)
 
     def begin_backward(self) -> None:
-        """Look once per backward at whether parameters, states and options are as they were.
+        """Check once per backward whether parameters, states and options have changed.
 
         Raises:
-            ShardError: this optimizer clips by now.
+            ShardError: clipping was turned on since the last check.
         """
         self._backward.begin(self)
         with torch.inference_mode(False), torch.no_grad():
@@ -411,9 +411,9 @@ class FlatOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def take_bucket(self, ledger: Ledger, bucket: int) -> Callable[[], None]:
-        """Take the gradients that a bucket's parameters have now; return what updates with them.
+        """Take the current gradients of a bucket's parameters; return a function that updates them.
 
-        It updates with the options that the groups have now.
+        The update uses the options that the groups have now.
         """
 
         def is_due(of: Ledger | None, its: Bucket | None) -> bool:
@@ -427,6 +427,6 @@ class FlatOptimizer(Optimizer, ABC):
         def update() -> None:
             with torch.inference_mode(False):
                 self._update_all(work, groups)
-            work.clear()  # which holds the gradients
+            work.clear()  # it holds the gradients
 
         return update

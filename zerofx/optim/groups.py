@@ -1,4 +1,4 @@
-"""What optimizers are made with: parameter groups by name, and options that several have.
+"""Arguments of optimizers: parameter groups by name, and checks of common options.
 
 A group takes the parameters that its patterns cover:
 
@@ -7,9 +7,9 @@ A group takes the parameters that its patterns cover:
         {"params": model.named_parameters()},
     ])
 
-`names` is one pattern or a list: shell wildcards over whole names, where `*` crosses dots; a
-module's name (`blocks.0`) covers all that is in it. A group takes what no group before it has
-taken; without `names` it takes all the rest.
+`names` is one pattern or a list: shell wildcards over whole names, where `*` also matches dots. The
+name of a module (`blocks.0`) covers everything in it. A group takes parameters that no group before
+it has taken; without `names` it takes all that are left.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from zerofx.plan.fields import covers
 
 
 def resolve_groups(params: Any) -> Any:
-    """Return `params` as torch.optim takes them: groups with "names" have chosen theirs.
+    """Return `params` in torch.optim's form, with "names" replaced by the parameters they cover.
 
     Raises:
         OptimizerError: a pattern covers none of its group's parameters, or they have no names.
     """
     if isinstance(params, Tensor):
-        return params  # torch says what is wrong with it
+        return params  # torch.optim raises its own error for it
     groups = list(params)
     if not any(isinstance(g, dict) and "names" in g for g in groups):
         return groups
@@ -55,7 +55,7 @@ def _names(pattern: str, name: str) -> bool:
 def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> list[Any]:
     if not all(isinstance(m, tuple) for m in members):
         raise OptimizerError(
-            f'group {number} chooses by "names", so its "params" must come with them: give '
+            f'group {number} chooses by "names", so its "params" must have names; give '
             "model.named_parameters()"
         )
     patterns = [names] if isinstance(names, str) else list(names)
@@ -74,7 +74,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
     ]
     if not chosen:
         raise OptimizerError(
-            f"group {number}: all parameters that {patterns} name are in groups before it; give "
+            f"group {number}: all parameters that {patterns} name are in earlier groups; give "
             "the narrower patterns first, or drop the group"
         )
     return chosen
@@ -84,9 +84,11 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
 def check_adam_options(
     lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0
 ) -> None:
-    """Raise ValueError, with torch.optim's messages, for an option out of range.
+    """Check options as torch.optim does: rates, decay, eps and betas.
 
-    That is a rate, decay or eps below zero, or a beta outside [0, 1).
+    Raises:
+        ValueError: a rate, decay or eps is negative, or a beta is not in [0, 1); the message is
+            that of torch.optim.
     """
     if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")

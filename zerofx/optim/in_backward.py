@@ -1,4 +1,4 @@
-"""What an optimizer does inside backward, where a model's plan has its updates there."""
+"""Updates inside backward: the part of an optimizer that a plan with update="in-backward" uses."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _PLAN = "Plan(update='in-backward')"
 class BackwardUpdates:
     """The part of an optimizer that a backward with `Plan(update="in-backward")` calls.
 
-    `step()` then only notes that the loop has come round; parameters of other models, and of none,
-    are stepped by it as ever. It does not refer to the optimizer, which hands itself to each call.
+    For these parameters, `step()` only notes that the loop has reached it; parameters of other
+    models, and of no model, are stepped as usual. It holds no reference to the optimizer, which
+    passes itself to each call.
     """
 
     def __init__(self) -> None:
-        # of the models whose backward updates parameters of this optimizer
+        # those of the models whose backward updates parameters of this optimizer
         self._updates: list[Updates] = []
-        self._options: list[dict[str, Any]] | None = None  # as the last backward found them
+        self._options: list[dict[str, Any]] | None = None  # when the last backward began
 
     def take_over(self, optimizer: FlatOptimizer) -> None:
-        """Take over the updates of all parameters whose model has them inside backward.
+        """Take over the updates of all parameters whose model updates them inside backward.
 
         Raises:
-            ShardError: the optimizer clips, for which all gradients must be known.
+            ShardError: the optimizer clips, which needs all gradients first.
         """
         found: dict[int, tuple[Updates, list[str]]] = {}
         for param in _params(optimizer):
@@ -48,20 +49,20 @@ class BackwardUpdates:
         self._updates = [updates for updates, _ in found.values()]
 
     def begin(self, optimizer: FlatOptimizer) -> None:
-        """Note the options with which a backward begins.
+        """Record the options at the beginning of a backward.
 
         Raises:
-            ShardError: the optimizer clips by now.
+            ShardError: the optimizer clips.
         """
         check_optimizer(optimizer)
         self._options = _options(optimizer)
 
     def note_step(self, optimizer: FlatOptimizer) -> None:
-        """Tell the models that the loop has come to `step()`.
+        """Tell the models that the loop has reached `step()`.
 
         Raises:
-            OptimizerError: what happened since backward comes too late for its updates: a
-                GradScaler's unscaling, another learning rate, a gradient set by hand.
+            OptimizerError: a change since backward comes too late for its updates: a GradScaler's
+                unscaling, another learning rate, or a gradient set by hand.
         """
         if not self._updates:
             return
@@ -73,9 +74,9 @@ class BackwardUpdates:
             )
         if self._options not in (None, _options(optimizer)):
             raise OptimizerError(
-                f"{kind}: the options of a group (a learning rate, say) were changed between "
-                f"backward, which has updated with the old ones ({_PLAN}), and step(); change them "
-                "behind step(), as schedulers do, or use Plan(update='step')"
+                f"{kind}: the options of a group (for example, the learning rate) were changed "
+                f"between backward, which has used the old ones ({_PLAN}), and step(); change them "
+                "after step(), as schedulers do, or use Plan(update='step')"
             )
         self._options = None
         for updates in self._updates:
@@ -90,7 +91,7 @@ class BackwardUpdates:
             )
 
     def note_load(self, optimizer: FlatOptimizer) -> None:
-        """Take over again after a load; no step is owed for what came before it."""
+        """Take over again after a load, and expect no step for the backward before it."""
         self._options = None
         self.take_over(optimizer)
         for updates in self._updates:
@@ -103,16 +104,16 @@ def _params(optimizer: FlatOptimizer) -> Iterator[Tensor]:
 
 
 def _is_updated(param: Tensor) -> bool:
-    """Say whether backward updates a parameter."""
+    """Return whether backward updates a parameter."""
     piece = piece_of(param)
     return piece is not None and piece.ledger.updates is not None
 
 
 def _only_makes_states(optimizer: FlatOptimizer, given: Sequence[Tensor]) -> bool:
-    """Whether a step with gradients set by hand is the one by which torch makes states.
+    """Return whether gradients set by hand are those with which torch creates states.
 
-    `get_optimizer_state_dict` and `set_optimizer_state_dict` of torch take a step with gradients of
-    zeros and rates of 0 with an optimizer that has no states yet.
+    If an optimizer has no states yet, torch's `get_optimizer_state_dict` and
+    `set_optimizer_state_dict` run a step with zero gradients and learning rates of 0.
     """
     if optimizer.state or any(float(g.get("lr", 1.0)) for g in optimizer.param_groups):
         return False
@@ -120,18 +121,18 @@ def _only_makes_states(optimizer: FlatOptimizer, given: Sequence[Tensor]) -> boo
 
 
 def settle(optimizer: FlatOptimizer) -> None:
-    """Wait for updates that run next to the schedule: states are about to be read."""
+    """Wait for updates that run during the schedule, because states are about to be read."""
     for ledger in ledgers_of(_params(optimizer)):
         ledger.pending.join()
 
 
 def groups_as_now(optimizer: FlatOptimizer) -> list[dict[str, Any]]:
-    """Return the groups with options that stay what they are now."""
+    """Return the groups with copies of their options, which later changes do not affect."""
     return [{k: _as_now(v) for k, v in group.items()} for group in optimizer.param_groups]
 
 
 def _as_now(option: Any) -> Any:
-    """Return an option of a group that stays what it is now: schedulers fill tensors in place."""
+    """Return a copy of an option of a group: schedulers change tensors in place."""
     if isinstance(option, Tensor):
         return option.detach().clone()
     if isinstance(option, tuple):
@@ -140,7 +141,7 @@ def _as_now(option: Any) -> Any:
 
 
 def _options(optimizer: FlatOptimizer) -> list[dict[str, Any]]:
-    """Return the groups' options as they are now, without their parameters."""
+    """Return the groups' current options, without their parameters."""
     return [
         {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -148,5 +149,5 @@ def _options(optimizer: FlatOptimizer) -> list[dict[str, Any]]:
 
 
 def is_stepped(ledger: Ledger | None, bucket: Bucket | None) -> bool:
-    """Say whether `step()` updates the parameters of a ledger, not backward."""
+    """Return whether `step()`, and not backward, updates the parameters of a ledger."""
     return ledger is None or ledger.updates is None

@@ -24,7 +24,7 @@ from zerofx.optim.runs import FlatRun, Work, overlaps, parts
 from zerofx.runtime.tensors.norms import LOW_PRECISION
 from zerofx.runtime.tensors.piece import ParameterPiece, over_parts, piece_of
 
-_NEVER_CORRECTED = torch.tensor(1e12)  # a step at which beta^step is 0
+_NEVER_CORRECTED = torch.tensor(1e12)  # a step count at which beta^step is 0
 Groups = Sequence[tuple[dict[str, Any], Work]]
 
 
@@ -32,13 +32,13 @@ class Lamb(FlatOptimizer):
     """p -= lr r u,  u = m^ / (sqrt(v^) + eps) + weight_decay p,  r = |p| / |u| within its bounds.
 
     m and v are Adam's averages, "exp_avg" and "exp_avg_sq"; m^ and v^ are divided by 1 - beta^step,
-    or are m and v themselves without `bias_correction`. The norms are of each whole parameter, over
-    all ranks, agreed on in one exchange; r is clamped to [min_coeff, max_coeff], and 1 where |p| or
-    |u| is 0. The recipe of DeepSpeed's BERT pre-training: lr=4e-3, weight_decay=0.01,
+    or are m and v themselves without `bias_correction`. The norms are those of whole parameters,
+    summed over all ranks in one exchange. r is clamped to [min_coeff, max_coeff], and is 1 if |p|
+    or |u| is 0. The recipe of DeepSpeed's BERT pre-training: lr=4e-3, weight_decay=0.01,
     max_grad_norm=1.0, max_coeff=0.5, min_coeff=0.08, bias_correction=False.
 
-    On CPU u is computed twice, before and after the norms are known, rather than kept: a step takes
-    temporaries of some hundred KiB. Our kernels on CUDA leave u in the gradients' memory.
+    On CPU, u is not kept but computed twice, before and after the norms are known: a step needs
+    temporaries of a few hundred KiB. The kernels on CUDA leave u in the gradients' memory.
 
     Raises:
         OptimizerError: a parameter is float16 without a float32 master copy.
@@ -47,7 +47,7 @@ class Lamb(FlatOptimizer):
     (arXiv 1904.00962), Algorithm 2.
     """
 
-    communicates = True  # a parameter's norm is over all ranks
+    communicates = True  # the norm of a parameter is over all ranks
 
     def __init__(
         self,
@@ -64,11 +64,13 @@ class Lamb(FlatOptimizer):
     ) -> None:
         check_adam_options(lr, betas, weight_decay, eps)
         if eps == 0.0:
-            raise ValueError("eps is 0.0: where no gradient has ever been, u would be 0 / 0")
+            raise ValueError(
+                "eps is 0.0: u would be 0 / 0 for elements that never had a gradient. Raise eps"
+            )
         if not 0.0 <= min_coeff <= max_coeff:
             raise ValueError(
-                f"min_coeff is {min_coeff} and max_coeff {max_coeff}, but trust ratios are clamped "
-                "to [min_coeff, max_coeff], from 0 on"
+                f"min_coeff is {min_coeff} and max_coeff is {max_coeff}, but trust ratios are "
+                "clamped to [min_coeff, max_coeff]. Give 0 <= min_coeff <= max_coeff"
             )
         self._begin(max_grad_norm)
         defaults = {
@@ -108,7 +110,7 @@ class Lamb(FlatOptimizer):
 
 
 def _rows(work: Groups) -> dict[Tensor, int]:
-    """Number the parameters of a step, in the groups' own order, which all ranks have in common."""
+    """Number the parameters of a step in the order of the groups, which is equal on all ranks."""
     found: dict[Tensor, int] = {}
     for group, pairs in work:
         stepped = {id(p) for run, _ in pairs for p in run.params}
@@ -119,9 +121,9 @@ def _rows(work: Groups) -> dict[Tensor, int]:
 
 
 def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
-    """Replace each sharded parameter's sums of squares by those over all ranks that share it.
+    """Replace each sharded parameter's sums of squares by the sums over all ranks that share it.
 
-    One exchange per model and axis, in which ranks that own no element take part.
+    There is one exchange per model and axis. Ranks that own no element take part in it.
     """
     sharded: dict[int, list[ParameterPiece]] = {}
     numbers: dict[int, list[int]] = {}
@@ -138,7 +140,7 @@ def _sum_over_ranks(rows: dict[Tensor, int], squares: Tensor) -> None:
         squares[mine] = over_parts(both, whole, lambda found: found.sum(0)).view(-1, 2)
 
 
-# -- one run, by our kernels or part by part ------------------------------------------------------
+# -- one run, by the kernels of zerofx or part by part --------------------------------------------
 def _direction_norms(
     group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None
 ) -> Tensor:
@@ -158,7 +160,7 @@ def _direction_norms(
     for start, stop in parts(run.param):
         m, v = (t[start:stop] for t in _moments(run))
         u = torch.zeros_like(m)
-        # torch's fused Adam at rate 1 from 0 gives -m^ / (sqrt(v^) + eps)
+        # with rate 1 and parameter 0, torch's fused Adam gives -m^ / (sqrt(v^) + eps)
         fused_adam_(
             [u], [grad[start:stop]], [m], [v], [], [step.to(u.device)],
             lr=1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"],
@@ -177,7 +179,7 @@ def _direction_norms(
 def _apply_kernel(
     group: dict[str, Any], run: FlatRun, update: Tensor, squares: Tensor, lowp: Tensor | None
 ) -> None:
-    """Move a run's parameters as `_apply` does, by our kernel, with u at hand."""
+    """Update a run's parameters as `_apply` does, with the kernel and the u that it has kept."""
     flat_lamb_apply_(
         run.param, update, _edges(run), squares.float(), lr=float(group["lr"]),
         max_coeff=group["max_coeff"], min_coeff=group["min_coeff"], lowp=lowp,
@@ -185,7 +187,7 @@ def _apply_kernel(
 
 
 def _apply(group: dict[str, Any], run: FlatRun, squares: Tensor) -> None:
-    """Move a run's parameters, each by its own trust ratio; squares [parameters, 2] are global."""
+    """Update a run's parameters, each with its trust ratio; squares [parameters, 2] are global."""
     lr, bounds = float(group["lr"]), (group["max_coeff"], group["min_coeff"])
     factors = (lr * trust_ratios(squares, *bounds)).to(run.param.dtype).unbind()
     for start, stop in parts(run.param):
@@ -200,13 +202,13 @@ def _moments(run: FlatRun) -> tuple[Tensor, Tensor]:
 
 
 def _edges(run: FlatRun) -> Tensor:
-    """Return where each parameter begins, and the end; padding counts to the one before it."""
+    """Return the start of each parameter, and the end; padding belongs to the one before it."""
     edges = [*(start for start, _ in run.bounds), run.numel]
     return torch.tensor(edges, device=run.param.device)
 
 
 def _direction(group: dict[str, Any], run: FlatRun, start: int, stop: int) -> Tensor:
-    """Return u of a part of a run, a new tensor."""
+    """Compute u for a part of a run, as a new tensor."""
     m, v = (t[start:stop] for t in _moments(run))
     u = v.sqrt()
     eps = group["eps"]

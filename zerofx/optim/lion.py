@@ -1,4 +1,4 @@
-"""Lion over flat runs: the sign of an interpolated gradient, one state."""
+"""Lion over flat runs: the sign of an interpolated gradient, with one state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zerofx.optim.runs import Work, parts
 class Lion(FlatOptimizer):
     """p -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay p);  then m = beta2 m + (1 - beta2) g.
 
-    States: "exp_avg" (m). Updates are of one size, lr, so that rates are 3 to 10 times smaller and
-    weight decays as much larger than AdamW's.
+    States: "exp_avg" (m). Every element changes by lr, so learning rates are 3 to 10 times smaller
+    than AdamW's, and weight decay is larger by the same factor.
 
     Raises:
         OptimizerError: a parameter is float16 without a float32 master copy.

@@ -1,8 +1,8 @@
-"""Steps of what lives on NVMe: bucket by bucket through host memory, by all ranks or by none.
+"""Steps of parameters on NVMe: bucket by bucket through host memory, by all ranks or by none.
 
 The parameters and states of a bucket are in host memory while it is updated. Meanwhile the next
-bucket is read and the last one is written. A disk may fail or be full on one rank, so the ranks
-tell each other before they go on.
+bucket is read and the previous one is written. A disk may fail or be full on one rank, so the ranks
+tell each other before they continue.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zerofx.runtime.tensors.piece import Ledger
 from zerofx.runtime.tiers.arrival import Arrival
 from zerofx.runtime.tiers.nvme_home import PARAMETERS, NvmeHome
 
-Groups = list[Work]  # a group's runs each
+Groups = list[Work]  # the runs of each group
 
 
 def divide(work: Sequence[Work]) -> tuple[Groups, list[Groups]]:
-    """Divide runs by where they live: in memory, and on NVMe those of each bucket by themselves.
+    """Divide runs by where they live: those in memory, and those on NVMe, bucket by bucket.
 
-    Buckets come in an order that all ranks have in common: an update may ask other ranks.
+    Buckets come in an order that is the same on all ranks, since an update may communicate.
     """
     near: Groups = [[] for _ in work]
     far: dict[tuple[int, int], Groups] = {}
@@ -52,10 +52,11 @@ def update_staged(
 ) -> None:
     """Update each bucket in host memory, while the next one is read and the last one is written.
 
-    asks_others: `update` is a collective call, before which ranks tell each other of faults.
+    asks_others: `update` is a collective call, before which the ranks tell each other of faults.
 
     Raises:
-        NvmeError: a read or write failed; names file, offset and bucket. Nothing is under way then.
+        NvmeError: a read or write failed; names file, offset and bucket. No transfer is in flight
+            then.
     """
     try:
         _update_staged(far, update, _together(far) if asks_others else _alone)
@@ -71,7 +72,7 @@ def _alone(problem: NvmeError | None) -> None:
 
 
 def _together(far: Sequence[Groups]) -> Callable[[NvmeError | None], None]:
-    """Return what raises on all ranks where there is a problem on one."""
+    """Return a function that raises on all ranks if there is a problem on one."""
     if not far:
         return _alone
     world = _ledger_of(far[0]).world
@@ -84,7 +85,7 @@ def _update_staged(
     check: Callable[[NvmeError | None], None],
 ) -> None:
     problem: NvmeError | None = None
-    stages: dict[int, _Stage] = {}  # what is in host memory
+    stages: dict[int, _Stage] = {}  # the buckets that are in host memory
     for move, k in staging.step_order(len(far)):
         arrived: Groups = []
         try:
@@ -97,10 +98,10 @@ def _update_staged(
         except NvmeError as error:
             problem = error
         if move is Move.UPDATE:
-            check(problem)  # which raises it, on the other ranks too if those wait for this one
+            check(problem)  # raises it, on the other ranks too if they would wait for this one
             with stages[k].noted():
                 update(arrived)
-            del arrived  # which holds the bucket's memory
+            del arrived  # it holds the bucket's memory
             try:
                 stages[k].leave()
             except NvmeError as error:
@@ -118,7 +119,7 @@ class _Stage:
         self._bucket: Bucket = run.bucket
         kinds = [PARAMETERS, *dict.fromkeys(k for r in _runs(groups) for k in r.states)]
         self._coming: dict[str, Arrival] = {k: self._take(k) for k in kinds}
-        self._home.drop_early(self._bucket.index)  # states that this optimizer does not have
+        self._home.drop_early(self._bucket.index)  # states that this optimizer does not use
         self._held: dict[str, Tensor] = {}
         self._num_writes = 0
 
@@ -126,7 +127,7 @@ class _Stage:
         return self._home.take(kind, self._bucket.index, self._bucket.dtype)
 
     def arrived(self) -> Groups:
-        """Wait for the reads; return the runs over what has arrived."""
+        """Wait for the reads; return the runs over the memory that was read into."""
         self._held = {kind: arrival.wait() for kind, arrival in self._coming.items()}
         return [[(self._staged(run), grad) for run, grad in pairs] for pairs in self._groups]
 
@@ -136,20 +137,20 @@ class _Stage:
         return replace(run, param=self._held[PARAMETERS][run.offset : stop], states=states)
 
     def noted(self) -> AbstractContextManager[None]:
-        """Return within what it is updated: a recording's note, where one is made."""
+        """Return the context of an update, which a recording notes if there is one."""
         if (beside := self._home.beside) is None:
             return contextlib.nullcontext()
         return beside.updating(f"b{self._bucket.index}", beside.launched_ns())
 
     def leave(self) -> None:
-        """Launch the writes, which hold the bucket's memory until they have ended."""
+        """Launch the writes, which hold the bucket's memory until they end."""
         for kind, values in self._held.items():
             self._home.write(kind, self._bucket.index, values)
         self._num_writes = len(self._held)
         self._held.clear()
 
     def written(self, later: Iterable[_Stage]) -> None:
-        """Wait for the writes, but not for those of stages that left later."""
+        """Wait for the writes, but not for those of stages whose writes began later."""
         self._home.join(leave=sum(s._num_writes for s in later if s._home is self._home))
 
 
@@ -170,9 +171,9 @@ def _home_of(groups: Groups) -> NvmeHome:
 
 
 def tell_ranks(ledgers: Iterable[Ledger], what: str, problem: NvmeError | None) -> None:
-    """Let all ranks raise in this very call what went wrong over NVMe on one of them.
+    """Raise an NVMe problem of one rank on all ranks, in this call.
 
-    A collective call of the models that have something there.
+    A collective call of the models that have data on NVMe.
     """
     far = [ledger for ledger in ledgers if ledger.homes.nvme is not None]
     for world in {ledger.world: None for ledger in far}:
@@ -182,18 +183,18 @@ def tell_ranks(ledgers: Iterable[Ledger], what: str, problem: NvmeError | None) 
 
 # -- all ranks or none -----------------------------------------------------------------------------
 class WholeSteps:
-    """The part of an optimizer that keeps a step whole, as far as disks and other ranks let it.
+    """The part of an optimizer that completes a step on all ranks or on none, as far as possible.
 
     kind: the optimizer's name, for errors.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._unmade: Sequence[Ledger] = ()  # whose states could not be made on some rank
-        self._half_made: str | None = None  # what ended a step in the middle, since the last load
+        self._unmade: Sequence[Ledger] = ()  # those whose states could not be created on some rank
+        self._half_made: str | None = None  # the error that ended a step partway
 
     def check(self) -> None:
-        """Raise after a step that failed in the middle.
+        """Raise if a step has failed partway.
 
         Raises:
             OptimizerError: some parameters were updated and others were not.
@@ -206,18 +207,18 @@ class WholeSteps:
             )
 
     def forget(self) -> None:
-        """Forget what went wrong before: a load has replaced all of it."""
+        """Forget the earlier failure: a load has replaced all parameters and states."""
         self._half_made = None
 
     def make_states(self, ledgers: Sequence[Ledger], make: Callable[[], None]) -> None:
-        """Make the states that a step needs, on all ranks or none: there may be no room for them.
+        """Create the states that a step needs, on all ranks or none: space may be short.
 
-        ledgers: of the models with parameters that have their first gradient.
+        ledgers: those of the models with parameters that have their first gradient.
 
         Raises:
-            NvmeError: there is no room on some rank; no step was counted anywhere.
+            NvmeError: there is no space on some rank; no step was counted anywhere.
         """
-        # after a failure some ranks have all of theirs
+        # after a failure, some ranks have all of their states
         ledgers, self._unmade = self._unmade or ledgers, ()
         problem = None
         try:
@@ -248,9 +249,9 @@ class WholeSteps:
             raise
 
     def _note_fault(self, ledgers: Sequence[Ledger], error: BaseException) -> None:
-        """Take no further step after one over NVMe that failed in the middle, on this rank or any.
+        """Refuse further steps after one over NVMe that failed partway, on this rank or any other.
 
-        The other ranks do not know yet of an error that is no fault of the disk.
+        The other ranks do not know yet of an error that is not a fault of the disk.
         """
         for ledger in ledgers:
             if ledger.homes.nvme is not None:

@@ -1,9 +1,9 @@
-"""Parameters and states of an optimizer as flat runs; states are made when they are needed.
+"""Flat runs of an optimizer's parameters and states; states are created when they are needed.
 
-A *stretch* holds parameters of one group that lie next to each other in a flat shard, with nothing
-but padding between them, and one flat tensor per state. A *run* is what one step takes of a
-stretch as one flat tensor: it ends where a parameter has no gradient, where the gradients do not
-lie like the parameters, and where the step counts differ.
+A *stretch* holds parameters of one group that are adjacent in a flat shard, with only padding
+between them, and one flat tensor per state. A *run* is the part of a stretch that one step updates
+as one flat tensor. It ends at a parameter without a gradient, where the layout of the gradients
+differs from that of the parameters, and where the step counts differ.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zerofx.runtime.tensors.tensor import local_value
 if TYPE_CHECKING:
     from zerofx.optim.flat import FlatOptimizer
 
-# Whether what a ledger has in a bucket is due (None: parameters of no compiled model).
+# Whether the parameters of a ledger in a bucket are due (None: parameters of no compiled model).
 IsDue = Callable[[Ledger | None, Bucket | None], bool]
-Ranges = list[tuple[int, int]]  # half-open, of parameters
+Ranges = list[tuple[int, int]]  # half-open ranges of parameters
 
 
 # -- parameters -----------------------------------------------------------------------------------
 class OwnMemory:
-    """A parameter of no compiled model, which has memory of its own.
+    """A parameter of no compiled model, which has its own memory.
 
-    Answers what an optimizer asks of a `ParameterPiece`.
+    It has the attributes of a `ParameterPiece` that an optimizer uses.
 
     Raises:
         OptimizerError: the parameter is not contiguous.
@@ -65,11 +65,11 @@ class OwnMemory:
         return flat.view(self.shape)
 
 
-Holding = ParameterPiece | OwnMemory  # what this rank holds of a parameter
+Holding = ParameterPiece | OwnMemory  # the part of a parameter that this rank holds
 
 
 def holding_of(param: Tensor) -> Holding:
-    """Return what this rank holds of a parameter.
+    """Return the part of a parameter that this rank holds.
 
     Raises:
         OptimizerError: a parameter of no compiled model is not contiguous.
@@ -78,16 +78,16 @@ def holding_of(param: Tensor) -> Holding:
 
 
 def name_of(param: Tensor) -> str:
-    """Return a parameter's name if it has one, else its shape: for errors."""
+    """Return a parameter's name if it has one, else its shape; for error messages."""
     piece = piece_of(param)
     return f"a parameter of shape {list(param.shape)}" if piece is None else piece.name
 
 
 def check_dtype(param: Tensor, optimizer: str, takes_half: bool) -> None:
-    """Raise for a parameter whose format cannot carry this optimizer's updates.
+    """Raise if the dtype of a parameter cannot represent this optimizer's updates.
 
     Raises:
-        OptimizerError: the parameter is float16, complex or no float; names it.
+        OptimizerError: the parameter is float16, complex or not a float; names it.
     """
     if param.dtype == torch.float16 and not takes_half:
         raise OptimizerError(
@@ -103,9 +103,9 @@ def check_dtype(param: Tensor, optimizer: str, takes_half: bool) -> None:
 
 
 def neighbours(holdings: Sequence[Holding]) -> list[list[int]]:
-    """Group the numbers of `holdings`: in a group only padding lies between one and the next.
+    """Group the indices of `holdings` so that only padding separates the members of a group.
 
-    Those of one bucket without elements form a group of their own.
+    Members of one bucket without elements form their own group.
     """
     groups: list[list[int]] = []
     empty: dict[Any, list[int]] = {}
@@ -124,12 +124,12 @@ def neighbours(holdings: Sequence[Holding]) -> list[list[int]]:
 
 
 def _buffer(held: Holding) -> tuple[int, int] | None:
-    """Return a key that parameters of one flat buffer have in common."""
+    """Return a key that is shared by the parameters of one flat buffer."""
     return None if held.bucket is None else (id(held.ledger), held.bucket.index)
 
 
 def _is_before(one: Holding, other: Holding) -> bool:
-    """Whether nothing but padding lies between the elements of one parameter and the other's."""
+    """Return whether only padding lies between the elements of one parameter and the other's."""
     if one.ledger is None or other.bucket is None or _buffer(one) != _buffer(other):
         return False
     if other.index <= one.index:
@@ -142,11 +142,11 @@ def _is_before(one: Holding, other: Holding) -> bool:
 # -- runs -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class FlatRun:
-    """Parameters `first:last` of a stretch, all of which are stepped alike, as flat tensors.
+    """Parameters `first:last` of a stretch, all stepped alike, as flat tensors.
 
     Shapes: param and each of states [numel] (or Codes); steps [last - first], equal numbers.
     bounds: the half-open range of each parameter's elements in the run.
-    offset: the element of the bucket's shard that it begins with.
+    offset: the element of the bucket's shard at which the run begins.
     """
 
     first: int
@@ -156,7 +156,7 @@ class FlatRun:
     param: Tensor
     states: Mapping[str, Any]
     steps: Tensor
-    is_first: bool  # the states were made for this very step
+    is_first: bool  # whether the states were created for this very step
     ledger: Ledger | None
     bucket: Bucket | None
     offset: int
@@ -169,7 +169,7 @@ class FlatRun:
 Work = list[tuple[FlatRun, Tensor]]  # runs with their flat gradients
 
 # 256 KiB of float32: the temporaries of a part stay in a core's cache, so that an update reads and
-# writes parameters, gradients and states once. An accelerator needs longer ones to be kept busy.
+# writes parameters, gradients and states once. An accelerator needs longer parts to be busy.
 PART = 1 << 16
 DEVICE_PART = 1 << 24
 
@@ -184,30 +184,30 @@ def parts(flat: Tensor) -> Iterator[tuple[int, int]]:
 def overlaps(
     bounds: Sequence[tuple[int, int]], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, begin, end) of the ranges that reach into start:stop, relative to start."""
+    """Yield (index, begin, end) of the ranges that overlap start:stop, relative to start."""
     for number, (begin, end) in enumerate(bounds):
         if begin < stop and end > start:
             yield number, max(begin, start) - start, min(end, stop) - start
 
 
 def flat_from(first: Tensor, numel: int) -> Tensor:
-    """Return `numel` elements from where `first` begins, over the same storage."""
+    """Return `numel` elements of the same storage, beginning with those of `first`."""
     return first.as_strided((numel,), (1,), first.storage_offset())
 
 
 def joined(
     grads: Sequence[Tensor | None], pointers: Sequence[int], bounds: Sequence[tuple[int, int]]
 ) -> Ranges:
-    """Return ranges of parameters whose gradients lie like them, relative to one another.
+    """Return ranges of parameters whose gradients have the same relative layout as they have.
 
-    pointers: addresses of the parameters. bounds: the range of each one's elements.
+    pointers: the addresses of the parameters. bounds: the range of each parameter's elements.
     """
     ranges: Ranges = []
     last_delta: object = None
     for i, (grad, pointer) in enumerate(zip(grads, pointers, strict=True)):
         delta: object = None
         if grad is not None:
-            # a transposed gradient, say, is flat memory in another order
+            # a transposed gradient, for example, is flat memory in another order
             delta = grad.data_ptr() - pointer if grad.is_contiguous() else object()
             if not bounds[-1][1]:
                 delta = 0
@@ -222,9 +222,9 @@ def joined(
 def _within_storage(
     whole: tuple[int, int], grads: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]]
 ) -> Ranges:
-    """Return the range, or each parameter alone if its gradients only happen to be neighbours.
+    """Return the range, or each parameter alone if its gradients only happen to be adjacent.
 
-    If the first one's storage reaches over all of them, they lie in that storage.
+    If the storage of the first gradient extends over all of them, they share that storage.
     """
     first, last = whole
     grad = grads[first]
@@ -237,7 +237,7 @@ def _within_storage(
 
 
 def split_by_steps(ranges: Sequence[tuple[int, int]], steps: Tensor) -> Ranges:
-    """Cut ranges where the step counts (Shape: [parameters], or empty) differ."""
+    """Split ranges where the step counts (Shape: [parameters], or empty) differ."""
     if not steps.numel():
         return list(ranges)
     counts = steps.tolist()
@@ -249,14 +249,14 @@ def split_by_steps(ranges: Sequence[tuple[int, int]], steps: Tensor) -> Ranges:
 
 
 def strided(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a gradient that is dense.
+    """Return a gradient if it is dense.
 
     Raises:
-        OptimizerError: it is not; names the parameter.
+        OptimizerError: the gradient is not dense; names the parameter.
     """
     if grad.layout is not torch.strided:
         raise OptimizerError(
-            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim takes dense ones; "
+            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim needs dense ones; "
             "make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
     return grad
@@ -273,15 +273,15 @@ class StretchStates(ABC):
         old: Sequence[MutableMapping[str, Any]],
         keys: Sequence[str],
     ) -> Sequence[MutableMapping[str, Any]]:
-        """Lay out `keys`, with what `old` (each parameter's states) has of them, else zeros.
+        """Lay out the states `keys`: values from `old` (the states of each parameter), else zeros.
 
         Returns:
-            Each parameter's states as users see them; values of other keys are left alone.
+            Each parameter's states as users see them; values of other keys are unchanged.
         """
 
     @abstractmethod
     def of(self, first: int, last: int) -> dict[str, Any]:
-        """Return the states of the parameters first:last as a run takes them."""
+        """Return the states of the parameters first:last in the form that a run has."""
 
     @property
     @abstractmethod
@@ -290,7 +290,7 @@ class StretchStates(ABC):
 
 
 class DenseStates(StretchStates):
-    """States in the parameters' own format, each one flat tensor that lives with the bucket."""
+    """States in the parameters' own dtype, each as one flat tensor in the bucket's tier."""
 
     def __init__(self) -> None:
         self._flats: dict[str, Tensor] = {}
@@ -315,7 +315,7 @@ class DenseStates(StretchStates):
                     fill(view, values[key], stretch.params[number], key)
                 values[key] = view
         if stretch.ledger is not None:
-            stretch.ledger.homes.rest()  # looking at states on NVMe has taken memory
+            stretch.ledger.homes.rest()  # reading states on NVMe has used host memory
         return new
 
     def of(self, first: int, last: int) -> dict[str, Any]:
@@ -330,11 +330,11 @@ class DenseStates(StretchStates):
 
 
 class FlatStretch:
-    """Parameters of one group between which lies nothing but padding, and their states.
+    """Parameters of one group with only padding between them, and their states.
 
-    Padding is zero in parameters, gradients and states, and every update keeps it so. States that
-    are made new are zero, as are their step counts, which lie on the host: kernels take the count
-    as a number.
+    Padding is zero in parameters, gradients and states, and every update keeps it zero. New states
+    and step counts are zero. Step counts are on the host, because kernels take the count as a
+    number.
 
     owner: a weak reference to the optimizer.
     """
@@ -356,13 +356,13 @@ class FlatStretch:
             for h in holdings
         )
         self.numel = self.bounds[-1][1]
-        # what carries the memory: a local tensor, or the parameter itself
+        # the tensors that own the memory: a local tensor, or the parameter itself
         self._carriers = [h.local(p) for h, p in zip(holdings, params, strict=True)]
         self._pointers = self._read_pointers()
         self.flat = flat_from(self._carriers[0].detach(), self.numel)
         self.steps = torch.zeros(0)
         self.is_first = True
-        # of each parameter: its states, as `state` and as a dict holds them, and what is in there
+        # per parameter: its states as in `state`, the same as a dict, and the values laid out there
         self._held: list[tuple[Tensor, Any, dict[str, Any], list[tuple[str, Any]]]] = []
         self._pattern: tuple[tuple[int, int], ...] = ()
         self._runs: list[FlatRun] | None = None
@@ -371,10 +371,9 @@ class FlatStretch:
         return [t.data_ptr() for t in self._carriers]
 
     def adopt(self, state: MutableMapping[Tensor, Any], keys: Sequence[str], counts: bool) -> None:
-        """Lay out the states `keys` and the step counts, with what `state` has of them.
+        """Lay out the states `keys` and the step counts, with the values that `state` has of them.
 
-        What `state[param]` then holds of them are views of the flat tensors; values of other keys
-        are left alone.
+        `state[param]` then holds views of the flat tensors; values of other keys are unchanged.
         """
         old = [state.get(p) or {} for p in self.params]
         self.is_first = not any(d.get(key) is not None for d in old for key in keys)
@@ -393,7 +392,7 @@ class FlatStretch:
             self._held.append((param, values, held, [(name, held[name]) for name in names]))
 
     def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
-        """Whether parameters and states still are what was laid out."""
+        """Return whether parameters and states are still those that were laid out."""
         return self._read_pointers() == self._pointers and all(
             state.get(param) is values and all(held.get(k) is v for k, v in known)
             for param, values, held, known in self._held
@@ -401,7 +400,7 @@ class FlatStretch:
 
     # -- a step -------------------------------------------------------------------------------
     def runs(self) -> Work:
-        """Return what is to be stepped, each run with its flat gradient."""
+        """Return the runs to be stepped, each with its flat gradient."""
         locals_ = [
             None if (grad := param.grad) is None else strided(held.local(grad), param)
             for held, param in zip(self.holdings, self.params, strict=True)
@@ -411,7 +410,7 @@ class FlatStretch:
             self._runs = [self._run(i, j) for i, j in split_by_steps(pattern, self.steps)]
             self._pattern = pattern
         found = self._runs
-        if self.is_first:  # the runs made for this step know it; the next step makes others
+        if self.is_first:  # the runs of this step are marked first; the next step makes new ones
             self.is_first, self._runs = False, None
         return [(run, _flat_grad(locals_[run.first], run)) for run in found]
 
@@ -440,7 +439,7 @@ def _flat_grad(first: Tensor | None, run: FlatRun) -> Tensor:
 
 
 def _lies_there(stretch: FlatStretch, key: str, old: Sequence[Mapping[str, Any]]) -> bool:
-    """Say whether a state of all parameters is already where it lives on NVMe."""
+    """Return whether a state of all parameters is already in its place on NVMe."""
     ledger, bucket = stretch.ledger, stretch.bucket
     if ledger is None or bucket is None or bucket.home is not Tier.NVME:
         return False
@@ -459,9 +458,9 @@ def _lies_there(stretch: FlatStretch, key: str, old: Sequence[Mapping[str, Any]]
 
 
 def _zeros(stretch: FlatStretch, key: str, keeps: bool) -> Tensor:
-    """Return zeros like the parameters for a state, where their bucket lives.
+    """Return zeros like the parameters for a state, in the tier of their bucket.
 
-    keeps: its place there is filled already, and stays as it is.
+    keeps: its place in that tier already has content, which is kept.
     """
     ledger, bucket = stretch.ledger, stretch.bucket
     if ledger is None or bucket is None or not bucket.is_away:
@@ -472,7 +471,7 @@ def _zeros(stretch: FlatStretch, key: str, keeps: bool) -> Tensor:
 def _detached(
     stretch: FlatStretch, values: MutableMapping[str, Any], keys: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a parameter's states, off the place on NVMe that new ones are about to get."""
+    """Return a parameter's states, copied off the place on NVMe that new states will use."""
     found = dict(values)
     if stretch.bucket is not None and stretch.bucket.home is Tier.NVME:
         found |= {k: found[k].clone() for k in keys if found.get(k) is not None}
@@ -480,7 +479,7 @@ def _detached(
 
 
 def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
-    """Copy a state that was loaded, cut like the parameter or whole, into its place.
+    """Copy a loaded state, whole or cut like the parameter, into its view of the flat tensor.
 
     Raises:
         ShardError, OptimizerError: it has another shape; names the parameter and both shapes.
@@ -492,8 +491,8 @@ def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
         return
     if value.shape != view.shape:
         raise OptimizerError(
-            f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, the "
-            f"parameter {list(view.shape)}"
+            f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, but the "
+            f"parameter has {list(view.shape)}"
         )
     view.copy_(value)
 
@@ -501,19 +500,19 @@ def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
 # -- groups ---------------------------------------------------------------------------------------
 @dataclass
 class FlatGroup:
-    """How one parameter group is laid out."""
+    """The flat layout of one parameter group."""
 
     params: list[Tensor]
     keys: tuple[str, ...]
     stretches: list[FlatStretch]
-    waiting: list[Tensor]  # without state, since they had no gradient so far
+    waiting: list[Tensor]  # parameters without states, because they had no gradient so far
 
 
 class FlatGroups:
-    """The part of an optimizer that knows where its parameters and states lie, group by group.
+    """The part of an optimizer that lays out its parameters and states, group by group.
 
-    It does not refer to the optimizer, which hands itself to each call: so an optimizer that is
-    dropped frees its states at once.
+    It holds no reference to the optimizer, which passes itself to each call, so that an optimizer
+    that is dropped frees its states immediately.
     """
 
     def __init__(self) -> None:
@@ -525,22 +524,22 @@ class FlatGroups:
         return sum(s.states.nbytes for laid in self._laid.values() for s in laid.stretches)
 
     def forget(self) -> None:
-        """Lay out all groups again when they are next asked for."""
+        """Discard the layout, so that the next request makes it again."""
         self._laid.clear()
 
     def current(self, optimizer: FlatOptimizer) -> list[FlatGroup]:
-        """Return the layout of each group, made again if parameters or states were exchanged.
+        """Return the layout of each group, made again if parameters or states were replaced.
 
-        States that were loaded, or that torch's own optimizer made, are taken into flat tensors.
+        States that were loaded, or created by torch's own optimizer, are copied to flat tensors.
         """
         return [self._current(optimizer, n) for n in range(len(optimizer.param_groups))]
 
     def latest(self) -> list[FlatGroup]:
-        """Return what `current` returned last, without a look at what may have changed."""
+        """Return the result of the last `current`, without checking for changes."""
         return [self._laid[number] for number in range(len(self._laid))]
 
     def make_states(self, optimizer: FlatOptimizer, params: Sequence[Tensor]) -> None:
-        """Make the states, zeros of no step, of those of these parameters that have none."""
+        """Create zero states, with step count 0, for those of these parameters that have none."""
         wanted = set(map(id, params))
         for laid in self.current(optimizer):
             fresh = [p for p in laid.waiting if id(p) in wanted]
@@ -550,7 +549,7 @@ class FlatGroups:
     def make_due_states(
         self, optimizer: FlatOptimizer, laid: Sequence[FlatGroup], is_due: IsDue
     ) -> None:
-        """Make the states of what is due and has its first gradient."""
+        """Create the states of parameters that are due and have their first gradient."""
         for each in laid:
             fresh = [p for p in each.waiting if _is_due(p, is_due) and p.grad is not None]
             if fresh:
@@ -561,10 +560,10 @@ class FlatGroups:
     def works(
         self, optimizer: FlatOptimizer, laid: Sequence[FlatGroup], is_due: IsDue
     ) -> list[Work]:
-        """Return each group's runs that are due and have gradients; count a step of each.
+        """Return each group's runs that are due and have gradients, and count a step of each.
 
-        States are made if there are none yet: for all groups before any step is counted, since
-        there may be no room for them.
+        Missing states are created first, for all groups before any step is counted, because space
+        may be short.
         """
         self.make_due_states(optimizer, laid, is_due)
         return [_work(each, is_due, optimizer.counts_steps) for each in laid]
@@ -638,6 +637,6 @@ def _work(laid: FlatGroup, is_due: IsDue, counts_steps: bool) -> Work:
 
 
 def ledgers_of(params: Iterable[Tensor]) -> list[Ledger]:
-    """Return the ledgers of the compiled models that parameters belong to, each once."""
+    """Return the distinct ledgers of the compiled models to which parameters belong."""
     pieces = (piece_of(p) for p in params)
     return list({id(p.ledger): p.ledger for p in pieces if p is not None}.values())

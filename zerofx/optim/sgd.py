@@ -17,8 +17,8 @@ from zerofx.runtime.tensors.norms import LOW_PRECISION
 class SGD(FlatOptimizer, torch.optim.SGD):
     """torch.optim.SGD over flat runs; `max_grad_norm` clips the global norm within the update.
 
-    b = momentum b + (1 - dampening) g (at first b = g);  p -= lr (g + momentum b if nesterov else
-    b). `foreach` and `fused` are kept for state_dict() only.
+    b = momentum b + (1 - dampening) g (b = g in the first step);  p -= lr (g + momentum b if
+    nesterov else b). `foreach` and `fused` are kept only for state_dict().
 
     Source: "On the importance of initialization and momentum in deep learning" (ICML 2013).
     """
@@ -92,10 +92,9 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 def _update_low_precision(
     group: dict[str, Any], run: FlatRun, grad: Tensor, scale: Tensor | None
 ) -> None:
-    """Update a run of 16-bit floats on CPU, rounding once.
+    """Update a run of 16-bit floats on CPU, rounding only once.
 
-    torch's fused CPU kernel (2.11 to 2.13) leaves all but the last few elements of such a tensor as
-    they are.
+    torch's fused CPU kernel (2.11 to 2.13) updates only the last few elements of such a tensor.
     """
     for start, stop in parts(run.param):
         param = run.param[start:stop]

@@ -1,4 +1,4 @@
-"""What a user decides before a run: the plan, its parts and rules, and how fields are read."""
+"""The plan: everything a user decides before a run, its parts and rules, and how it is read."""
 
 from zerofx.plan.parts import Offload as Offload
 from zerofx.plan.parts import Precision as Precision

@@ -1,13 +1,13 @@
-"""DeepSpeed's ds_config.json as a plan, with a verdict on every key that it has.
+"""DeepSpeed's ds_config.json: read as a plan, with a verdict on every key in it.
 
     found = read_ds_config("ds_config.json")
     print(found)             # one row per key: honoured, translated, ignored, refused or unknown
     zerofx.compile(model, found.plan)
 
-A key is *translated* to a field of the plan, *honoured* by the engine of
-`zerofx.integrations.deepspeed` (in a loop of your own it is yours to do), *ignored* because nothing
-in zerofx corresponds to it, or *refused* because training would become something else without it.
-Defaults are those of DeepSpeed 0.19. This module needs no torch.
+A key is *translated* if it becomes a field of the plan. It is *honoured* if the engine of
+`zerofx.integrations.deepspeed` acts on it; a hand-written loop must do so itself. It is *ignored*
+if nothing in zerofx corresponds to it, and *refused* if training without it would give other
+results. Defaults are those of DeepSpeed 0.19. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class KeyVerdict:
-    """What became of one key of a ds_config."""
+    """The verdict on one key of a ds_config, and the reason."""
 
     key: str
     value: Any
@@ -55,12 +55,12 @@ class KeyVerdict:
         return f"{self.key} = {_short(self.value)}: {self.why}"
 
 
-# -- What is found ---------------------------------------------------------------------------------
+# -- The result of reading -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """An optimizer or a scheduler: its type as `zerofx.integrations.deepspeed` knows it."""
+    """An optimizer or scheduler; `kind` is its name in `zerofx.integrations.deepspeed`."""
 
     kind: str
     params: Params
@@ -68,17 +68,17 @@ class Chosen:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per step of all ranks, per forward of one rank, and backwards per step."""
+    """Samples per step of all ranks, samples per forward of one rank, and backwards per step."""
 
     train: int | None = None
     micro: int | None = None
     accumulation: int | None = None
 
     def on(self, world_size: int) -> tuple[int, int, int]:
-        """Return all three for a number of ranks: those that are missing follow from the others.
+        """Return all three for a number of ranks; missing sizes follow from the others.
 
         Raises:
-            PlanError: they contradict each other, or none of the first two is there.
+            PlanError: the sizes contradict each other, or neither of the first two is given.
         """
         train, micro, accumulation = self.train, self.micro, self.accumulation
         if train is None and micro is None:
@@ -105,11 +105,12 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class DsConfig:
-    """What a ds_config says: a plan, a verdict on each key, and what an engine needs besides.
+    """A ds_config as read: the plan, a verdict on each key, and the settings of an engine.
 
-    gradient_clipping: 0 is off. monitors: name -> options, of those that are on.
+    gradient_clipping: the maximum norm; 0 means off.
+    monitors: name -> options, for the monitors that are on.
     autocast: whether the model is called under bf16 autocast.
-    is_managed: whether the engine counts backwards; else each step() is a boundary.
+    is_managed: whether the engine counts backwards; if not, every step() is a boundary.
     """
 
     plan: Plan
@@ -125,7 +126,7 @@ class DsConfig:
     is_managed: bool
 
     def warn(self) -> None:
-        """Warn once of unknown keys, and of ignored ones that would change how training runs."""
+        """Warn about unknown keys, and about ignored keys that would change how training runs."""
         rows = [row for row in self.rows if row.verdict == "unknown" or row.is_warned]
         if rows:
             said = "; ".join(f"{row.key}: {row.why}" for row in rows)
@@ -143,7 +144,7 @@ class DsConfig:
 
 
 def table(rows: tuple[KeyVerdict, ...]) -> str:
-    """Return one line per key: the key, its value, the verdict and why."""
+    """Return one line per key: the key, its value, the verdict and the reason."""
     cells = [(row.key, _short(row.value), row.verdict, row.why) for row in rows]
     widths = [max((len(cell[i]) for cell in cells), default=0) for i in range(3)]
     lines = (
@@ -165,18 +166,19 @@ def read_ds_config(
     hidden_size: int | None = None,
     num_training_steps: int | None = None,
 ) -> DsConfig:
-    """Read a ds_config: a plan, and what became of every key.
+    """Read a ds_config as a plan and a verdict on every key.
 
-    source: the path of a JSON file, or what is in one.
-    auto: what "auto" stands for: a `transformers.TrainingArguments`, an object or a mapping with
-        its names. A mapping may have keys of the ds_config too (`{"optimizer.params.lr": 1e-4}`).
-        Without it, sizes of buckets are the hardware's, and other keys that are "auto" are refused.
-        Values that are not "auto" must be those of the arguments, as under transformers.
-    hidden_size: the model's, for sizes of buckets that are "auto".
-    num_training_steps: for schedulers; `max_steps` of the arguments by default.
+    source: the path of a JSON file, or its content as a mapping.
+    auto: the source of values that are "auto": a `transformers.TrainingArguments`, or an object or
+        mapping with the same names. A mapping may also hold keys of the ds_config
+        (`{"optimizer.params.lr": 1e-4}`). Without it, "auto" bucket sizes are the hardware's, and
+        every other key that is "auto" is refused. As in transformers, values that are not "auto"
+        must agree with the arguments.
+    hidden_size: the model's hidden size, from which "auto" bucket sizes are computed.
+    num_training_steps: the number of steps for schedulers. Default: `max_steps` of the arguments.
 
     Raises:
-        PlanError: names every key that is refused, its value, and what to do.
+        PlanError: names every refused key, its value, and the fix.
     """
     reading = _Reading(_Auto.of(auto, hidden_size, num_training_steps))
     reading.walk(_load(source), "")
@@ -200,14 +202,14 @@ def _load(source: object) -> Mapping[str, Any]:
     return read_mapping(text, f"ds_config file {path}", is_json=True)
 
 
-# -- "auto", as transformers fills it --------------------------------------------------------------
+# -- "auto", filled in as transformers does --------------------------------------------------------
 
 _MISSING: Any = object()
 
 
 @dataclass(frozen=True)
 class _Auto:
-    """Where "auto" comes from: values by the names of TrainingArguments."""
+    """The source of "auto" values, which have the names of TrainingArguments."""
 
     given: Any = None
     extra: Params = field(default_factory=dict)
@@ -289,21 +291,21 @@ _SIZES: dict[str, Callable[[_Auto], Any]] = {
     "zero_optimization.stage3_prefetch_bucket_size": lambda a: a.hidden(0.9, 2),
     "zero_optimization.stage3_param_persistence_threshold": lambda a: a.hidden(10, 1),
 }
-_FILLED_ONLY = {"scheduler.params.warmup_min_lr"}  # transformers does not compare it
+_FILLED_ONLY = {"scheduler.params.warmup_min_lr"}  # transformers does not compare this one
 
 
-# -- Reading, key by key, then together ------------------------------------------------------------
+# -- Reading: first key by key, then combinations of keys ------------------------------------------
 
 
 class _Reading:
-    """One ds_config while it is read: typed values by dotted key, and a verdict on each."""
+    """The state of reading one ds_config: typed values by dotted key, and a verdict on each."""
 
     def __init__(self, auto: _Auto) -> None:
         self.auto = auto
         self.values: dict[str, Any] = {}
         self.rows: dict[str, KeyVerdict] = {}
         self.raw: dict[str, Any] = {}
-        self.written: dict[str, str] = {}  # a key's own name -> as it was written
+        self.written: dict[str, str] = {}  # canonical key -> the key as written in the file
         self.defaults: list[KeyVerdict] = []
 
     # -- single keys ----------------------------------------------------------------------------
@@ -318,7 +320,7 @@ class _Reading:
                 self.values["zero_optimization.stage"] = int(value)
                 self.say(key, "translated", f"stage={int(value)}; this form is old")
             elif value is None:
-                self.say(key, "ignored", "null: as if it were not there")
+                self.say(key, "ignored", "null: treated as missing")
             elif key in SECTIONS:
                 self._section(key, value)
             else:
@@ -328,7 +330,7 @@ class _Reading:
         if key.endswith(".params"):
             if not isinstance(value, Mapping):
                 self.refuse(key, "allowed is a mapping of parameters")
-            return  # read with the type
+            return  # the parameters are read together with the type
         if not isinstance(value, Mapping):
             self.refuse(key, "allowed is a mapping of its keys")
         elif not value:
@@ -339,7 +341,7 @@ class _Reading:
     def _key(self, key: str, value: Any) -> None:
         rule = KEYS.get(key)
         if rule is None:
-            self.say(key, "unknown", f"no key of DeepSpeed's{_hint(key)}")
+            self.say(key, "unknown", f"not a key of DeepSpeed{_hint(key)}")
             return
         read = self.resolved(key, value, rule.read)
         if read is _MISSING:
@@ -355,7 +357,7 @@ class _Reading:
             self.rows[key] = KeyVerdict(key, value, "ignored", "off")
 
     def resolved(self, key: str, value: Any, read: Reader) -> Any:
-        """Return the typed value of a key, "auto" filled in; refuse it and return _MISSING."""
+        """Return the typed value of a key with "auto" filled in, or refuse it; return _MISSING."""
         known = _MISSING
         if isinstance(self.auto.given, Mapping):
             known = self.auto.given.get(key, _MISSING)
@@ -383,7 +385,7 @@ class _Reading:
             known = _SIZES[key](self.auto)
             if known is _MISSING:
                 self.say(
-                    key, "translated", "the hardware's own value, since no hidden_size is known"
+                    key, "translated", "the hardware's value, because hidden_size is not known"
                 )
                 return _MISSING
             return read(key, known)
@@ -392,10 +394,10 @@ class _Reading:
             self.say(key, "ignored", rule.why)
         elif key in _AUTO:
             self.refuse(
-                key, f"it stands for {_AUTO[key][0]} of TrainingArguments. Give auto=, or a value"
+                key, f"its value is {_AUTO[key][0]} of TrainingArguments. Give auto=, or a value"
             )
         else:
-            self.refuse(key, "nothing fills it. Give a value")
+            self.refuse(key, "there is no value for it. Give one")
         return _MISSING
 
     def say(self, key: str, verdict: str, why: str, is_warned: bool = False) -> None:
@@ -407,9 +409,9 @@ class _Reading:
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
-    # -- keys together --------------------------------------------------------------------------
+    # -- combinations of keys -------------------------------------------------------------------
     def result(self) -> DsConfig:
-        """Return what the keys say together.
+        """Return the result of all keys together.
 
         Raises:
             PlanError: keys are refused; names all of them.
@@ -474,7 +476,7 @@ class _Reading:
         return BatchSizes(train, micro, accumulation)
 
     def _clipping(self) -> float:
-        """Return the norm to clip at; older configs have it among the optimizer's parameters."""
+        """Return the clipping norm; older configs have it among the optimizer's parameters."""
         clipping, old = self.get("gradient_clipping"), self.get("optimizer.params.max_grad_norm")
         if old is not None and clipping is not None and old != clipping:
             self.refuse(
@@ -508,7 +510,7 @@ class _Reading:
             self.refuse(
                 "bf16.bf16_optimizer_states",
                 "states have the format of the master weights. Set bf16_master_weights_and_grads "
-                "too, or set it to false",
+                "too, or set this to false",
             )
         return found | ({"reduce": reduce} if reduce else {})
 
@@ -533,7 +535,7 @@ class _Reading:
         }
 
     def _sizes(self, stage: int) -> dict[str, Any]:
-        """Return the plan's sizes; DeepSpeed counts elements, of the format that is computed in."""
+        """Return the plan's sizes in bytes; DeepSpeed counts elements of the compute dtype."""
         zero = "zero_optimization"
         is_half = self.get("bf16.enabled", False) or self.get("fp16.enabled", False)
         item = 2 if is_half else 4
@@ -547,7 +549,7 @@ class _Reading:
             found["bucket_bytes"] = bucket * item
         for key in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
             if stage < 3 and f"{zero}.{key}" in self.rows:
-                self._ignore_if_translated(f"{zero}.{key}", "it is for stage 3")
+                self._ignore_if_translated(f"{zero}.{key}", "only stage 3 uses it")
         persist = self.get(f"{zero}.stage3_param_persistence_threshold")
         if persist is not None and stage == 3:
             found["persist_below"] = persist * item
@@ -563,7 +565,7 @@ class _Reading:
             self.say(key, "ignored", why)
 
     def _offload(self, stage: int) -> dict[str, Any]:
-        """Return the plan's offload; DeepSpeed ignores what its stage does not offload."""
+        """Return the plan's offload; like DeepSpeed, ignore parts that the stage cannot offload."""
         zero = "zero_optimization"
         found: dict[str, Any] = {}
         for part, old, what, least in (
@@ -589,14 +591,14 @@ class _Reading:
         return {"offload": found} if found else {}
 
     def _folder(self, on_nvme: list[str]) -> dict[str, str]:
-        """Return the one folder of what is on NVMe."""
+        """Return the folder of everything that is on NVMe; there can be only one."""
         paths: dict[str, str] = {}
         for what, part in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
             start = f"zero_optimization.{part}"
             key = f"{start}.nvme_path"
             if what not in on_nvme:
                 if key in self.rows:
-                    self._ignore_if_translated(key, "nothing of it is on nvme")
+                    self._ignore_if_translated(key, "nothing in this section is on nvme")
             elif self.get(key):
                 paths[key] = self.get(key)
             else:
@@ -611,7 +613,7 @@ class _Reading:
     def _params(
         self, section: str, kind: str, known: Mapping[str, Reader] | None
     ) -> dict[str, Any]:
-        """Read the parameters of a type; those of torch's own classes are left as they are."""
+        """Read the parameters of a type; those of torch's own classes are kept unchanged."""
         given = (self.raw.get(section) or {}).get("params")
         found: dict[str, Any] = {}
         if not isinstance(given, Mapping):
@@ -620,7 +622,7 @@ class _Reading:
             key = f"{section}.params.{name}"
             self.raw[key] = value
             if value is None:
-                self.say(key, "ignored", "null: as if it were not there")
+                self.say(key, "ignored", "null: treated as missing")
                 continue
             reader = anything if known is None else known.get(name)
             if reader is None:
@@ -634,7 +636,7 @@ class _Reading:
         return found
 
     def _type(self, section: str) -> str | None:
-        """Return the type that a section names; refuse a section without one."""
+        """Return the type that a section names, and refuse a section without a type."""
         given = self.raw.get(section)
         if not isinstance(given, Mapping) or not given:
             return None
@@ -670,7 +672,10 @@ class _Reading:
         return None
 
     def _adam(self, name: str, params: dict[str, Any]) -> Chosen | None:
-        """Adam decays as AdamW does unless `adam_w_mode` is false, and not at all by default."""
+        """Return the Adam variant.
+
+        It decays as AdamW does unless `adam_w_mode` is false. Weight decay is 0 by default.
+        """
         is_decoupled = params.pop("adam_w_mode", True) or name == "adamw"
         is_torch = params.pop("torch_adam", False)
         params.pop("fp32_optimizer_states", None)
@@ -686,12 +691,12 @@ class _Reading:
             return Chosen(kind, given)
         key = "optimizer.params.bias_correction"
         if is_torch or given.pop("amsgrad", False) or (not is_decoupled and given["weight_decay"]):
-            self.refuse(key, "only AdamW without amsgrad goes without it. Set it to true")
+            self.refuse(key, "only AdamW without amsgrad can be used without it. Set it to true")
             return None
         if given.get("eps") == 0.0:
             self.refuse(key, "without it eps must be above 0. Raise optimizer.params.eps")
             return None
-        self.say(key, "translated", "zerofx.optim.Lamb with trust ratios of 1 is this very update")
+        self.say(key, "translated", "zerofx.optim.Lamb with trust ratios of 1 is the same update")
         self.say("optimizer.type", "translated", "zerofx.optim.Lamb with trust ratios of 1")
         return Chosen(
             "Lamb", {**given, "bias_correction": False, "min_coeff": 1.0, "max_coeff": 1.0}
@@ -720,9 +725,9 @@ class _Reading:
         if params.get("warmup_num_steps") == 0:
             params["warmup_num_steps"] = 2
             key = "scheduler.params.warmup_num_steps"
-            self.say(key, "translated", "taken as 2, as DeepSpeed did before it refused 0")
+            self.say(key, "translated", "treated as 2, as in versions of DeepSpeed that allowed 0")
         if "scheduler.type" in self.rows and self.rows["scheduler.type"].verdict != "refused":
-            self.say("scheduler.type", "honoured", f"{kind}, which starts as DeepSpeed's")
+            self.say("scheduler.type", "honoured", f"{kind}, which starts as in DeepSpeed")
         return Chosen(kind, params)
 
     def _monitors(self) -> dict[str, Params]:
@@ -738,7 +743,7 @@ class _Reading:
         return found
 
 
-# Keys that people write and DeepSpeed does not have -> what they mean.
+# Common misspellings of keys -> the key that is meant.
 _MEANT = {
     "max_grad_norm": "gradient_clipping",
     "zero_optimization.cpu_offload_params": "offload_param",
@@ -746,7 +751,7 @@ _MEANT = {
 
 
 def _hint(key: str) -> str:
-    """Return `; did you mean 'x'?` for a key that is close to one of the same section."""
+    """Return `; did you mean 'x'?` if the key resembles a known key of its section."""
     section = key.rpartition(".")[0]
     known = [k for k in KEYS if k.rpartition(".")[0] == section]
     said = f"; did you mean {_MEANT[key]!r}?" if key in _MEANT else nearest(key, known)
@@ -757,7 +762,7 @@ _NAMES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd
 
 
 def _refusal(rows: list[KeyVerdict]) -> str:
-    """Return the text of an error that names every refused key."""
+    """Return the error text that names every refused key."""
     if len(rows) == 1:
         return f"ds_config: {rows[0]}"
     return f"ds_config has {len(rows)} keys that are refused:\n" + "\n".join(
@@ -766,7 +771,7 @@ def _refusal(rows: list[KeyVerdict]) -> str:
 
 
 def _is_on(value: Any, key: str) -> bool:
-    """Say whether a feature is on: by its switches if it has any, else if anything is there."""
+    """Return whether a feature is on: from its switches if it has any, else if it is not empty."""
     if key == "tensor_parallel" and isinstance(value, Mapping):
         sizes = [value.get(name, 1) for name in ("autotp_size", "tp_size")]
         return any(size not in (0, 1) for size in sizes)
@@ -775,7 +780,7 @@ def _is_on(value: Any, key: str) -> bool:
 
 
 def _switches(value: Any) -> Iterator[bool]:
-    """Yield whether each `enabled` within a section is on; what is no plain false counts as on."""
+    """Yield for each `enabled` within a section whether it is on; odd values count as on."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             if name == "enabled":

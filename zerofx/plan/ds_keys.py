@@ -1,7 +1,7 @@
-"""Every key of DeepSpeed's ds_config.json, and what becomes of it under zerofx.
+"""Every key of DeepSpeed's ds_config.json, and its verdict under zerofx.
 
 `KEYS` is the table of docs/from-deepspeed.md. Parameters of optimizers and schedulers are listed by
-type. Defaults and names are those of DeepSpeed 0.19; older names are in `ALIASES`.
+type. Names and defaults are those of DeepSpeed 0.19; older names are in `ALIASES`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from zerofx.errors import PlanError
 from zerofx.plan.fields import Reader, one_of, refuse
 
-# -- How values are read: as pydantic does, "1" and 2e8 count as whole numbers ---------------------
+# -- Reading values: as in pydantic, "1" and 2e8 are accepted as whole numbers ---------------------
 
 
 def _number(least: float, most: float = math.inf) -> Reader:
@@ -80,7 +80,7 @@ def _betas(where: str, value: Any) -> tuple[float, float]:
 
 
 def _per_group(reader: Reader) -> Reader:
-    """Read one value, or a list with one for each parameter group."""
+    """Accept one value, or a list with one value per parameter group."""
 
     def read(where: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and value:
@@ -90,18 +90,18 @@ def _per_group(reader: Reader) -> Reader:
     return read
 
 
-# -- What becomes of a key -------------------------------------------------------------------------
+# -- The verdict on a key --------------------------------------------------------------------------
 
 VERDICTS = ("honoured", "translated", "ignored", "refused", "unknown")
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What becomes of a key, unless its value or another key says otherwise.
+    """The verdict on a key, which its value or another key may override.
 
-    read: turns the value into its stored form, or raises a PlanError.
-    harmless: values of a refused key that change nothing.
-    is_warned: whether an ignored key that is on is worth a warning.
+    read: converts the value to its stored form, or raises a PlanError.
+    harmless: values of a refused key that have no effect.
+    is_warned: whether to warn about an ignored key that is on.
     """
 
     verdict: str
@@ -131,8 +131,8 @@ def _quantized(field: str) -> KeyRule:
 _elements = _count(0)
 _section = KeyRule("honoured", "")
 
-# Sections whose keys have rules of their own; `optimizer.params` and `scheduler.params` depend on
-# the type (OPTIMIZERS, SCHEDULERS).
+# Sections whose keys have their own rules; `optimizer.params` and `scheduler.params` depend on the
+# type (OPTIMIZERS, SCHEDULERS).
 KEYS: dict[str, KeyRule] = {
     "train_batch_size": KeyRule("honoured", "checked: micro x accumulation x ranks", _count(1)),
     "train_micro_batch_size_per_gpu": KeyRule(
@@ -152,7 +152,7 @@ KEYS: dict[str, KeyRule] = {
         "translated", "precision.reduce, unless communication_data_type is given", _dtype
     ),
     "data_types.param_dtype": KeyRule(
-        "refused", "say it by bf16.enabled or fp16.enabled, and remove it", _dtype
+        "refused", "bf16.enabled or fp16.enabled sets it. Remove it", _dtype
     ),
     "data_types.buffer_dtype": KeyRule("refused", "buffers keep their formats. Remove it", _dtype),
     "seq_parallel_communication_data_type": KeyRule("ignored", "there is no sequence axis"),
@@ -206,7 +206,7 @@ KEYS: dict[str, KeyRule] = {
     "fp16.auto_cast": KeyRule("ignored", "inputs are always cast", _switch),
     "fp16.fp16_master_weights_and_grads": KeyRule(
         "refused",
-        "master weights are kept in fp32 under fp16. Set it to false",
+        "master weights are in fp32 with fp16 compute. Set it to false",
         _switch,
         harmless=(False,),
     ),
@@ -248,7 +248,7 @@ KEYS: dict[str, KeyRule] = {
     ),
     "zero_optimization.offload_param.device": KeyRule(
         "translated",
-        "offload.parameters; trained parameters lie where their optimizer is",
+        "offload.parameters; trained parameters are in the tier of their optimizer",
         _word("none", "cpu", "nvme"),
     ),
     "zero_optimization.offload_param.nvme_path": KeyRule("translated", "offload.path", _text),
@@ -270,7 +270,7 @@ KEYS: dict[str, KeyRule] = {
     },
     **{
         f"zero_optimization.{name}": KeyRule(
-            "ignored", "what stays gathered is decided by Plan.memory_budget and prefetch"
+            "ignored", "Plan.memory_budget and prefetch decide which parameters stay gathered"
         )
         for name in (
             "stage3_max_live_parameters", "stage3_max_reuse_distance", "allgather_bucket_size",
@@ -354,14 +354,14 @@ KEYS: dict[str, KeyRule] = {
     ),
     "elasticity": KeyRule(
         "ignored",
-        "batch sizes do not follow the number of ranks; write the three of them. zerofx.load takes "
-        "any world size",
+        "batch sizes do not follow the number of ranks; write all three. zerofx.load accepts any "
+        "world size",
         is_warned=True,
     ),
     "sparse_attention": KeyRule(
         "ignored",
-        "DeepSpeed's engine does not apply it either; model code that asks for it has to "
-        "bring its own attention",
+        "DeepSpeed's engine does not apply it either; model code that needs it must bring its own "
+        "attention",
         is_warned=True,
     ),
     "aio": KeyRule("ignored", "zerofx.nvme chooses its own request sizes"),
@@ -388,7 +388,7 @@ KEYS: dict[str, KeyRule] = {
     ),
 }  # fmt: skip
 
-# Other names of the same keys: before 0.4, or without the prefix that pydantic makes optional.
+# Other names of the same keys: from before 0.4, or without the prefix that pydantic makes optional.
 ALIASES = {
     "bfloat16": "bf16",
     **{
@@ -405,7 +405,7 @@ ALIASES = {
 SECTIONS = {key.rpartition(".")[0] for key in KEYS if "." in key} | {"optimizer", "scheduler"}
 SECTIONS |= {"optimizer.params", "scheduler.params"}  # whose keys depend on the type
 
-# -- Optimizers and schedulers by type: the parameters that each takes -----------------------------
+# -- Optimizers and schedulers by type: the parameters that each accepts ---------------------------
 
 _rate = _number(0)
 _ADAM: dict[str, Reader] = {
@@ -428,7 +428,7 @@ OPTIMIZERS: dict[str, dict[str, Reader]] = {
         "nesterov": _switch, "max_grad_norm": _rate,
     },
 }  # fmt: skip
-# Those of torch.optim that update element by element, by the names that DeepSpeed looks up there.
+# The torch.optim classes that update element by element; DeepSpeed looks them up by these names.
 TORCH_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""How user-written fields are checked: one reader per kind; each error names the field and the fix.
+"""Readers of user-written fields: one per kind; each error names the field and the fix.
 
-A reader takes (where, value), returns the value in its one stored form, or raises PlanError.
+A reader takes (where, value) and returns the value in its canonical form, or raises PlanError.
 `spec_field` ties a reader to a dataclass field; `read_fields` runs them from `__post_init__`.
 """
 
@@ -25,9 +25,9 @@ Reader = Callable[[str, Any], Any]
 
 
 class Patterns(Mapping[str, Any]):
-    """Name patterns and what they choose: ordered, immutable, hashable.
+    """An ordered, immutable, hashable mapping from name patterns to choices.
 
-    `match(name)` gives the choice of the first pattern that covers `name` (see `covers`).
+    `match(name)` returns the choice of the first pattern that covers `name` (see `covers`).
     """
 
     __slots__ = ("_pairs",)
@@ -48,43 +48,43 @@ class Patterns(Mapping[str, Any]):
         return hash(frozenset(self._pairs))
 
     def __eq__(self, other: object) -> bool:
-        # Order decides which pattern matches first, so unlike dicts it counts.
+        # Unlike in dicts, order counts: it decides which pattern matches first.
         return self._pairs == other._pairs if isinstance(other, Patterns) else NotImplemented
 
     def __repr__(self) -> str:
         return repr(dict(self._pairs))
 
     def match(self, name: str) -> Any | None:
-        """Return the choice of the first pattern that covers `name`, None where none does."""
+        """Return the choice of the first pattern that covers `name`, or None."""
         return next((choice for pattern, choice in self._pairs if covers(pattern, name)), None)
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Say whether `pattern` names `name` itself or a module that contains it.
+    """Return whether `pattern` names `name` itself or a module that contains it.
 
-    `*` and `?` stay within one dotted component: `blocks.*` covers `blocks.3` and, as its
-    content, `blocks.3.mlp.fc1`; `*.mlp` covers neither.
+    `*` and `?` match within one dotted component: `blocks.*` covers `blocks.3` and therefore its
+    content, such as `blocks.3.mlp.fc1`; `*.mlp` covers neither.
     """
     want, have = pattern.split("."), name.split(".")
     return len(want) <= len(have) and all(map(fnmatchcase, have, want))
 
 
 def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
-    """Build the error of one bad value: field, value, allowed values, fix."""
+    """Build the error for one bad value: field, value, allowed values, fix."""
     return PlanError(
         f"{where} = {shown(value)}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
     )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known name, else the list of all."""
+    """Return `; did you mean 'x'?` for the closest known name, or else a list of all names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 
 
 def check_names(what: str, given: Iterable[object], known: Iterable[str]) -> None:
-    """Refuse the first name in `given` that is not known, naming the nearest known one."""
+    """Refuse the first unknown name in `given`, and suggest the nearest known one."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -92,7 +92,7 @@ def check_names(what: str, given: Iterable[object], known: Iterable[str]) -> Non
 
 
 def one_of(*choices: Any) -> Reader:
-    """Read one of `choices`, of the same type (True is not 1)."""
+    """Accept one of `choices`, of the same type (True is not 1)."""
 
     def read(where: str, value: Any) -> Any:
         for choice in choices:
@@ -107,12 +107,12 @@ def one_of(*choices: Any) -> Reader:
 
 
 def flag(where: str, value: Any) -> bool:
-    """Read True or False."""
+    """Accept True or False."""
     return one_of(False, True)(where, value)
 
 
 def whole(least: int) -> Reader:
-    """Read a whole number of at least `least`."""
+    """Accept a whole number of at least `least`."""
 
     def read(where: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -123,7 +123,7 @@ def whole(least: int) -> Reader:
 
 
 def real(least: float, most: float = float("inf"), above: bool = False) -> Reader:
-    """Read a number in [least, most], or in (least, most] where `above`."""
+    """Accept a number in [least, most], or in (least, most] if `above`."""
 
     def read(where: str, value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -137,7 +137,7 @@ def real(least: float, most: float = float("inf"), above: bool = False) -> Reade
 
 
 def size(least: int) -> Reader:
-    """Read a number of bytes of at least `least` (see `parse_bytes`)."""
+    """Accept a number of bytes of at least `least` (see `parse_bytes`)."""
 
     def read(where: str, value: Any) -> int:
         num_bytes = parse_bytes(value, where)
@@ -149,7 +149,7 @@ def size(least: int) -> Reader:
 
 
 def text(where: str, value: Any) -> str:
-    """Read a non-empty string (a path object counts)."""
+    """Accept a non-empty string or a path object."""
     value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str) or not value:
         hint = f"if it is a name, quote it: '{value}'" if type(value) in (int, float, bool) else ""
@@ -158,12 +158,12 @@ def text(where: str, value: Any) -> str:
 
 
 def optional(reader: Reader) -> Reader:
-    """Read None, or what `reader` reads."""
+    """Accept None, or any value that `reader` accepts."""
     return lambda where, value: None if value is None else reader(where, value)
 
 
 def either(word: str, reader: Reader) -> Reader:
-    """Read the word itself, or what `reader` reads."""
+    """Accept the word itself, or any value that `reader` accepts."""
 
     def read(where: str, value: Any) -> Any:
         if isinstance(value, str) and value == word:
@@ -177,7 +177,7 @@ def either(word: str, reader: Reader) -> Reader:
 
 
 def patterns(choice: Reader) -> Reader:
-    """Read a mapping from name patterns to what `choice` reads."""
+    """Accept a mapping from name patterns to values that `choice` accepts."""
 
     def read(where: str, value: Any) -> Patterns:
         if not isinstance(value, Mapping) or not value:
@@ -193,7 +193,7 @@ def spec_field(default: Any, reader: Reader) -> Any:
 
 
 def read_fields(spec: Any, name: str) -> None:
-    """Put every field of a frozen dataclass in its stored form, from `__post_init__`."""
+    """Convert every field of a frozen dataclass to its canonical form; call in `__post_init__`."""
     for f in dataclasses.fields(spec):
         value = f.metadata["reader"](f"{name}.{f.name}", getattr(spec, f.name))
         object.__setattr__(spec, f.name, value)
@@ -204,15 +204,15 @@ _INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float",
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the plain scalars of version 1.2: `off`, dates and `1:30` are text.
+    """YAML with the plain scalars of version 1.2: `off`, dates and `1:30` are strings.
 
-    The keys of a mapping are names, so that each is the text that was written (`0`, `on`, `null`).
+    Keys of a mapping are names, so each key is kept as written (`0`, `on`, `null`).
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping from names; a name that is given twice is an error."""
+        """Build a mapping from names; a repeated name is an error."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
@@ -228,7 +228,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader`, or a reader of YAML 1.1, would take for something else."""
+    """Quotes every string that `_Loader`, or a YAML 1.1 reader, would read as another type."""
 
 
 for _tag, _form, _first in (
@@ -245,13 +245,13 @@ for _tag, _form, _first in (
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
     _Dumper.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z"), _first)
-_Loader.add_constructor(_MERGE, yaml.SafeLoader.construct_yaml_str)  # `<<` that is no key
+_Loader.add_constructor(_MERGE, yaml.SafeLoader.construct_yaml_str)  # `<<` as a value, not a key
 
 
 def write_yaml(value: Any, *, is_flow: bool = False) -> str:
-    """Return plain values as YAML that `read_mapping` and `read_value` read back equal.
+    """Return plain values as YAML, which `read_mapping` and `read_value` read back unchanged.
 
-    is_flow: on one line, as a command line takes it.
+    is_flow: write one line, suitable for a command line.
     """
     width = 10**6 if is_flow else 80
     said = yaml.dump(value, None, _Dumper, sort_keys=False, default_flow_style=is_flow, width=width)
@@ -259,12 +259,12 @@ def write_yaml(value: Any, *, is_flow: bool = False) -> str:
 
 
 def read_value(source: str, what: str) -> Any:
-    """Parse one YAML value, such as that of `--set field=value`; `what` starts every error."""
+    """Parse one YAML value, such as the value in `--set field=value`; `what` starts every error."""
     try:
         loader = _Loader(source)
         node = loader.get_single_node()
         if _num_values(node, {}) > _MOST_VALUES:
-            raise ValueError(f"with its aliases written out, it has over {_MOST_VALUES} values")
+            raise ValueError(f"it has over {_MOST_VALUES} values once its aliases are expanded")
         return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise PlanError(f"{what} is not YAML: {error}") from error
@@ -276,16 +276,16 @@ _MOST_BYTES, _MOST_VALUES = 16 << 20, 1_000_000
 
 
 def _num_values(node: Any, known: dict[int, int | None]) -> int:
-    """Return how many values a YAML document has once its aliases are written out.
+    """Return the number of values of a YAML document once its aliases are expanded.
 
     Raises:
-        ValueError: one contains itself.
+        ValueError: a value contains itself.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) in known:
         if (count := known[id(node)]) is None:
-            raise ValueError("an alias stands for what contains it")
+            raise ValueError("an alias refers to a value that contains it")
         return count
     known[id(node)] = None
     pairs = isinstance(node, yaml.MappingNode)
@@ -319,7 +319,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Read the mapping in a `.yaml`, `.yml` or `.json` file, naming the file in every error."""
+    """Read the mapping in a `.yaml`, `.yml` or `.json` file; every error names the file."""
     what = f"{what} file {path}"
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise PlanError(f"{what}: the name must end in .yaml, .yml or .json")
@@ -327,6 +327,6 @@ def load_mapping(path: Path, what: str) -> dict[str, Any]:
         source = read_text(path, _MOST_BYTES)
     except OSError as error:
         raise PlanError(f"{what}: {error.strerror}; give an existing file") from error
-    except ValueError as error:  # also of a path with a null character
+    except ValueError as error:  # also raised for a path with a null character
         raise PlanError(f"{what}: {error}") from error
     return read_mapping(source, what, is_json=path.suffix == ".json")

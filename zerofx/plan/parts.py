@@ -30,11 +30,11 @@ _STYLE = re.compile(r"whole|(colwise|rowwise)(/[1-9]\d*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """What fp16's loss is multiplied by: so much that small gradients are not rounded to zero.
+    """The factor of the loss in fp16, which keeps small gradients from rounding to zero.
 
     dynamic: double (`growth`) after `growth_interval` steps without an overflow, and halve
         (`backoff`), down to `minimum`, at the `hysteresis`-th overflow after a rise.
-    initial: the scale at the start; the only one if not dynamic.
+    initial: the scale at the start; the only scale if not dynamic.
     """
 
     dynamic: bool = spec_field(True, flag)
@@ -50,12 +50,12 @@ class LossScale:
         if self.dynamic and self.initial < self.minimum:
             raise PlanError(
                 f"Plan.precision.loss_scale.initial = {self.initial} is below minimum = "
-                f"{self.minimum}; raise the one or lower the other"
+                f"{self.minimum}. Raise initial, or lower minimum"
             )
 
     @classmethod
     def read(cls, where: str, value: Any) -> LossScale | str | None:
-        """Read None, "external", "dynamic", a fixed factor, a mapping of fields, or a LossScale."""
+        """Accept None, "external", "dynamic", a fixed factor, a mapping, or a LossScale."""
         if value is None or value == "external" or isinstance(value, cls):
             return value
         if value == "dynamic":
@@ -83,14 +83,14 @@ _tier = one_of("none", "cpu", "nvme")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """In which number format a step computes, reduces gradients, and keeps the master weights.
+    """The number formats of a step: of compute, gradient reduction, and the master weights.
 
-    modules: {name pattern: format} of modules that compute in another one, such as
-        {"blocks.*.norm": "fp32", "head": "fp32"}: their parameters are gathered in it. Every module
-        that has parameters then gets its floating-point inputs in the format of these; what it
-        returns is passed on as it is.
-    loss_scale: for fp16 compute, which needs one: `"dynamic"`, a fixed factor, a LossScale or a
-        dict of its fields; `"external"` where `torch.amp.GradScaler` scales the loss.
+    modules: {name pattern: format} of modules that compute in a format of their own, such as
+        {"blocks.*.norm": "fp32", "head": "fp32"}. Their parameters are gathered in it. Every module
+        with parameters then receives its floating-point inputs in its own format; its outputs are
+        passed on unchanged.
+    loss_scale: required for fp16 compute: `"dynamic"`, a fixed factor, a LossScale, a dict of its
+        fields, or `"external"` if `torch.amp.GradScaler` scales the loss.
     """
 
     compute: str = spec_field("fp32", _dtype)
@@ -100,7 +100,7 @@ class Precision:
     modules: Patterns | None = spec_field(None, optional(patterns(_dtype)))
 
     # bf16 reduces in fp32, because a sum over ranks in 8 bits of mantissa loses the small terms;
-    # fp16 has 11 and its loss scale, and halves the traffic as in the ZeRO paper.
+    # fp16 has 11 bits and a loss scale, and halves the traffic as in the ZeRO paper.
     NAMED: ClassVar[dict[str, dict[str, Any]]] = {
         "fp32": {},
         "bf16": {"compute": "bf16"},
@@ -112,23 +112,23 @@ class Precision:
         if self.loss_scale is not None and not self._has_fp16:
             raise PlanError(
                 f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
-                f"{self.compute!r}: only fp16 underflows; drop loss_scale or compute in fp16"
+                f"{self.compute!r}: only fp16 underflows. Drop loss_scale, or compute in fp16"
             )
         if self.loss_scale is None and self._has_fp16:
             raise PlanError(
                 "Plan.precision.loss_scale = None contradicts compute in 'fp16', whose gradients "
-                "underflow; use loss_scale='dynamic', a fixed factor, or 'external' where "
+                "underflow. Use loss_scale='dynamic', a fixed factor, or 'external' if "
                 "torch.amp.GradScaler scales the loss"
             )
         if self.master not in ("fp32", self.compute):
             raise PlanError(
                 f"Plan.precision.master = {self.master!r} contradicts compute = {self.compute!r}: "
-                f"master weights are fp32 or the compute format; use one of these"
+                f"master weights are in fp32 or the compute format. Use one of these"
             )
 
     @classmethod
     def read(cls, where: str, value: Any) -> Precision:
-        """Read a name, a mapping of fields, or a Precision."""
+        """Accept a name, a mapping of fields, or a Precision."""
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
@@ -148,7 +148,7 @@ class Precision:
         return self.loss_scale not in (None, "external")
 
     def to_plain(self) -> Any:
-        """Return the name of this precision where it has one, else its fields."""
+        """Return the name of this precision if it has one, else its fields."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.loss_scale, LossScale):
             fields["loss_scale"] = self.loss_scale.to_plain()
@@ -162,15 +162,15 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What leaves the device between uses, and to which tier: `"none"`, `"cpu"`, `"nvme"`.
+    """What is moved off the device between uses, and to which tier: `"none"`, `"cpu"`, `"nvme"`.
 
-    path: folder on the NVMe device, needed by and only by that tier.
-    delayed: apply the host optimizer's result one step late, beside the next step's compute. This
+    path: folder on the NVMe device; required by tier "nvme" and allowed for no other tier.
+    delayed: apply the host optimizer's result one step late, during the next step's compute. This
         changes the mathematics: gradients are those of the parameters before the last update, and
-        so is what the model computes in evaluation, while state_dict and save have the newest.
+        evaluation uses these parameters too, while state_dict and save have the newest.
         model.parameters(), state_dict, load_state_dict, save, load, deepcopy and refresh() wait for
-        updates under way; parameters that are held from before may be under update.
-    device_fraction: the part of the optimizer states that stays on the device.
+        pending updates; parameters obtained before may still be under update.
+    device_fraction: the fraction of the optimizer states that stays on the device.
     """
 
     parameters: str = spec_field("none", _tier)
@@ -184,30 +184,30 @@ class Offload:
         read_fields(self, "Plan.offload")
         if ("nvme" in self.tiers.values()) != (self.path is not None):
             raise PlanError(
-                f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: tier "
-                "'nvme' needs a path and no other tier does; set path, or change the tier"
+                f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: only tier "
+                "'nvme' needs a path. Set path, or change the tier"
             )
         for name in ("delayed", "device_fraction"):
             if getattr(self, name) and self.optimizer == "none":
                 raise PlanError(
                     f"Plan.offload.{name} = {getattr(self, name)!r} contradicts optimizer = "
-                    f"'none': it describes the offloaded optimizer; set optimizer to 'cpu' or "
-                    f"'nvme', or drop {name}"
+                    f"'none': it applies to the offloaded optimizer only. Set optimizer to 'cpu' "
+                    f"or 'nvme', or drop {name}"
                 )
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Map what can be offloaded to its tier."""
+        """Map each kind of data that can be offloaded to its tier."""
         return {k: getattr(self, k) for k in ("parameters", "optimizer", "activations")}
 
     @property
     def is_used(self) -> bool:
-        """Say whether anything is offloaded."""
+        """Whether anything is offloaded."""
         return set(self.tiers.values()) != {"none"}
 
     @classmethod
     def read(cls, where: str, value: Any) -> Offload:
-        """Read None or "none", a mapping of fields, or an Offload."""
+        """Accept None or "none", a mapping of fields, or an Offload."""
         if isinstance(value, cls):
             return value
         if value is None or value == "none":
@@ -230,7 +230,7 @@ class Offload:
 
 def _style(where: str, value: Any) -> str:
     if not isinstance(value, str) or not _STYLE.fullmatch(value):
-        raise refuse(where, value, "are 'colwise', 'rowwise' and 'whole', or 'colwise/3' in groups")
+        raise refuse(where, value, "are 'colwise', 'rowwise', 'whole', or 'colwise/3' for groups")
     return value
 
 
@@ -254,21 +254,21 @@ def _cuts(where: str, value: Any) -> str | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model's own layers are cut, and over how many they are divided.
+    """The number of ranks that share layers (tensor) or hold different layers (pipeline).
 
     tensor: ranks that share each layer (tensor parallelism); they need the same samples.
-    sequence: between layers, each of them has a part of the sequence (sequence parallelism).
-    placements: "auto" takes the plan of a transformers model, or knows layers by their names; or
-        {name pattern of modules: "colwise", "rowwise", "whole"}, for all others as "auto".
+    sequence: whether each of them holds part of the sequence between layers (sequence parallelism).
+    placements: "auto" uses the plan of a transformers model, or recognises layers by name. Or
+        {name pattern of modules: "colwise", "rowwise", "whole"}; other modules are as with "auto".
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
-    pipeline: pipeline stages, each some layers of the model and some of the ranks (pipeline
-        parallelism); ranks that differ along it alone need the same samples.
-    schedule: "1f1b" begins the backward of a micro-batch as soon as it can, so that few are under
-        way at a time; "gpipe" runs all forwards, then all backwards.
-    micro_batches: into how many pieces the batch of a training step is cut, along dimension 0 of
-        its inputs. "auto": as many as divide it, four a pipeline stage at most.
+    pipeline: pipeline stages; each has some layers of the model and some of the ranks (pipeline
+        parallelism). Ranks that differ only along this axis need the same samples.
+    schedule: "1f1b" begins the backward of a micro-batch as early as possible, so that few are in
+        flight at a time; "gpipe" runs all forwards, then all backwards.
+    micro_batches: the number of pieces into which the batch of a training step is cut, along
+        dimension 0 of its inputs. "auto": the largest divisor up to four per pipeline stage.
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
-        with which the second, third, ... stage begin.
+        that begin the second, third, ... stage.
 
     Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Huang et
     al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, for "1f1b".
@@ -287,24 +287,24 @@ class Parallel:
         if self.pipeline == 1 and (self.cuts, self.micro_batches) != ("auto", "auto"):
             name = "micro_batches" if self.cuts == "auto" else "cuts"
             raise PlanError(
-                f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it is "
-                f"about pipeline stages; set pipeline, or drop {name}"
+                f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it "
+                f"applies to pipeline stages only. Set pipeline, or drop {name}"
             )
         if self.cuts != "auto" and len(self.cuts) != self.pipeline - 1:
             raise PlanError(
-                f"Plan.parallel.cuts has {len(self.cuts)} modules and pipeline is "
-                f"{self.pipeline}: name the first module of every pipeline stage but the first, "
+                f"Plan.parallel.cuts has {len(self.cuts)} modules, but pipeline is "
+                f"{self.pipeline}. Name the first module of every pipeline stage except the first: "
                 f"{self.pipeline - 1} in all"
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
-                "the ranks of the tensor axis; set tensor, or drop sequence"
+                "the ranks of the tensor axis. Set tensor, or drop sequence"
             )
 
     @classmethod
     def read(cls, where: str, value: Any) -> Parallel:
-        """Read None or "none", a mapping of fields, or a Parallel."""
+        """Accept None or "none", a mapping of fields, or a Parallel."""
         if isinstance(value, cls):
             return value
         if value is None or value == "none":
@@ -330,17 +330,17 @@ class Parallel:
 
     @property
     def is_used(self) -> bool:
-        """Say whether ranks share layers, or have layers of their own."""
+        """Whether ranks share layers or hold different layers."""
         return self.num_shared > 1
 
     @property
     def num_shared(self) -> int:
-        """How many ranks have the same samples, and together the whole model."""
+        """The number of ranks that have the same samples and together hold the whole model."""
         return self.tensor * self.pipeline
 
 
 def read_activations(where: str, value: Any) -> str | float | Patterns:
-    """Read `"keep"`, `"recompute"`, `"auto"`, a fraction, or a choice by name pattern."""
+    """Accept `"keep"`, `"recompute"`, `"auto"`, a fraction, or a choice by name pattern."""
     if isinstance(value, Mapping):
         return patterns(one_of("keep", "recompute", "offload"))(where, value)
     if isinstance(value, str):
@@ -352,14 +352,14 @@ def read_activations(where: str, value: Any) -> str | float | Patterns:
 
 
 def read_tiling(where: str, value: Any) -> str | Patterns:
-    """Read `"off"`, `"auto"`, or a number of tiles by name pattern."""
+    """Accept `"off"`, `"auto"`, or a number of tiles by name pattern."""
     if isinstance(value, Mapping):
         return patterns(whole(1))(where, value)
     return one_of("off", "auto")(where, value)
 
 
 def read_dynamic(where: str, value: Any) -> str | Patterns:
-    """Read `"auto"`, `"off"`, or the largest sizes of dimensions: `{"ids.shape[1]": 512}`."""
+    """Accept `"auto"`, `"off"`, or the largest sizes of dimensions: `{"ids.shape[1]": 512}`."""
     if not isinstance(value, Mapping):
         return one_of("auto", "off")(where, value)
     for name, size in value.items():
@@ -370,19 +370,19 @@ def read_dynamic(where: str, value: Any) -> str | Patterns:
 
 
 def read_ignored(where: str, value: Any) -> tuple[str, ...]:
-    """Read one name pattern, or a list of them that may be empty."""
+    """Accept one name pattern, or a list of them, which may be empty."""
     if isinstance(value, str):
         return (text(where, value),)
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise PlanError(
-            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. Of a set of "
-            "parameters these are [n for n, p in model.named_parameters() if p in the_set]"
+            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. For a set "
+            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]"
         )
     return tuple(text(where, pattern) for pattern in value)
 
 
 def read_units(where: str, value: Any) -> str | tuple[str, ...]:
-    """Read `"auto"`, one name pattern, or a list of them."""
+    """Accept `"auto"`, one name pattern, or a list of them."""
     if isinstance(value, str):
         return value if value == "auto" else (text(where, value),)
     if not isinstance(value, Sequence) or not value:

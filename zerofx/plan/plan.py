@@ -1,6 +1,6 @@
 """The plan: every choice of a run in one frozen, self-validating value.
 
-A plan is stored in one form however it was written (`"40GiB"` becomes an int, `"bf16"` a
+A plan is stored in one canonical form however it was written (`"40GiB"` becomes an int, `"bf16"` a
 `Precision`, a dict of patterns a `Patterns`), so that equal plans compare and hash equal.
 """
 
@@ -54,58 +54,58 @@ class Plan:
     stage: 0 replicates (bucketed all-reduce); 1 shards optimizer states, 2 + gradients,
         3 + parameters.
     precision: "fp32", "bf16", "fp16" or Precision(compute, reduce, master, loss_scale).
-    memory_budget: peak device bytes a rank ("40GiB") of a training step with one backward, AdamW's
-        states included and a thousandth left to the loop. What is left is spent on keeping
-        parameters gathered from forward to backward; a prefetch of "auto" gives way before a budget
-        is refused. None is strict ZeRO, nothing extra is kept.
+    memory_budget: peak device bytes per rank ("40GiB") of a training step with one backward. It
+        includes AdamW's states and reserves a thousandth for the training loop. Spare memory is
+        spent on keeping parameters gathered from forward to backward. A prefetch of "auto" is
+        shortened before a budget is refused. None is strict ZeRO: nothing extra is kept.
     host_budget: the same for the host memory that offload uses.
-    activations: "keep", "recompute", "auto" (solved under the budget), a fraction of the kept
-        bytes, or {name pattern: "keep" / "recompute" / "offload"}. What is offloaded waits in host
-        memory, or in files, from its last use in forward to its first in backward.
+    activations: "keep", "recompute", "auto" (solved under the budget), the fraction of bytes to
+        keep, or {name pattern: "keep" / "recompute" / "offload"}. Offloaded activations are in host
+        memory, or in files, from their last use in forward to their first use in backward.
     tiling: "off", "auto", or {name pattern: number of tiles}.
     offload: Offload(parameters, optimizer, activations, path, ...) or a dict of its fields.
-        activations="cpu" offloads all activations that are saved and for which no pattern speaks,
-        but for small ones and for those that backward needs at once; with "nvme" they, and what
-        patterns offload, pass through the host to files under `path`.
-    prefetch: how many units ahead a gather is launched, or "auto" (the machine's).
-    persist_below: parameters of fewer bytes stay gathered; None takes the machine's value.
-    bucket_bytes: smaller units share a collective up to this; None takes the machine's value,
-        under a memory budget at most the largest unit's.
+        activations="cpu" offloads all saved activations that no pattern covers, except small ones
+        and those that backward needs immediately. With "nvme", these and the activations that
+        patterns offload pass through the host to files under `path`.
+    prefetch: how many units ahead a gather is launched, or "auto" (the hardware's value).
+    persist_below: parameters of fewer bytes stay gathered; None uses the hardware's value.
+    bucket_bytes: smaller units share a collective up to this size. None uses the hardware's value,
+        which a memory budget limits to the size of the largest unit.
     units: "auto", or name patterns of the modules whose parameters travel together.
-    ignored_params: name patterns of parameters that are left to the user, as fully_shard's
-        ignored_params are: not sharded and not moved, and their gradients are each rank's own.
+    ignored_params: name patterns of parameters that are left to the user, as with fully_shard's
+        ignored_params: they are not sharded or moved, and each rank keeps its own gradients.
     shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
     parallel: over how many ranks the layers themselves are cut; see `Parallel`.
-    differentiate: "loss", or "all" float outputs. With "all", an output that is left out of the
-        loss gives its parameters zero gradients, where eager leaves None.
+    differentiate: "loss", or "all" float outputs. With "all", parameters of an output that is not
+        part of the loss get zero gradients, where eager PyTorch leaves None.
     outputs: "all", or "loss": other outputs are not computed for the caller.
     update: "step", or "in-backward": the optimizer runs per bucket inside backward.
     sparse_gradients: whether the gradient of a table that is only looked up (nn.Embedding or
-        nn.EmbeddingBag, alone in its bucket, not tied) travels by rows where that sends less. The
-        values are those of a dense reduction.
+        nn.EmbeddingBag, alone in its bucket, not tied) is sent as rows if that sends fewer bytes.
+        The values are those of a dense reduction.
     quantized_weights, quantized_gradients: whether gathers of parameters (stage 3), and reductions
         of gradients, over the shard axis carry 8-bit blocks: about a quarter of fp32's bytes, for
         slow networks. Each needs numerics="fast". Shards, states and sums keep their format.
-    buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
-    numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
-        chunks, never holding all logits, and on a GPU norms, gated activations and rotary
-        embeddings are fused by kernels of our own.
-    kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
+    buffers: "rank0" (running statistics follow rank 0, as in DDP) or "local".
+    numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed in
+        chunks and never holds all logits, and on a GPU norms, gated activations and rotary
+        embeddings use the fused kernels of zerofx.
+    kernels: "inductor" (each structure is compiled once) or "aten" (regions run op by op).
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
-    max_programs: how many programs are ready to run at a time. A further one takes the place of the
-        least recently used, with one warning.
-    dynamic: "auto": a dimension of the arguments that has had two values is free in the programs
-        compiled from then on, and one of them serves all its values. So is one that is declared
-        with its largest size, from the first call on: {"ids.shape[1]": 512}. "off": one program
-        per input signature, as always with cuda_graph=True, numerics="fast" or activations on NVMe.
-    islands: "auto": a forward of which no static graph can be made runs eagerly, its parameters
-        gathered around it, while the modules that it calls have programs of their own; or "refuse",
-        which raises a CaptureError.
-    debug: region by region on ATen, so that prints, breakpoints and the NaN finder work.
+    max_programs: how many programs are kept ready to run. A further one replaces the least
+        recently used one, with one warning.
+    dynamic: "auto": once a dimension of the arguments has had two values, programs compiled from
+        then on leave it free, and one program serves all its values. A dimension declared with its
+        largest size is free from the first call: {"ids.shape[1]": 512}. "off": one program per
+        input signature, as always with cuda_graph=True, numerics="fast" or activations on NVMe.
+    islands: "auto": a forward that cannot be captured as a static graph runs eagerly, its
+        parameters gathered around it, while the modules that it calls have programs of their own.
+        "refuse": raise a CaptureError instead.
+    debug: run region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:
         PlanError: a field is unknown, out of range, or contradicts another; the message names
-            the field, its value, what is allowed, and the fix.
+            the field, its value, the allowed values, and the fix.
     """
 
     stage: int = spec_field(3, one_of(0, 1, 2, 3))
@@ -137,7 +137,7 @@ class Plan:
     islands: str = spec_field("auto", one_of("auto", "refuse"))
     debug: bool = spec_field(False, flag)
 
-    if TYPE_CHECKING:  # what may be written is wider than what is stored; dataclasses cannot say so
+    if TYPE_CHECKING:  # it accepts more types than it stores: dataclasses cannot say so
 
         def __init__(
             self,
@@ -173,9 +173,9 @@ class Plan:
         ) -> None: ...
 
     def __new__(cls, *args: Any, **fields: Any) -> Plan:
-        """Refuse unknown names before the generated `__init__` turns them into a TypeError."""
+        """Refuse unknown names here: the generated `__init__` would raise a plain TypeError."""
         if args:
-            raise PlanError(f"Plan takes its fields by name: Plan(stage={args[0]!r})")
+            raise PlanError(f"Plan takes its fields by name. Write Plan(stage={args[0]!r})")
         check_names("plan", fields, cls.__dataclass_fields__)
         return super().__new__(cls)
 
@@ -189,11 +189,11 @@ class Plan:
         return f"Plan({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def axis_sizes(self, world_size: int) -> tuple[int, int]:
-        """Return (ranks a bucket is sharded over, copies of each shard) in a world.
+        """Return (ranks that share a bucket, copies of each shard) for a world size.
 
         Raises:
-            PlanError: what ranks share, or shard_axis_size, does not divide world_size; the
-                message names both.
+            PlanError: the parallel axes, or shard_axis_size, do not divide world_size; the message
+                names both.
         """
         shared = self.parallel.num_shared
         if world_size % shared:
@@ -201,7 +201,7 @@ class Plan:
             found = {f"parallel.{axis}": getattr(self.parallel, axis) for axis in axes}
             said = " x ".join(f"{name} = {size}" for name, size in found.items() if size > 1)
             raise PlanError(
-                f"Plan.{said} does not divide the world of {world_size} ranks; use a divisor, or "
+                f"Plan.{said} does not divide the world of {world_size} ranks. Use a divisor, or "
                 "start another number of ranks"
             )
         world_size //= shared
@@ -209,16 +209,16 @@ class Plan:
         if world_size % shard_size:
             raise PlanError(
                 f"Plan.shard_axis_size = {shard_size} does not divide the world of {world_size} "
-                "ranks; use a divisor, or None to shard over the whole world"
+                "ranks. Use a divisor, or None to shard over all ranks"
             )
         return shard_size, world_size // shard_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field in plain values that YAML, JSON and `from_dict` take back."""
+        """Return every field as a plain value that YAML, JSON and `from_dict` read back."""
         return {f.name: _plain(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """Return the plan as YAML text, one field a line, in the order of the class."""
+        """Return the plan as YAML text, one field per line, in the order of the class."""
         return write_yaml(self.to_dict())
 
     def to_json(self) -> str:
@@ -227,7 +227,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """Build a plan from a mapping of fields; missing ones take their defaults."""
+        """Build a plan from a mapping of fields; missing fields take their defaults."""
         check_names("plan", fields, cls.__dataclass_fields__)
         return cls(**fields)
 
@@ -250,17 +250,18 @@ class Plan:
         hidden_size: int | None = None,
         num_training_steps: int | None = None,
     ) -> Plan:
-        """Build the plan that a DeepSpeed configuration means: a path, or what is in the file.
+        """Build the plan that corresponds to a DeepSpeed configuration, given as a path or mapping.
 
-        Warns of unknown keys, and of ignored ones that matter. What became of every key:
-        `print(zerofx.plan.ds_config.read_ds_config(source))`, or `zerofx plan-for --from`.
+        Warns of unknown keys, and of ignored keys that matter. For the verdict on every key, use
+        `print(zerofx.plan.ds_config.read_ds_config(source))` or `zerofx plan-for --from`.
 
-        auto: what "auto" stands for: transformers' TrainingArguments, or a mapping of its names.
-        hidden_size: the model's, for bucket sizes that are "auto"; else they are the hardware's.
-        num_training_steps: for schedulers that are "auto"; `max_steps` by default.
+        auto: the source of "auto" values: transformers' TrainingArguments, or a mapping with the
+            same names.
+        hidden_size: the model's, for "auto" bucket sizes. Default: the hardware's bucket sizes.
+        num_training_steps: for "auto" values of schedulers. Default: `max_steps`.
 
         Raises:
-            PlanError: names every key that is refused, its value, and what to do.
+            PlanError: names every refused key, its value, and the fix.
         """
         from zerofx.plan.ds_config import read_ds_config
 
@@ -277,10 +278,10 @@ class Plan:
 
 
 def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan:
-    """Return the plan that `zerofx.compile` was given: None, a Plan, a mapping, or a file.
+    """Return the argument `plan` of `zerofx.compile` (None, Plan, mapping or file) as a Plan.
 
     Raises:
-        PlanError: of another type, or refused by `Plan`.
+        PlanError: the argument has another type, or `Plan` refuses it.
     """
     if plan is None:
         return Plan()
@@ -298,7 +299,7 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
     elif plan is Plan:
         hint = "; this is the class: write Plan()"
     raise PlanError(
-        f"plan is of type {type(plan).__name__}; give a Plan, a dict, a YAML or JSON path, or "
+        f"plan is of type {type(plan).__name__}. Give a Plan, a dict, a YAML or JSON path, or "
         f"None{hint}"
     )
 
@@ -314,7 +315,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _DEFAULTS = Plan().to_dict()
-# `__new__` takes any names; help() and notebooks should show the fields all the same.
+# `__new__` accepts any names; help() and notebooks should still show the fields.
 _init = inspect.signature(Plan.__init__)
 Plan.__signature__ = _init.replace(  # type: ignore[attr-defined]
     parameters=list(_init.parameters.values())[1:]

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `"40GiB"` to an int and back, in binary units."""
+"""Byte sizes: parse and format sizes such as `"40GiB"` (binary units)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: object, where: str = "size") -> int:
-    """Return `size` in bytes: an int, or a string like `"40GiB"`, `"1.5 MiB"`, `"100KB"`.
+    """Return `size` in bytes: an int, or a string such as `"40GiB"`, `"1.5 MiB"`, `"100KB"`.
 
-    KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000; case does not count.
+    KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000. Case is ignored.
 
     Raises:
-        PlanError: not a whole, non-negative number of bytes, or a unit that could mean either;
-            the message starts with `where`.
+        PlanError: it is not a whole, non-negative number of bytes, or its unit is unknown or
+            ambiguous; the message starts with `where`.
     """
-    way_out = 'give a whole number of bytes, or a string like "40GiB" or "512KiB"'
+    way_out = 'Give a whole number of bytes, or a string like "40GiB" or "512KiB"'
     if isinstance(size, float) and size.is_integer():
         size = int(size)
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise PlanError(f"{where} = {size} is negative; {way_out}")
+            raise PlanError(f"{where} = {size} is negative. {way_out}")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
-        raise PlanError(f"{where} = {size!r} is not a size; {way_out}")
+        raise PlanError(f"{where} = {size!r} is not a size. {way_out}")
     number, unit = match[1], match[2].upper() or "B"
     if unit not in UNITS:
         known = "B, KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)"
@@ -41,7 +41,7 @@ def parse_bytes(size: object, where: str = "size") -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return `num_bytes` for people, in the largest binary unit it fills: `1.5 KiB`, `512 B`."""
+    """Return `num_bytes` as text in the largest binary unit that it fills: `1.5 KiB`, `512 B`."""
     for unit in ("TIB", "GIB", "MIB", "KIB"):
         if abs(num_bytes) >= BINARY[unit]:
             return f"{num_bytes / BINARY[unit]:.1f} {SPELLING[unit]}"
@@ -49,7 +49,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def exact_bytes(num_bytes: int) -> int | str:
-    """Return what `parse_bytes` reads back as exactly `num_bytes`: `"40GiB"`, or the plain int."""
+    """Return the shortest form that `parse_bytes` reads back exactly: `"40GiB"`, or a plain int."""
     for unit in ("TIB", "GIB", "MIB", "KIB"):
         if num_bytes and num_bytes % BINARY[unit] == 0:
             return f"{num_bytes // BINARY[unit]}{SPELLING[unit]}"

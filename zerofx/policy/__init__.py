@@ -1,6 +1,7 @@
-"""Each decision that the runtime makes about memory and the planner predicts, made once for both.
+"""Memory policies: each decision that the runtime makes and the planner predicts, written once.
 
-Everything here takes sizes, formats, buckets and the layout, and needs neither tensors nor ranks:
-the runtime asks while it trains, the analyses ask while they walk through a program. Callers import
-the modules and not their functions, so that a policy that is replaced is replaced for both.
+The functions here take sizes, formats, buckets and the layout; they need neither tensors nor ranks.
+The runtime calls them while it trains, and the analyses call them while they walk through a
+program. Callers import the modules, not their functions: a test that replaces a policy then
+replaces it for both.
 """

@@ -1,4 +1,4 @@
-"""Borrowed buffers: which one a borrower gets, when one is made, and when one is dropped.
+"""Borrowed buffers: which buffer a borrower gets, when one is created, and when one is dropped.
 
 The runtime borrows memory by these classes. The planner borrows stand-ins that have only a size.
 """
@@ -17,9 +17,9 @@ B = TypeVar("B")
 class FreeBuffers(Generic[B]):
     """Buffers that are not borrowed, by size.
 
-    A borrower gets the smallest that is large enough. If there is none, a new one has to be made,
-    and it takes the room of the largest of those that are too small, which is dropped: so one size
-    serves all borrowers in the end.
+    A borrower gets the smallest buffer that is large enough. If there is none, a new one must be
+    created, and the largest buffer (too small) is dropped to make room for it. In the end, buffers
+    of one size serve all borrowers.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class FreeBuffers(Generic[B]):
 
     @property
     def size(self) -> int:
-        """The sum of all sizes."""
+        """The sum of the sizes of all free buffers."""
         return sum(size * len(buffers) for size, buffers in self._by_size.items())
 
     def take(self, size: int) -> tuple[B | None, B | None]:
-        """Return (the buffer to borrow, None), or (None, the one dropped for a new one, if any)."""
+        """Return (buffer to borrow, None), or (None, buffer dropped to make room or None)."""
         if same := self._by_size.get(size):
             return same.pop(), None
         sizes = [s for s, buffers in self._by_size.items() if buffers]
@@ -55,7 +55,7 @@ class FreeBuffers(Generic[B]):
 
 @dataclass(eq=False)
 class Loan(Generic[B]):
-    """A buffer that one borrower has: `numel` elements, at least as many as it asked for."""
+    """A borrowed buffer of `numel` elements, at least as many as the borrower asked for."""
 
     numel: int
     dtype: torch.dtype
@@ -63,9 +63,9 @@ class Loan(Generic[B]):
 
 
 class Scratch(Generic[B]):
-    """Buffers that collectives borrow one after the other. A buffer keeps its dtype.
+    """Buffers that collectives borrow in turn. A buffer keeps its dtype.
 
-    make: makes a buffer of so many elements. dropped: is told of each that is freed.
+    make: creates a buffer of the given number of elements. dropped: is called with each freed one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scratch(Generic[B]):
             self._free[loan.dtype].give_back(loan.numel, loan)
 
     def rest(self, frees: Callable[[int], bool]) -> None:
-        """Free each buffer that is not borrowed and for whose bytes `frees` holds."""
+        """Free each buffer that is not borrowed and for whose size in bytes `frees` holds."""
         for dtype, free in self._free.items():
             width = dtype.itemsize
             self._drop(free.drop(lambda numel, width=width: frees(numel * width)))  # type: ignore[misc]

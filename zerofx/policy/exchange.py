@@ -1,6 +1,6 @@
-"""What a rank receives in a collective over gloo, and what it sends in any, in elements.
+"""Exchange sizes: the elements that a rank receives in a gloo collective, and sends in any.
 
-A direct exchange is one message per pair of ranks; a native one is a single call of the library.
+A direct exchange sends one message per pair of ranks; a native one is a single library call.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Receives:
-    """The elements of each buffer that a rank borrows for one reduction.
+    """The sizes in elements of the buffers that a rank borrows for one reduction.
 
-    at_launch: from its launch to its end. at_end: more, when the transfers have ended.
+    at_launch: borrowed from the launch to the end. at_end: borrowed once the transfers have ended.
     """
 
     at_launch: tuple[int, ...]
@@ -22,15 +22,15 @@ class Receives:
 
 @lru_cache(maxsize=4096)
 def reduce_scatter_receives(numel: int, size: int, is_native: bool) -> Receives:
-    """Return what a rank borrows to reduce its slice of `numel` elements over `size` ranks."""
+    """Return the buffers to borrow for reducing a slice of `numel` elements over `size` ranks."""
     return Receives((numel * size,) if is_native else (numel,) * (size - 1))
 
 
 @lru_cache(maxsize=4096)
 def all_reduce_receives(numel: int, rank: int, size: int) -> Receives:
-    """Return what a rank borrows to reduce all of `numel` elements.
+    """Return the buffers that a rank borrows to all-reduce `numel` elements.
 
-    Two ranks swap them whole. More ranks each sum one slice, in a buffer that they send round.
+    Two ranks exchange them whole. Otherwise each rank sums one slice and sends it to all others.
     """
     if size == 2:
         return Receives((numel,))
@@ -39,19 +39,19 @@ def all_reduce_receives(numel: int, rank: int, size: int) -> Receives:
 
 
 def slice_numel(numel: int, rank: int, size: int) -> int:
-    """Return the elements of a rank's slice, cut as `Tensor.tensor_split` cuts."""
+    """Return the number of elements of a rank's slice, as `Tensor.tensor_split` cuts slices."""
     return numel // size + (rank < numel % size)
 
 
 def part_sent(part: int, size: int) -> int:
-    """Return what a rank sends in an all-gather of its part, or a reduce-scatter into parts."""
+    """Return the elements that a rank sends to all-gather a part, or reduce-scatter into parts."""
     return part * (size - 1)
 
 
 def all_reduce_sent(numel: int, rank: int, size: int) -> int:
-    """Return the elements that `rank` sends: the slices of the others, then its own to each.
+    """Return the elements that `rank` sends: the others' slices, then its own sum to each of them.
 
-    On equal slices this is 2 * (size - 1) / size of all, whatever the algorithm.
+    With equal slices this is 2 * (size - 1) / size of all elements, for every algorithm.
     """
     own = slice_numel(numel, rank, size)
     return numel - own + own * (size - 1)

@@ -1,6 +1,6 @@
-"""How a bucket's gradients are reduced: over which axes, whether at once, and where the sum ends.
+"""Gradient reduction of a bucket: over which axes, in which backward, and into which memory.
 
-is_set: p.grad already holds the gradient of an earlier backward, to which this one adds.
+is_set: p.grad already holds the gradient of an earlier backward, to which this one is added.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zerofx.layout.tiers import Tier
 from zerofx.policy import exchange
 
 # -- mesh axes -----------------------------------------------------------------------------------
-_AXES = {"shard": "reduce_scatter", "replicate": "all_reduce"}  # what each does, in order
+_AXES = {"shard": "reduce_scatter", "replicate": "all_reduce"}  # the collective of each, in order
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One of the collectives that reduce a bucket: its kind, and the axis over which it runs.
+    """One of the collectives that reduce a bucket: its kind and its axis.
 
-    size: the ranks along the axis. stride: how far their numbers are apart.
+    size: the number of ranks along the axis. stride: the distance between their numbers.
     """
 
     kind: str
@@ -34,19 +34,19 @@ class Leg:
 
     @property
     def num_slices(self) -> int:
-        """How many times as much it is given as it delivers."""
+        """The ratio of input elements to output elements."""
         return self.size if self.kind == "reduce_scatter" else 1
 
 
 @lru_cache(maxsize=256)
 def legs(mesh: Mesh) -> tuple[Leg, ...]:
-    """Return the collectives that reduce a bucket, in order; none where there is one rank."""
+    """Return the collectives that reduce a bucket, in order; none if there is only one rank."""
     every = (Leg(kind, axis, mesh.along(axis), mesh.stride(axis)) for axis, kind in _AXES.items())
     return tuple(leg for leg in every if leg.size > 1)
 
 
 def first_axis(mesh: Mesh) -> str:
-    """Return the axis of the first leg, which names the op; of the last axis if there is none."""
+    """Return the axis of the first leg, which names the op, or the last axis if there is no leg."""
     found = legs(mesh)
     return found[0].axis if found else [*_AXES][-1]
 
@@ -61,14 +61,14 @@ ROW_NUMBER_BYTES = 8
 
 
 def rows_sent(rows: int, width: int, itemsize: int, size: int) -> int:
-    """Return the bytes that a rank sends to give `rows` rows and their numbers to all others."""
+    """Return the bytes that a rank sends to give all others `rows` rows with their numbers."""
     return exchange.part_sent(rows * (width * itemsize + ROW_NUMBER_BYTES), size)
 
 
 def rows_are_less(layout: Layout, bucket: Bucket, rows: int) -> bool:
-    """Tell whether a table's gradient travels by rows: if all ranks then send fewer bytes.
+    """Return whether a table's gradient is sent as rows: if all ranks then send fewer bytes.
 
-    rows: the most that any rank has. It is compared with a reduction of the whole bucket.
+    rows: the largest number of rows on any rank. It is compared with reducing the whole bucket.
     """
     (leg,) = legs(layout.mesh)
     numel, itemsize = layout.shard_numel(bucket), bucket.reduce_dtype.itemsize
@@ -82,28 +82,28 @@ def rows_are_less(layout: Layout, bucket: Bucket, rows: int) -> bool:
 
 # -- no_sync ------------------------------------------------------------------------------------
 def is_put_off(layout: Layout, stage: int) -> bool:
-    """Tell whether no_sync puts reductions off.
+    """Return whether no_sync defers reductions.
 
-    At stages 2 and 3, and with an offloaded optimizer, whole gradients are never held, so that
-    every backward reduces. A single data rank has nothing to put off.
+    At stages 2 and 3, and with an offloaded optimizer, full gradients are never held, so every
+    backward reduces. A single data rank has nothing to defer.
     """
     has_several = layout.mesh.num_data_ranks > 1
     return stage <= 1 and has_several and not any(b.is_away for b in layout.buckets)
 
 
 def sums_lie_apart(layout: Layout) -> bool:
-    """Tell whether the sums of no_sync have memory of their own. If not, they lie in p.grad."""
+    """Return whether the sums of no_sync have memory of their own. If not, they are in p.grad."""
     return layout.shard_size > 1
 
 
 def sum_form(block: Sequence[Bucket]) -> tuple[int, torch.dtype]:
-    """Return the elements and dtype of a block's sum: whole, in the format of the shards."""
+    """Return the elements and dtype of a block's no_sync sum: full size, in the shards' format."""
     return sum(b.numel for b in block), block[0].dtype
 
 
-# -- where gradients are packed, and where their sum ends -----------------------------------------
+# -- where gradients are packed, and where their sum is written ------------------------------------
 class End(Enum):
-    """What a reduction writes its result into."""
+    """The memory into which a reduction writes its result."""
 
     GRADIENT = "the memory of p.grad"
     PACKED = "the buffer in which the gradients were packed"
@@ -112,17 +112,17 @@ class End(Enum):
 
 
 def packs_in_gradient(layout: Layout, bucket: Bucket, is_set: bool, reduces: bool = True) -> bool:
-    """Tell whether gradients are packed into p.grad itself.
+    """Return whether gradients are packed into p.grad itself.
 
-    reduces: this backward reduces, and there is no sum of no_sync to be reduced with it.
+    reduces: this backward reduces, and no sum of no_sync has to be reduced with it.
     """
     return reduces and not is_set and layout.reduces_in_place(bucket)
 
 
 def end_of(layout: Layout, bucket: Bucket, is_set: bool, in_slot: bool = False) -> End:
-    """Return where a reduction ends.
+    """Return the memory into which a reduction writes.
 
-    in_slot: the gradients were packed in a slot, which another bucket may fill next.
+    in_slot: the gradients were packed in a slot, which the next bucket may overwrite.
     """
     if bucket.is_away:
         return End.LEAVING
@@ -135,29 +135,29 @@ def end_of(layout: Layout, bucket: Bucket, is_set: bool, in_slot: bool = False) 
 
 # -- gradients that live off the device -----------------------------------------------------------
 def leaves_as(bucket: Bucket, is_scaled: bool) -> torch.dtype:
-    """Return the format in which a reduced slice leaves for the host.
+    """Return the format in which a reduced slice is copied to the host.
 
-    is_scaled: zerofx scales the loss, so that a slice is unscaled first, in the format of p.grad.
+    is_scaled: zerofx scales the loss, so a slice is unscaled first, in the format of p.grad.
     """
     return bucket.dtype if is_scaled else bucket.reduce_dtype
 
 
 def lands_in_gradient(bucket: Bucket, is_scaled: bool, is_set: bool) -> bool:
-    """Tell whether a slice is copied straight into p.grad. If not, it is then added or cast."""
+    """Return whether a slice is copied directly into p.grad, with no add or cast afterwards."""
     return not is_set and leaves_as(bucket, is_scaled) is bucket.dtype
 
 
 def is_stored_apart(layout: Layout, bucket: Bucket, is_scaled: bool, is_set: bool) -> bool:
-    """Tell whether a reduced slice lies beside p.grad, so that storing it has work to do."""
+    """Return whether a reduced slice is outside p.grad, so that storing it requires work."""
     if bucket.is_away:
         return not lands_in_gradient(bucket, is_scaled, is_set)
     return end_of(layout, bucket, is_set) is not End.GRADIENT
 
 
 def gradient_tier(bucket: Bucket, in_backward: bool) -> Tier:
-    """Return where a reduced gradient waits for its update.
+    """Return the tier in which a reduced gradient waits for its update.
 
-    in_backward: the update runs inside backward. Then a gradient never reaches NVMe: it passes
+    in_backward: the update runs inside backward. A gradient then never reaches NVMe: it passes
     through host memory.
     """
     return Tier.HOST if bucket.home is Tier.NVME and in_backward else bucket.home

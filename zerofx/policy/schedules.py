@@ -1,7 +1,7 @@
-"""Schedules of a pipeline: in which order each stage runs the forwards and backwards of a batch.
+"""Schedules of a pipeline: the order of the forwards and backwards of a batch in each stage.
 
-A batch is cut into micro-batches. A stage runs a forward when its activations have come, and a
-backward when its gradients have; what has run forward and not yet backward is under way there.
+A batch is cut into micro-batches. A stage runs a forward when its activations have arrived, and a
+backward when its gradients have. Between the two, a micro-batch is in flight at that stage.
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM", for 1F1B.
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORWARD, BACKWARD = "forward", "backward"
-PER_STAGE = 4  # micro-batches that "auto" takes a pipeline stage, at most
+PER_STAGE = 4  # "auto" takes at most this many micro-batches per pipeline stage
 
 
 @dataclass(frozen=True)
 class Action:
-    """One half of a stage's program, run on one micro-batch."""
+    """The forward or the backward of a stage's program, run on one micro-batch."""
 
     graph: str
     micro_batch: int
@@ -28,20 +28,20 @@ class Action:
 
 
 def actions(schedule: str, size: int, position: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return what the stage at `position` of `size` runs in a training step, in order."""
+    """Return the actions that the stage at `position` of `size` runs in a step, in order."""
     forwards = [Action(FORWARD, i) for i in range(micro_batches)]
     backwards = [Action(BACKWARD, i) for i in range(micro_batches)]
     if schedule == "gpipe":
         return (*forwards, *backwards)
     assert schedule == "1f1b", schedule
-    ahead = min(micro_batches, size - position - 1)  # so many that the last stage is never idle
+    ahead = min(micro_batches, size - position - 1)  # enough that the last stage is never idle
     pairs = zip(forwards[ahead:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
     return (*forwards[:ahead], *steady, *backwards[micro_batches - ahead :])
 
 
 def most_under_way(order: Sequence[Action]) -> int:
-    """Return how many micro-batches are under way at a time at most."""
+    """Return the largest number of micro-batches that are in flight at the same time."""
     now = most = 0
     for action in order:
         now += 1 if action.graph == FORWARD else -1
@@ -50,7 +50,7 @@ def most_under_way(order: Sequence[Action]) -> int:
 
 
 def num_micro_batches(asked: str | int, batch: int, size: int) -> int:
-    """Return into how many pieces a batch is cut; 0 if it cannot be cut into as many as asked."""
+    """Return the number of micro-batches of a batch; 0 if it is not divisible as asked."""
     if asked == "auto":
         fitting = [n for n in range(1, PER_STAGE * size + 1) if batch and batch % n == 0]
         return max(fitting, default=0)
@@ -58,13 +58,13 @@ def num_micro_batches(asked: str | int, batch: int, size: int) -> int:
 
 
 def expected_micro_batches(asked: str | int, size: int) -> int:
-    """Return how many to plan for before a batch is known."""
+    """Return the number of micro-batches to plan for before a batch is known."""
     return PER_STAGE * size if asked == "auto" else int(asked)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What one stage sends another with each micro-batch: in forward, or in backward."""
+    """A value that one stage sends to another with each micro-batch, in forward or in backward."""
 
     graph: str
     source: int
@@ -72,25 +72,25 @@ class Hop:
 
     @property
     def ahead(self) -> int:
-        """How many of its transfers may be under way before the sender waits for the first.
+        """The number of its transfers that may be in flight before the sender waits for the first.
 
-        A stage runs ahead of another by as many micro-batches as stages lie between them.
+        A stage runs ahead of another by as many micro-batches as there are stages between them.
         """
         return 2 * abs(self.target - self.source)
 
 
 def stuck(orders: Sequence[Sequence[Action]], links: Sequence[Hop]) -> list[Action | None]:
-    """Run the orders of all stages on paper; return where each is stuck, nothing if all end.
+    """Simulate the orders of all stages; return where each is stuck, or nothing if all end.
 
-    A stage waits for what an action reads, and sends a value only while fewer than `Hop.ahead` of
-    the same link wait for a receiver that has not begun to receive them. A stage begins to receive
-    for an action together with the action before it.
+    A stage waits for the inputs of an action. It sends a value only while fewer than `Hop.ahead`
+    transfers of that link wait for a receiver that has not begun to receive them. A stage begins to
+    receive for an action together with the action before it.
     """
     at = [0] * len(orders)
     sent = dict.fromkeys(links, 0)  # micro-batches that the source has sent
 
     def begun(link: Hop) -> int:
-        """Return for how many micro-batches the target has begun to receive."""
+        """Return the number of micro-batches that the target has begun to receive."""
         reached = orders[link.target][: at[link.target] + 2]
         return sum(action.graph == link.graph for action in reached)
 

@@ -1,4 +1,4 @@
-"""How many buckets on NVMe pass through host memory at once on their way through an update."""
+"""Staging: how many buckets on NVMe are in host memory at once during an update."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from enum import Enum
 
 READS_AHEAD = 1  # in step(): buckets that are read while one is updated
 WRITES_BEHIND = 1  # in step(): buckets that are written while one is updated
-IN_BACKWARD = 2  # one is updated, and the next one is read
+IN_BACKWARD = 2  # one bucket is updated while the next one is read
 
 
 def at_once_in_step() -> int:
-    """Return how many buckets have host memory at once in `step()`."""
+    """Return how many buckets are in host memory at once in `step()`."""
     return READS_AHEAD + 1 + WRITES_BEHIND
 
 
 class Move(Enum):
-    """What happens to one bucket in `step()`."""
+    """One event of a bucket in `step()`."""
 
     READ = "its reads begin: parameters and states are in host memory from here on"
     UPDATE = "its reads have ended, it is updated, and its writes begin"
@@ -24,7 +24,7 @@ class Move(Enum):
 
 
 def step_order(num_buckets: int) -> Iterator[tuple[Move, int]]:
-    """Yield what `step()` does with buckets that live on NVMe, in order."""
+    """Yield the events of buckets that live on NVMe during `step()`, in order."""
     for k in range(min(READS_AHEAD, num_buckets)):
         yield Move.READ, k
     for k in range(num_buckets):

@@ -1,17 +1,17 @@
-"""Saving a training run to a directory and loading it at any world size, in reading order:
+"""Snapshots: save a training run to a directory, and load it at any world size; in reading order:
 
 saving.py, loading.py   the two calls, step by step
-series.py               snapshots of several steps side by side
-job.py                  a rank's part in either; generators and values as they are saved
-files.py                what lies on disk, how it is published, opened, and proved whole
-held.py                 files that stay open while they are read; a read that starts again if they
-                        were replaced
-state.py                what is saved of the model and the optimizer: tensors by name
-dcp.py                  tensors to files and back through torch.distributed.checkpoint
+series.py               snapshots of several steps in one directory
+job.py                  a rank's part in both; generators and values in their saved form
+files.py                the files on disk: how they are published, opened, and verified
+held.py                 files that stay open while they are read; a read restarts if they were
+                        replaced
+state.py                the saved state of the model and the optimizer: tensors by name
+dcp.py                  tensors to and from files through torch.distributed.checkpoint
 whole_states.py         states of optimizers that step whole parameters
-full_optimizer.py       an optimizer's whole state in plain PyTorch's form, for `torch.save`
-exporting.py            full weights as safetensors, for others
-weights.py              from files of many formats straight into the shards
+full_optimizer.py       an optimizer's full state in plain PyTorch's form, for `torch.save`
+exporting.py            full weights as safetensors, for other programs
+weights.py              from files of many formats directly into the shards
 sources/                these formats: safetensors, torch.save, DeepSpeed, FSDP2, Megatron
 """
 

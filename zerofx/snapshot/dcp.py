@@ -1,8 +1,9 @@
-"""Tensors to files and back through torch.distributed.checkpoint's planners and storage.
+"""Tensors to and from files, through the planners and storage of torch.distributed.checkpoint.
 
-Its `save` and `load` are not called: they talk through a process group of their own and unpickle
-freely. The same steps are taken here one by one, with the ranks' world between them, so that what
-lies on disk is an ordinary distributed checkpoint which `torch.distributed.checkpoint` reads too.
+Its `save` and `load` are not called, because they use their own process group and unpickle any
+object. The same steps are taken here one by one, and the ranks communicate through their world
+between them. The files are an ordinary distributed checkpoint, which
+`torch.distributed.checkpoint` can also read.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from zerofx.snapshot.target import INDEX
 
 
 class _Writer(FileSystemWriter):
-    """Plans one file a rank, writes the index, and leaves out of that where it was written."""
+    """A writer of one file per rank and of an index that does not contain the path of the files."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Gives the writer each tensor when its turn comes, and has what `fetch` makes of it."""
+    """A planner that passes each tensor through `fetch` when the writer reaches it."""
 
     def __init__(self, fetch: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Tells `done` of each tensor that has been filled."""
+    """A planner that calls `done` with each tensor that has been filled."""
 
     def __init__(self, done: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 class SaveSteps:
     """The steps of a save, in order: `local`, `combine`, `write`, and on rank 0 `finish`.
 
-    fetch: brings what lies on another tier, one tensor at a time.
+    fetch: copies a tensor from another tier, one at a time.
     """
 
     def __init__(
@@ -91,19 +92,19 @@ class SaveSteps:
         self._held: dict[Any, Tensor] = {}
 
     def local(self) -> SavePlan:
-        """Return what this rank could write."""
+        """Return the plan of everything that this rank could write."""
         is_first = self._rank == 0
         self._planner.set_up_planner(self._tensors, is_coordinator=is_first)
         self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def combine(self, plans: list[SavePlan]) -> int:
-        """Settle who writes what, and return how many bytes all ranks' tensors have.
+        """Decide which rank writes what; return the total number of bytes of all ranks' tensors.
 
-        Every rank finds the same from the same plans.
+        Every rank computes the same result from the same plans.
 
         Raises:
-            SnapshotError: the ranks' pieces do not make up whole tensors.
+            SnapshotError: the ranks' pieces do not form whole tensors.
         """
         try:
             combined, self._metadata = self._planner.create_global_plan(plans)
@@ -114,7 +115,7 @@ class SaveSteps:
         return sum(_num_bytes(item) for plan in combined for item in plan.items)
 
     def hold(self) -> None:
-        """Copy what this rank writes to the host, so that `write` may run while it changes."""
+        """Copy this rank's share to the host, so that `write` may run while training changes it."""
         items = self._plan.items
         self._held = {
             item.index: _on_host(self._planner.resolve_data(item), True) for item in items
@@ -122,7 +123,7 @@ class SaveSteps:
         self._tensors = {}
 
     def write(self) -> list[WriteResult]:
-        """Write and sync this rank's file; of what was not held, one tensor at a time is."""
+        """Write and sync this rank's file; tensors that were not held are fetched one by one."""
         if not self._plan.items:
             return []
         name = file_of(self._plan)
@@ -133,7 +134,7 @@ class SaveSteps:
                 os.fsync(file.fileno())
         except ZerofxError:
             raise
-        except RuntimeError as error:  # torch.save, where the file system refused a write
+        except RuntimeError as error:  # raised by torch.save if the file system refused a write
             raise SnapshotError(f"{self._folder / name}: {error}") from error
         return found
 
@@ -152,7 +153,7 @@ class SaveSteps:
 
 
 def _on_host(tensor: Tensor, is_copy: bool = False) -> Tensor:
-    """Return a tensor on the host in memory that is all its own; torch.save writes storages."""
+    """Return a tensor on the host with a storage of its own, because torch.save writes storages."""
     found = tensor.detach().cpu()
     is_all = found.untyped_storage().nbytes() == found.nbytes
     if not is_all or (is_copy and found.data_ptr() == tensor.data_ptr()):
@@ -166,14 +167,14 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 def written_files(results: list[WriteResult]) -> set[str]:
-    """Return the names of the files that these results lie in."""
+    """Return the names of the files that contain these results."""
     return {result.storage_data.relative_path for result in results}
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Loads the parts of an index, and nothing else.
+    """An unpickler that loads the parts of an index, and nothing else.
 
-    stand_in: returns a class for the dotted path of one that is not a part; without it, those are
+    stand_in: returns a class for the dotted path of any other class; without it, other classes are
         refused.
     """
 
@@ -191,7 +192,7 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 class _HeldFileSystem(FileSystem):
-    """Lets torch's reader read files that are open already, instead of opening them by path."""
+    """A file system that gives torch's reader files that are already open."""
 
     def __init__(self, held: HeldFiles) -> None:
         self._held = held
@@ -210,7 +211,7 @@ class _Reader(FileSystemReader):
         self._held = held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index without running what a stranger may have put in it."""
+        """Read the index without running any code that it may contain."""
         path = self._held.path(INDEX)
         try:
             found = IndexUnpickler(self._held.stream(INDEX)).load()
@@ -221,14 +222,14 @@ class _Reader(FileSystemReader):
         return found
 
 
-# -- the index: what it may say -------------------------------------------------------------------
+# -- the index: checks of its content -------------------------------------------------------------
 _MOST_CUT = 10  # dimensions along which the chunks of one tensor may be cut
 
 
 def check_index(index: Any, has_values: bool = False) -> None:
-    """Raise unless an index is one: tensors, chunks that tile them exactly, one place for each.
+    """Check that an index lists tensors, chunks that tile them exactly, and one place per chunk.
 
-    has_values: it may list what is no tensor too.
+    has_values: the index may also list values that are not tensors.
 
     Raises:
         FormError: names the tensor and what is wrong.
@@ -236,9 +237,9 @@ def check_index(index: Any, has_values: bool = False) -> None:
     tensors = getattr(index, "state_dict_metadata", None)
     places = getattr(index, "storage_data", None)
     if not (isinstance(index, Metadata) and isinstance(tensors, dict) and isinstance(places, dict)):
-        raise FormError("it does not list tensors and where they are")
+        raise FormError("it does not list tensors and their places")
     if not isinstance(getattr(index, "planner_data", None), (dict, type(None))):
-        raise FormError("planner_data is no mapping")
+        raise FormError("planner_data is not a mapping")
     num_chunks = 0
     for key, entry in tensors.items():
         if has_values and isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
@@ -247,7 +248,7 @@ def check_index(index: Any, has_values: bool = False) -> None:
             num_chunks += 1
             continue
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
-            raise FormError(f"{key} is no tensor")
+            raise FormError(f"{key} is not a tensor")
         properties = getattr(entry, "properties", None)
         if not isinstance(getattr(properties, "dtype", None), torch.dtype):
             raise FormError(f"{key} has no dtype")
@@ -261,7 +262,7 @@ def check_index(index: Any, has_values: bool = False) -> None:
                 raise FormError(f"{key} lacks the place of its chunk at {list(chunk.offsets)}")
         num_chunks += len(chunks)
     if len(places) != num_chunks:
-        raise FormError(f"it has places for {len(places)} chunks, and there are {num_chunks}")
+        raise FormError(f"it has places for {len(places)} chunks, but there are {num_chunks}")
     _check_places(places)
 
 
@@ -271,11 +272,11 @@ def _sizes(key: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-Box = tuple[tuple[int, int], ...]  # from where to where, along each dimension
+Box = tuple[tuple[int, int], ...]  # (begin, end) along each dimension
 
 
 def _box(key: str, chunk: Any, size: tuple[int, ...]) -> Box:
-    """Return what a chunk holds of a tensor."""
+    """Return the box of a tensor that a chunk holds."""
     offsets = _sizes(key, getattr(chunk, "offsets", None))
     sizes = _sizes(key, getattr(chunk, "sizes", None))
     inside = len(offsets) == len(sizes) == len(size) and all(
@@ -288,10 +289,11 @@ def _box(key: str, chunk: Any, size: tuple[int, ...]) -> Box:
 
 
 def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
-    """Raise unless boxes cover every element of a tensor exactly once.
+    """Check that boxes cover every element of a tensor exactly once.
 
-    The corners of a box, with signs by turns, say which elements it has. Boxes that tile a tensor
-    have together the tensor's corners, since all inner ones cancel out; no others have.
+    A box is determined by its corners with alternating signs. If boxes tile a tensor, their signed
+    corners add up to those of the tensor, since all inner corners cancel out; otherwise they do
+    not.
     """
     held, total = sum(math.prod(b - a for a, b in box) for box in boxes), math.prod(size)
     if held != total:
@@ -300,7 +302,7 @@ def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
         return
     cut = [d for d, n in enumerate(size) if any(box[d] != (0, n) for box in boxes)]
     if len(cut) > _MOST_CUT:
-        raise FormError(f"{key} is cut along {len(cut)} dimensions, at most {_MOST_CUT} are read")
+        raise FormError(f"{key} is cut along {len(cut)} dimensions; {_MOST_CUT} are allowed")
     corners: Counter[tuple[int, ...]] = Counter()
     whole = tuple((0, n) for n in size)
     for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
@@ -313,7 +315,7 @@ def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _check_places(places: dict[Any, Any]) -> None:
-    """Raise unless every chunk has bytes of its own."""
+    """Check that every chunk has bytes of its own."""
     taken = []
     for index, info in places.items():
         name, at, n = (getattr(info, k, None) for k in ("relative_path", "offset", "length"))
@@ -321,7 +323,7 @@ def _check_places(places: dict[Any, Any]) -> None:
             raise FormError(f"{getattr(index, 'fqn', index)} has no place in a file")
         if getattr(info, "transform_descriptors", None):
             raise FormError(
-                f"{index.fqn} was transformed (compressed, say). Only plain files are read"
+                f"{index.fqn} was transformed (for example, compressed). Only plain files are read"
             )
         taken.append((name, at, at + n, index.fqn))
     for (file, _, end, left), (other, start, _, right) in itertools.pairwise(sorted(taken)):
@@ -330,14 +332,14 @@ def _check_places(places: dict[Any, Any]) -> None:
 
 
 class LoadSteps:
-    """The steps of a load: everything is checked when it is made, `read` fills the tensors.
+    """The steps of a load: the constructor checks the index, `read` fills the tensors.
 
-    held: the files of the snapshot, open.
+    held: the open files of the snapshot.
     file_bytes: the size of every file that belongs to the snapshot.
-    done: told of each tensor once it is filled.
+    done: is called with each tensor once it is filled.
 
     Raises:
-        SnapshotError: the index is not one, or what it points at is not there whole.
+        SnapshotError: the index is invalid, or a file that it refers to is missing or truncated.
     """
 
     def __init__(
@@ -349,13 +351,13 @@ class LoadSteps:
         self._check_pointers(file_bytes)
 
     def _check_pointers(self, file_bytes: Mapping[str, int]) -> None:
-        """Raise unless every chunk lies within a file of the save."""
+        """Check that every chunk lies within a file of the save."""
         where = self._where
         for index, info in (self.index.storage_data or {}).items():
             end = info.offset + info.length
             if not 0 <= info.offset <= end <= file_bytes.get(info.relative_path, -1):
                 raise SnapshotError(
-                    f"{where}: {index.fqn} should lie at {info.offset}:{end} of "
+                    f"{where}: {index.fqn} should be at {info.offset}:{end} of "
                     f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
                 )
 
@@ -365,21 +367,21 @@ class LoadSteps:
         return {n.removeprefix(f"{part}.") for n in names if n.startswith(f"{part}.")}
 
     def plan(self, tensors: dict[str, Any]) -> None:
-        """Find what fills `tensors`, which may be a part of what was saved."""
+        """Plan how to fill `tensors`, which may be a subset of what was saved."""
         self._planner = _LoadPlanner(self._done)
         try:
             self._planner.set_up_planner(self._as_saved(tensors), self.index, is_coordinator=True)
             self._reader.set_up_storage_reader(self.index, is_coordinator=True)
             local = self._reader.prepare_local_plan(self._planner.create_local_plan())
-        except (RuntimeError, ValueError) as error:  # a key that is missing, another size
+        except (RuntimeError, ValueError) as error:  # a missing key, or another size
             raise SnapshotError(f"{self._where}: {error}") from error
         plans = self._planner.create_global_plan([local])
         self._plan: LoadPlan = self._planner.finish_plan(plans[0])
 
     def _as_saved(self, value: Any, key: str = "") -> Any:
-        """Return tensors, in nested dicts, in the form that they were saved in.
+        """Return tensors, in nested dicts, in the shapes in which they were saved.
 
-        Snapshots of zerofx 0.1.0 have flat tensors instead of ones of the parameters' shapes.
+        Snapshots of zerofx 0.1.0 have flat tensors instead of tensors of the parameters' shapes.
         """
         if isinstance(value, dict):
             return {k: self._as_saved(v, f"{key}.{k}" if key else k) for k, v in value.items()}

@@ -1,7 +1,7 @@
-"""export: the whole weights as safetensors files, for everything that is not zerofx.
+"""export: the full weights as safetensors files, for every program other than zerofx.
 
-Every tensor's place in the files follows from the shapes alone, so that each is written as soon as
-its bucket has been gathered and nothing is held until the end.
+The place of every tensor in the files depends on the shapes only, so that each tensor is written as
+soon as its bucket has been gathered, and nothing is held until the end.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def export(
 ) -> None:
     """Write the full weights and buffers as safetensors; a collective call, rank 0 writes.
 
-    target: a name that ends in ".safetensors" for one file, or a directory, which gets
-        "model.safetensors", or where that would exceed `max_file_bytes` the numbered files and
-        "model.safetensors.index.json" that other tools expect; older files of these names go.
-        Shared parameters are written once, their other names are in the header's metadata.
+    target: a name that ends in ".safetensors" for one file, or a directory. A directory gets
+        "model.safetensors", or, if that would exceed `max_file_bytes`, the numbered files and the
+        "model.safetensors.index.json" that other tools expect. Older files with these names are
+        removed. Shared parameters are written once; their other names are in the header's metadata.
 
     Raises:
-        SnapshotError: safetensors has no such dtype, or the file system refuses.
+        SnapshotError: safetensors does not support a dtype, or the file system refuses.
         DesyncError: a rank did not make this call; names it.
     """
     check_call("zerofx.export(target, model)", target)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
-            f"{target}: export takes what zerofx.compile returned, and this is a plain "
+            f"{target}: export needs a model that zerofx.compile returned, but this is a plain "
             f"{type(model).__name__}; use safetensors.torch.save_model"
         )
     path = place(target)
@@ -81,12 +81,12 @@ def export(
 
 
 def _nothing() -> None:
-    """Take no part in a step."""
+    """Do nothing in a step of other ranks."""
 
 
 @dataclass(frozen=True)
 class _File:
-    """One file: its header, and where each tensor's bytes begin in it."""
+    """One file: its header, and the offset of each tensor's bytes."""
 
     name: str
     header: bytes
@@ -95,7 +95,7 @@ class _File:
 
 
 def _plan(model: CompiledModule, max_file_bytes: int | None) -> list[_File]:
-    """Divide the tensors over files, in the order in which they come."""
+    """Distribute the tensors over files, in the order in which they are gathered."""
     shares: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in _tensors(model):
@@ -113,7 +113,7 @@ def _plan(model: CompiledModule, max_file_bytes: int | None) -> list[_File]:
 
 
 def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor to write, on meta, parameters in the order of the buckets."""
+    """Yield every tensor to write, on meta, with parameters in the order of the buckets."""
     for name, places in model._zerofx.engine.layout.owned.items():
         bucket, param = places[0]
         yield name, torch.empty(param.whole_shape, dtype=bucket.dtype, device="meta")
@@ -122,7 +122,7 @@ def _tensors(model: CompiledModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _aliases(model: CompiledModule) -> dict[str, str]:
-    """Return {other name: name it is written under} of what the model holds more than once."""
+    """Return {other name: written name} of tensors that the model holds under several names."""
     held = {**model._zerofx.engine.store.params, **buffers_of(model)}
     written = {id(tensor): name for name, tensor in held.items()}
     both = (
@@ -133,7 +133,7 @@ def _aliases(model: CompiledModule) -> dict[str, str]:
 
 
 def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> _File:
-    """Place tensors of wide elements first, so that each is aligned; write the header."""
+    """Lay out tensors of wide elements first, so that each is aligned; build the header."""
     order = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     metadata = {"format": "pt", **{a: n for a, n in aliases.items() if n in tensors}}
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -151,7 +151,7 @@ def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str
 
 
 def _fill(model: CompiledModule, plans: list[_File], hidden: Path) -> OSError | None:
-    """Gather and write; return what went wrong on rank 0, which gathers on with the others."""
+    """Gather and write; return an error of rank 0, which keeps gathering with the others."""
     where = {name: plan for plan in plans for name in plan.starts}
     problem: OSError | None = None
     for name, tensor in iter_full_state(model._zerofx.engine.store, rank0_only=True):
@@ -165,7 +165,7 @@ def _fill(model: CompiledModule, plans: list[_File], hidden: Path) -> OSError | 
 
 
 def _put(hidden: Path, plan: _File, name: str, tensor: Tensor) -> OSError | None:
-    """Write one tensor's bytes into its place; without a name, the header."""
+    """Write one tensor's bytes at their offset; without a name, write the header."""
     try:
         handle = os.open(hidden / plan.name, os.O_WRONLY | os.O_CREAT, 0o666)
         with open(handle, "wb") as file:
@@ -180,13 +180,13 @@ def _put(hidden: Path, plan: _File, name: str, tensor: Tensor) -> OSError | None
 
 
 class _Export:
-    """What rank 0 does with the file system: begin, finish, tidy."""
+    """The file operations of rank 0: begin, finish, tidy."""
 
     def __init__(self, path: Path, is_file: bool, plans: list[_File]) -> None:
         self._path, self._is_file, self._plans = path, is_file, plans
         self._hidden: SavePlace | None = None
-        self._made: Path | None = None  # a directory that was not there before
-        self.written = path  # what is written into, once `begin` has made it
+        self._made: Path | None = None  # a directory that did not exist before
+        self.written = path  # the directory to write into, once `begin` has made it
 
     def begin(self) -> None:
         """Check the target, lock it, and make a hidden directory on its file system."""
@@ -206,7 +206,7 @@ class _Export:
         check_space(self.written, sum(len(p.header) + p.total_bytes for p in self._plans))
 
     def finish(self, problem: OSError | None) -> None:
-        """Put the written files in their place, the index last."""
+        """Move the written files to their final places, the index last."""
         path, plans, hidden = self._path, self._plans, self._hidden
         assert hidden is not None
         if problem is not None:
@@ -223,14 +223,14 @@ class _Export:
         if len(plans) > 1:
             write_file(hidden.path / _INDEX, _index(plans))
             names.append(_INDEX)
-            _remove_older(path, keep=())  # a reader finds no index rather than files of two exports
+            _remove_older(path, keep=())  # better no index than one over files of two exports
         for name in names:
             os.replace(hidden.path / name, path / name)
         _remove_older(path, keep=names)
         sync_file(path)
 
     def tidy(self) -> None:
-        """Remove what a failed export has written, and give the lock back."""
+        """Remove files of a failed export, and release the lock."""
         if self._hidden is not None:
             self._hidden.close()
         if self._made is not None:

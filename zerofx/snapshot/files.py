@@ -1,12 +1,12 @@
-"""The files of a snapshot: what proves them whole, and how they are read.
+"""The files of a snapshot: how they are verified and read.
 
     zerofx.json               the manifest, written last: names, shapes, and every file's checksum
-    .metadata, __0_0.distcp   what torch.distributed.checkpoint wrote
-    values.pt                 what is no tensor: optimizer options, step counts, the user's extra
-    .zerofx                   the mark of a directory that zerofx made (snapshot/target.py)
+    .metadata, __0_0.distcp   files of torch.distributed.checkpoint
+    values.pt                 values that are not tensors: optimizer options, step counts, extra
+    .zerofx                   the mark of a directory made by zerofx (snapshot/target.py)
 
-A snapshot that is being read stays open (`OpenSnapshot`): its manifest and its files are of one
-save, even if the next one is published and this one is deleted meanwhile.
+A snapshot stays open while it is read (`OpenSnapshot`). Its manifest and its files are of one save,
+even if the next one is published and this one is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _MANIFEST = schema.record(
         "buffers": _NAMES,
     }
 )
-_LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between looks for a name that is missing
+_LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between attempts to find a missing name
 
 
-# -- what proves a snapshot whole -----------------------------------------------------------------
+# -- writing and verifying ------------------------------------------------------------------------
 def checksum(path: Path) -> list[Any]:
     """Return [size in bytes, sha256] of a file."""
     with open(path, "rb") as file:
@@ -76,13 +76,13 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 # -- reading --------------------------------------------------------------------------------------
 def open_snapshot(name: Path) -> OpenSnapshot:
-    """Open the snapshot of this name, after an interrupted save too.
+    """Open the snapshot of this name, even after an interrupted save.
 
     While a save publishes, the name is missing for a moment, and a link may be moved to another
-    snapshot: a missing name is looked for several times, over 0.1 s.
+    snapshot. A missing name is therefore looked for several times, within 0.1 s.
 
     Raises:
-        SnapshotError: there is none, or it is damaged.
+        SnapshotError: there is no snapshot, or it is damaged.
         Replaced: a save replaced it while it was opened.
     """
     for nap in _LOOKS_S:
@@ -106,7 +106,7 @@ def open_snapshot(name: Path) -> OpenSnapshot:
 
 
 def is_there(folder: Path) -> bool:
-    """Return whether there is something by this name that `open_snapshot` would open, or refuse."""
+    """Return whether the name refers to something that `open_snapshot` would open or refuse."""
     left = (beside(place(folder), "new"), beside(place(folder), "old"))
     if any((each / MANIFEST).exists() for each in left):
         return True
@@ -116,7 +116,7 @@ def is_there(folder: Path) -> bool:
 
 
 def is_own(folder: Path) -> bool:
-    """Return whether zerofx.save has written here, or is about to publish something here."""
+    """Return whether zerofx.save has written here, or is about to publish here."""
     left = (beside(place(folder), "new"), beside(place(folder), "old"))
     if any((each / MANIFEST).exists() for each in left):
         return True
@@ -124,11 +124,11 @@ def is_own(folder: Path) -> bool:
 
 
 class OpenSnapshot:
-    """A snapshot that is read: its directory, its manifest and its files, all of one save.
+    """An open snapshot: its directory, its manifest and its files, all of one save.
 
     Raises:
-        FileNotFoundError: no directory has this name.
-        SnapshotError: there is no manifest, it is damaged, or this version does not read it.
+        FileNotFoundError: there is no directory of this name.
+        SnapshotError: the manifest is missing, damaged, or of a version that cannot be read.
         Replaced: a save replaced it while it was opened.
     """
 
@@ -148,19 +148,19 @@ class OpenSnapshot:
             raise
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self.files.close()
 
     @property
     def identity(self) -> str:
-        """What tells one save from any other."""
+        """A digest that identifies this save."""
         return _digest(self.manifest)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Read within the block: what fails there because of a later save raises `Replaced`.
+        """Raise `Replaced` if reading within the block fails because of a later save.
 
-        A file is gone, for instance, if the save after this one was published and has deleted it.
+        For example, a file is missing if the next save was published and has deleted it.
         """
         try:
             yield
@@ -175,7 +175,7 @@ class OpenSnapshot:
         try:
             num_bytes = self.files.num_bytes(MANIFEST)
             if num_bytes > _MOST_MANIFEST_BYTES:
-                raise SnapshotError(f"{path}: {num_bytes} bytes are no manifest")
+                raise SnapshotError(f"{path}: {num_bytes} bytes are too many for a manifest")
             text = self.files.stream(MANIFEST).read()
         except FileNotFoundError:
             raise SnapshotError(
@@ -189,7 +189,7 @@ class OpenSnapshot:
             raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
         if found.get("version") != VERSION:
             raise SnapshotError(
-                f"{path}: format {found.get('version')}, and this zerofx reads format {VERSION}"
+                f"{path}: format {found.get('version')}, but this zerofx reads format {VERSION}"
             )
         if found.pop("checksum", None) != _digest(found):
             raise SnapshotError(
@@ -205,15 +205,15 @@ class OpenSnapshot:
         return found
 
     def _hold_all(self) -> None:
-        """Open all files, so that none is lost to a later save; `check` reports what is missing."""
+        """Open all files, so that no later save can delete them; `check` reports missing ones."""
         for name in self.manifest["files"]:
             with contextlib.suppress(FileNotFoundError):
                 self.files.stream(name)
 
     def check(self, share: int, shares: int) -> None:
-        """Raise unless all files have their sizes and checksums.
+        """Check the sizes and checksums of all files.
 
-        Of the large ones, which ranks divide among them, only the share-th of `shares` are summed.
+        Large files are divided among the ranks: only the share-th of `shares` are verified here.
 
         Raises:
             SnapshotError: names the file, with both sizes.

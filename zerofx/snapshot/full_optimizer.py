@@ -1,4 +1,4 @@
-"""The whole state of an optimizer in the form of plain PyTorch, gathered to a rank or to all.
+"""The full state of an optimizer in the form of plain PyTorch, gathered to one rank or to all.
 
 state = zerofx.full_optimizer_state_dict(model, optimizer)  # every rank calls; rank 0 has it
 if rank == 0:
@@ -30,14 +30,15 @@ from zerofx.snapshot.whole_states import put_together, taken_apart
 def full_optimizer_state_dict(
     model: CompiledModule, optimizer: Optimizer, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """Return what `optimizer.state_dict()` of the uncompiled model would be, on the host.
+    """Return the result of `optimizer.state_dict()` for the uncompiled model, on the host.
 
     A collective call: every rank must make it. States are gathered one tensor at a time. With
-    `rank0_only` all ranks but 0 get an empty dict. Parameters are numbered as in `param_groups`, so
-    that plain torch loads it into an optimizer that was built over the uncompiled model alike.
+    `rank0_only`, all other ranks get an empty dict. Parameters are numbered as in `param_groups`,
+    so plain torch can load the result into an optimizer built in the same way over the uncompiled
+    model.
 
     Raises:
-        ArgumentError: the arguments are no compiled model and optimizer.
+        ArgumentError: the arguments are not a compiled model and an optimizer.
         ShardError: the optimizer cannot step this model.
         DesyncError: a rank did not make this call; names it.
     """
@@ -56,13 +57,13 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     model: CompiledModule, optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Load what `full_optimizer_state_dict`, or plain torch's `optimizer.state_dict()`, returned.
+    """Load a result of `full_optimizer_state_dict` or of plain torch's `optimizer.state_dict()`.
 
-    A collective call. Rank 0's `state_dict` is loaded; what the other ranks give is not looked at,
-    and may be an empty dict. Tensors are sent one at a time, and each rank keeps what it owns.
+    A collective call. Rank 0's `state_dict` is loaded; those of the other ranks are ignored and may
+    be empty dicts. Tensors are sent one at a time, and each rank keeps the part that it owns.
 
     Raises:
-        ArgumentError: the arguments are no compiled model and optimizer.
+        ArgumentError: the arguments are not a compiled model and an optimizer.
         SnapshotError: the state dict does not fit the optimizer's parameters; nothing is loaded.
         DesyncError: a rank did not make this call; names it.
     """
@@ -98,16 +99,16 @@ def load_full_optimizer_state_dict(
 
 
 def _checked(call: str, model: Any, optimizer: Any) -> ShardStore:
-    """Return the model's store, once nothing is under way.
+    """Check the arguments, and return the model's store once no update is in flight.
 
     Raises:
-        ArgumentError: the arguments are not what they should be.
+        ArgumentError: the arguments are not a compiled model and an optimizer.
         ShardError: the optimizer cannot step this model.
     """
     if not isinstance(model, CompiledModule):
         raise ArgumentError(
-            f"model is of type {type(model).__name__}, which zerofx.compile has not returned. Call "
-            f"zerofx.{call} with the compiled model, or take optimizer.state_dict()"
+            f"model is of type {type(model).__name__}, not a model that zerofx.compile returned. "
+            f"Call zerofx.{call} with the compiled model, or take optimizer.state_dict()"
         )
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
@@ -122,7 +123,7 @@ def _checked(call: str, model: Any, optimizer: Any) -> ShardStore:
 
 # -- gathering ------------------------------------------------------------------------------------
 def _of_shards(store: ShardStore, optimizer: Optimizer, keeps: bool) -> dict[str, Any]:
-    """Return the state dict with every state that is cut gathered."""
+    """Return the state dict with every sharded state gathered."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -175,7 +176,7 @@ def _of_owners(
 
 
 def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
-    """Yield the parameters with the numbers that `state_dict()` gives them."""
+    """Yield each parameter with the number that `state_dict()` gives it."""
     yield from enumerate(p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -189,7 +190,7 @@ def _gathered(
     shape: list[int],
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return tensor `index` of rank `source` on the host; None where it is not kept."""
+    """Return tensor `index` of rank `source` on the host; None if this rank does not keep it."""
     mine = tensors[index] if tensors else None
     whole = _sent(world, mine, source, shape, dtype) if travels else mine
     return whole.to("cpu", copy=True) if keeps and whole is not None else None
@@ -209,20 +210,20 @@ def _sent(
 
 # -- loading --------------------------------------------------------------------------------------
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotError | None:
-    """Return the error if a state dict is not one of the optimizer's parameters."""
+    """Return the error for a state dict that does not fit the optimizer's parameters."""
     kind = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         return SnapshotError(
             f"the state of {kind} on rank 0 is a {type(state_dict).__name__} without 'state' and "
-            "'param_groups'. Give what full_optimizer_state_dict or optimizer.state_dict() returned"
+            "'param_groups'. Give the result of full_optimizer_state_dict or optimizer.state_dict()"
         )
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     here = [len(group["params"]) for group in groups]
     there = [len(group["params"]) for group in saved]
     if here != there:
         return SnapshotError(
-            f"{kind} has groups of {here} parameters, the state dict of {there}. Build the "
-            "optimizer as it was built when the state was saved"
+            f"{kind} has groups of {here} parameters, but the state dict has groups of {there}. "
+            "Build the optimizer as it was built when the state was saved"
         )
     if updates_of(optimizer) is not None:
         return None
@@ -235,8 +236,8 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
                 piece = piece_of(param)
                 assert piece is not None
                 return SnapshotError(
-                    f"{piece.name}: state {key!r} has shape {list(value.shape)}, the parameter "
-                    f"{list(param.shape)}. Only states of the parameter's shape can be cut"
+                    f"{piece.name}: state {key!r} has shape {list(value.shape)}, but the parameter "
+                    f"has {list(param.shape)}. Only states of the parameter's shape can be sharded"
                 )
     return None
 
@@ -244,7 +245,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
 def _kept(
     optimizer: Optimizer, updates: WholeUpdates | None, param: Any, whole: Tensor
 ) -> Tensor | None:
-    """Return what this rank keeps of a state: its piece, all of it, or nothing."""
+    """Return the part of a state that this rank keeps: its piece, the whole, or None."""
     if param is None or not is_cut(param):
         return whole
     if updates is not None:

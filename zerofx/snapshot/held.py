@@ -1,11 +1,11 @@
-"""Files that another process may replace at any time: what was verified is what is read.
+"""Files that other processes may replace at any time: read exactly what was verified.
 
-They stay open while they are read (`HeldFiles`), and all ranks read one state of them, or all start
-again (`read_settled`).
+Files stay open while they are read (`HeldFiles`), and all ranks read the same state of them, or all
+start again (`read_settled`).
 
-A name may lead to other files at any time, because a save or an export replaces them. An open
-descriptor does not: it keeps its file even after the file has been deleted. (NFS may answer ESTALE
-for a file that another host has deleted; that too is reported as `Replaced`.)
+A name may refer to other files at any time, because a save or an export replaces them. An open
+descriptor does not: it keeps its file even after the file has been deleted. (NFS may return ESTALE
+for a file that another host has deleted; this is reported as `Replaced` too.)
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ log = logging.getLogger("zerofx")
 
 
 class Replaced(Exception):
-    """Other files took the place of those that were being read; the read has to start again."""
+    """Other files have replaced those that were being read; the read has to start again."""
 
 
 class HeldFiles:
-    """Files opened once each and read through their descriptors until `close`.
+    """Files that are opened once each and read through their descriptors until `close`.
 
-    folder: a directory that names are looked up in. It is opened first and stays open, so that all
-        files are those of this very directory, wherever it is moved. Without one, names are paths.
+    folder: the directory of the files. It is opened first and stays open, so that all files are
+        those of this very directory, even if it is moved. Without one, names are paths.
 
-    At most a quarter of the descriptors that the process may have are in use. Of more files, those
-    not used for longest are closed; a file that is opened again must be the same one.
+    At most a quarter of the descriptors that the process may have are used. If more files are
+    needed, the least recently used are closed; a file that is opened again must be the same one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._open: dict[str, BinaryIO] = {}  # the last used one is last
+        self._open: dict[str, BinaryIO] = {}  # in the order of last use
         self._seen: dict[str, tuple[int, ...]] = {}
         self._dir: int | None = None
         if folder is not None:
@@ -52,16 +52,16 @@ class HeldFiles:
         self.most_open = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 4)
 
     def path(self, name: str) -> Path:
-        """Return what to call a file in messages."""
+        """Return the path of a file for messages."""
         return Path(name) if self.folder is None else self.folder / name
 
     def stream(self, name: str) -> BinaryIO:
-        """Return a file at its beginning. It stays open: do not close it.
+        """Return a file, positioned at its beginning. It stays open: do not close it.
 
         Raises:
-            OSError: it cannot be opened; has its full path.
-            SnapshotError: it is no regular file.
-            Replaced: it was open before, and another one is there now.
+            OSError: it cannot be opened; the error has its full path.
+            SnapshotError: it is not a regular file.
+            Replaced: it was open before, and another file has its name now.
         """
         file = self._open.pop(name, None)
         if file is None:
@@ -92,7 +92,7 @@ class HeldFiles:
         return open(fd, "rb")
 
     def is_folder(self, path: Path) -> bool:
-        """Return whether the directory that is held open still has this name."""
+        """Return whether the open directory still has this path."""
         assert self._dir is not None
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._dir))
@@ -100,23 +100,23 @@ class HeldFiles:
             return False
 
     def check_names(self) -> None:
-        """Raise unless every name still leads to the file that was opened under it.
+        """Check that every name still refers to the file that was opened under it.
 
-        Each is opened again rather than asked for: NFS then asks the server.
+        Each file is opened again, because NFS then asks the server; a stat might not.
 
         Raises:
-            Replaced: names the first that does not.
+            Replaced: names the first file that was replaced.
         """
         for name in list(self._seen):
             try:
                 self._opened(name).close()
             except OSError as error:
                 raise Replaced(f"{self.path(name)}: {error.strerror}") from error
-            except SnapshotError as error:  # a directory took its place, say
+            except SnapshotError as error:  # for example, a directory took its place
                 raise Replaced(str(error)) from error
 
     def check_unwritten(self) -> None:
-        """Raise if a file that is open was written to since it was opened.
+        """Check that no open file was written to since it was opened.
 
         Raises:
             Replaced: names the file.
@@ -130,7 +130,7 @@ class HeldFiles:
                 raise Replaced(f"{self.path(name)} was written to while it was read")
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all files and the directory."""
         while self._open:
             self._open.popitem()[1].close()
         if self._dir is not None:
@@ -143,22 +143,22 @@ def _facts(found: os.stat_result) -> tuple[int, ...]:
 
 
 def is_stale(error: BaseException) -> bool:
-    """Return whether an error says that a file server no longer has the file."""
+    """Return whether an error says that the file server no longer has the file."""
     return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
-# -- a read on all ranks, of one state of the files, or again from the start -----------------------
+# -- a read on all ranks of one state of the files, restarted if they change -----------------------
 
 
 TRIES = 24
-_NAP_S = (1e-3, 0.5)  # after the first try, and at most; all tries together nap 8 s
+_NAP_S = (1e-3, 0.5)  # first and longest sleep between tries; all sleeps together take 8 s
 
 
 class Read(Protocol):
     """One rank's part of a read. Every step may raise `Replaced`."""
 
     def open(self) -> Any:
-        """Find the files and hold them open; return what must be equal on all ranks."""
+        """Find the files and open them; return a value that must be equal on all ranks."""
 
     def check(self) -> None:
         """Check everything; change nothing."""
@@ -167,17 +167,17 @@ class Read(Protocol):
         """Read everything into its place; may be repeated."""
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
 
 def read_settled(world: World, what: str, job: Read) -> None:
-    """Take the steps of a read on all ranks; a collective call.
+    """Run the steps of a read on all ranks; a collective call.
 
-    The steps start again, on all ranks, if the files were replaced meanwhile or ranks have opened
-    different ones: at most `TRIES` times.
+    The steps start again on all ranks, at most `TRIES` times, if files were replaced meanwhile or
+    if ranks have opened different files.
 
     Raises:
-        SnapshotError: a step failed on a rank, or the files did not stay long enough.
+        SnapshotError: a step failed on some rank, or the files kept changing.
     """
     part = why = ""
     for number in range(TRIES):
@@ -191,7 +191,7 @@ def read_settled(world: World, what: str, job: Read) -> None:
                     return
                 part = "; the model is loaded in part: load again before going on"
         except SnapshotError as error:
-            if part and "loaded in part" not in str(error):  # by the fill of an earlier try
+            if part and "loaded in part" not in str(error):  # an earlier try has filled something
                 raise SnapshotError(f"{error}{part}") from error
             raise
         finally:
@@ -205,13 +205,13 @@ def read_settled(world: World, what: str, job: Read) -> None:
 
 
 def _open_and_check(world: World, what: str, job: Read) -> str:
-    """Return why these steps have to start again, "" if they succeeded."""
+    """Return why these steps must start again, or "" if they succeeded."""
     found = together(world, what, lambda: _unless_replaced(job.open), SnapshotError)
     for rank, (seen, why) in enumerate(found):
         if why:
             return why
         if seen != found[0][0]:
-            return f"rank {rank} found other files there than rank 0"
+            return f"rank {rank} found other files than rank 0"
     return _step(world, what, job.check)
 
 

@@ -1,4 +1,4 @@
-"""One rank's part in a save or a load, also in the background; how other values are saved."""
+"""One rank's part in a save or load, including background saves, and saving of other values."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class Job:
-    """A model, perhaps its optimizers, and the directory that they go to or come from.
+    """A model, any optimizers, and the directory of the snapshot.
 
-    optimizers: by the name that their tensors have in the snapshot.
+    optimizers: optimizers by the names that their tensors have in the snapshot.
     """
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
@@ -47,8 +47,8 @@ class Job:
             )
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
-                f"{folder}: a snapshot is of what zerofx.compile returned, and this is a plain "
-                f"{type(model).__name__}; use torch.save(model.state_dict(), ...)"
+                f"{folder}: a snapshot needs a model that zerofx.compile returned, but this is a "
+                f"plain {type(model).__name__}; use torch.save(model.state_dict(), ...)"
             )
         self.optimizers = _named(optimizer)
         for name, each in self.optimizers.items():
@@ -56,16 +56,16 @@ class Job:
                 raise ArgumentError(
                     f"{name} is of type {type(each).__name__}, not an optimizer. Call "
                     "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
-                    "optimizer); other values go to extra"
+                    "optimizer), and pass other values as extra"
                 )
         self.folder, self.model = folder, model
         self.store = model._zerofx.engine.store
         self.world = self.store.world
-        self.store.settle()  # updates under way come first
+        self.store.settle()  # updates in flight must end first
         finish_background(self.store)
 
     def check_model(self) -> None:
-        """Take in what was assigned to the model; refuse an optimizer that cannot step shards."""
+        """Take over assignments to the model, and refuse optimizers that cannot step shards."""
         self.store.check_bindings()
         for each in self.optimizers.values():
             check_optimizer(each)
@@ -78,33 +78,33 @@ class Job:
         }
 
     def digest(self) -> str:
-        """Return what all ranks must have asked for alike."""
+        """Return the part of the arguments that must be equal on all ranks."""
         kinds = "+".join(type(each).__name__ for each in self.optimizers.values())
         return f"directory={self.folder.name};optimizer={kinds or 'none'}"
 
 
 def _named(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizers of a call under the names that their tensors have in the snapshot."""
+    """Return the optimizers of a call by the names that their tensors have in the snapshot."""
     given = list_of(optimizer)
     if len(given) == 1:
         return {"optimizer": given[0]}
     return {f"optimizer{number}": each for number, each in enumerate(given)}
 
 
-# -- The states of the random generators as tensors, so that they are saved like everything else ---
-# Each rank's states are saved. Loaded at the same world size every rank gets its own back; at
-# another one all ranks get rank 0's. (torch's are equal on all ranks as long as the user seeds them
-# so: a program offsets them by rank by itself.)
+# -- The states of the random generators as tensors, which are saved like all others ---------------
+# Each rank's states are saved. At the same world size, every rank loads its own; at another one,
+# all ranks load rank 0's. (torch's states are equal on all ranks if the user seeds all ranks alike:
+# a program adds the offset of each rank itself.)
 
 
 _KEY = 624  # words in the state of a Mersenne twister
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's generator states, 1-D: torch's on the host and on `device`, and others'.
+    """Return this rank's generator states, 1-D: torch's on host and `device`, Python's, NumPy's.
 
     Raises:
-        SnapshotError: NumPy's global generator is not the one that NumPy starts with.
+        SnapshotError: NumPy's global generator is not an MT19937, its default.
     """
     states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
     if device.type == "cuda":
@@ -113,7 +113,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put the states of `random_states` back."""
+    """Restore the states of `random_states`."""
     torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -126,7 +126,7 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _python_state() -> Tensor:
-    """Return [version, 624 words, position, has_gauss, gauss]; float64 holds each exactly."""
+    """Return [version, 624 words, position, has_gauss, gauss]; float64 represents each exactly."""
     version, key, gauss = random.getstate()
     return torch.tensor([version, *key, gauss is not None, gauss or 0.0], dtype=torch.float64)
 
@@ -138,7 +138,7 @@ def _numpy_state() -> Tensor:
     if state["bit_generator"] != "MT19937":
         raise SnapshotError(
             f"NumPy's global generator is a {state['bit_generator']}, and only the state of the "
-            "MT19937 that NumPy starts with is saved; use a numpy.random.Generator of your own "
+            "default MT19937 can be saved; use a numpy.random.Generator of your own "
             "and put its state into extra="
         )
     inner = state["state"]
@@ -147,33 +147,33 @@ def _numpy_state() -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# -- Values that are no tensors of the model, stored so that loading them runs no code -------------
+# -- Values other than the model's tensors, stored so that loading them runs no code ---------------
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
-    """Return `values` as torch.save writes them.
+    """Return `values` in the format of torch.save.
 
     Raises:
-        SnapshotError: something in it would need code to run when it is loaded; names its key.
+        SnapshotError: a value could only be loaded by running code; names its key.
     """
     data, problem = _try(dict(values))
     if problem is None:
         return data
     where, culprit = _find_culprit(values, "")
     raise SnapshotError(
-        f"{where} is a {type(culprit).__name__}, which cannot be saved so that loading it runs no "
-        "code; give tensors, numbers, strings and containers of them (of a scheduler or a scaler "
-        f"its state_dict()): {problem}"
+        f"{where} is a {type(culprit).__name__}, which could only be loaded by running code; give "
+        "tensors, numbers, strings and containers of them (for a scheduler or a scaler, its "
+        f"state_dict()): {problem}"
     )
 
 
 def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """Return what `pack` packed, tensors on the host.
+    """Return the values that `pack` packed, with tensors on the host.
 
-    path: what errors call the file.
+    path: the name of the file in errors.
 
     Raises:
-        SnapshotError: the file is not one of ours.
+        SnapshotError: the file was not written by `pack`.
     """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
@@ -200,13 +200,13 @@ _VALUES = schema.record(
         "optimizer": schema.either(schema.one_of([{}]), _OPTIMIZER),
         "modules": schema.mapping(schema.text(), schema.anything),
     },
-    optimizers=schema.mapping(schema.text(), _OPTIMIZER),  # those of 0.1.0 have one at most
+    optimizers=schema.mapping(schema.text(), _OPTIMIZER),  # snapshots of 0.1.0 have at most one
     loss_scale=_MAP,
 )
 
 
 def _try(value: Any) -> tuple[bytes, str | None]:
-    """Return (packed bytes, None), or what stands against packing the value."""
+    """Return (packed bytes, None), or (b"", the reason why the value cannot be packed)."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -217,7 +217,7 @@ def _try(value: Any) -> tuple[bytes, str | None]:
 
 
 def _find_culprit(value: Any, where: str) -> tuple[str, Any]:
-    """Return the innermost part of `value` that cannot be packed, with the path to it."""
+    """Return the path and value of the innermost part of `value` that cannot be packed."""
     parts: list[tuple[Any, Any]] = []
     if type(value) in (list, tuple):
         parts = list(enumerate(value))
@@ -233,30 +233,30 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-# -- Saves that are written in the background: one at a time for each model ------------------------
+# -- Saves in the background: one at a time for each model -----------------------------------------
 
 
-_NICE = 10  # of the thread: training comes first
+_NICE = 10  # of the thread: training has priority
 _UNDER_WAY: weakref.WeakKeyDictionary[ShardStore, Future[Path]] = weakref.WeakKeyDictionary()
 
 
 def write_in_background(store: ShardStore, name: str, write: Callable[[str], Path]) -> Future[Path]:
-    """Have a thread write a save; return its future.
+    """Start a thread that writes a save; return its future.
 
-    The thread is no daemon, so that Python waits for it before the process ends.
+    The thread is not a daemon, so Python waits for it before the process ends.
 
-    write: takes a name that is the same on all ranks, and no other save of this model has.
+    write: takes a name that is equal on all ranks and unique among the saves of this model.
     """
     count = _COUNTS[store] = _COUNTS.get(store, 0) + 1
     future: Future[Path] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
-        with contextlib.suppress(OSError, AttributeError):  # only Linux has it for threads
+        with contextlib.suppress(OSError, AttributeError):  # threads have priorities only on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             future.set_result(write(f"save/{count}"))
-        except BaseException as error:  # noqa: BLE001  (raised by whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001  (raised when the result is read)
             log.error("zerofx: a save in the background failed: %s", error)
             future.set_exception(error)
 
@@ -271,7 +271,7 @@ _COUNTS: weakref.WeakKeyDictionary[ShardStore, int] = weakref.WeakKeyDictionary(
 def finish_background(store: ShardStore) -> None:
     """Wait for the save of this model that is being written, if any.
 
-    Raises: what that save raised, once.
+    Raises: the exception of that save, once.
     """
     future = _UNDER_WAY.pop(store, None)
     if future is not None:

@@ -1,7 +1,7 @@
 """load: open one save on all ranks, check all of it, and only then fill.
 
-What is checked and filled comes from files that stay open from the first step to the last, so that
-a save that replaces them meanwhile changes nothing.
+All data are checked in, and filled from, files that stay open from the first step to the last, so
+that a save that replaces them meanwhile changes nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def load(
     *,
     names: Names = None,
 ) -> dict[str, Any]:
-    """Load what `save` saved, at any world size and stage, and return its `extra`.
+    """Load a snapshot of `save` at any world size and stage, and return its `extra`.
 
     A collective call. Everything is checked on all ranks before anything is changed. Another job
-    may save to the same directory meanwhile: all that is loaded is of one save. Without an
-    optimizer the saved one is left alone. At the world size of the save each rank gets its own
-    random generators back, at another one all ranks get rank 0's.
+    may save to the same directory meanwhile: everything that is loaded is from one save. Without an
+    optimizer, the saved optimizer is ignored. At the world size of the save, each rank restores its
+    own random generators; at another world size, all ranks use rank 0's.
 
-    folder: a snapshot, or a directory with those of several steps (`save(step=...)`). Of these the
-        newest is loaded that is whole; a warning says which were damaged, and how. Or a checkpoint
-        that `load_weights` reads: of DeepSpeed, FSDP2 and Megatron the optimizer's states are
-        loaded too, and what is returned are values that lie next to them, such as global_steps.
-    names: of such a checkpoint, as `load_weights` takes it.
+    folder: a snapshot, or a directory with snapshots of several steps (`save(step=...)`), of which
+        the newest undamaged one is loaded; a warning names damaged ones and the damage. It may also
+        be a checkpoint that `load_weights` reads. From DeepSpeed, FSDP2 and Megatron, optimizer
+        states are loaded too, and values stored next to them, such as global_steps, are returned.
+    names: the `names` of `load_weights`, for such a checkpoint.
 
     Raises:
-        SnapshotError: there is no whole snapshot of this model: names the file and the reason.
+        SnapshotError: there is no undamaged snapshot of this model; names the file and the reason.
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
@@ -70,17 +70,17 @@ def resume(
     model: CompiledModule,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
 ) -> dict[str, Any] | None:
-    """Load the newest whole snapshot if there is one; return its `extra`, else None.
+    """Load the newest undamaged snapshot, if there is one; return its `extra`, or else None.
 
     A collective call, for the beginning of a script that may have been restarted:
 
         extra = zerofx.resume("run", model, optimizer)
         first = 0 if extra is None else extra["step"] + 1
 
-    folder: as `load` takes it. Where it has no snapshot, or is not there, nothing is changed.
+    folder: as for `load`. If it has no snapshot or does not exist, nothing is changed.
 
     Raises:
-        SnapshotError: there are snapshots, and none is whole, or they are of another model.
+        SnapshotError: there are snapshots, but all are damaged or of another model.
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.resume(folder, model, optimizer)", folder)
@@ -99,7 +99,7 @@ def _found(job: _Load) -> list[Path]:
 
 
 def _is_there(job: _Load) -> bool:
-    """Return whether rank 0 sees a snapshot, or what an interrupted save has left of one."""
+    """Return whether rank 0 sees a snapshot, or the remains of an interrupted save."""
     what = f"looking for {job.folder}"
     return together(job.world, what, lambda: files.is_there(job.folder), SnapshotError)[0]
 
@@ -128,10 +128,10 @@ def _read(job: _Load) -> dict[str, Any]:
 
 
 def _load_newest(job: _Load, found: list[Path]) -> dict[str, Any]:
-    """Load the first of these that is whole; a collective call.
+    """Load the first undamaged snapshot of the list; a collective call.
 
     Raises:
-        SnapshotError: none is whole, or the first whole one does not fit the model.
+        SnapshotError: all are damaged, or the first undamaged one does not fit the model.
     """
     problems = []
     for folder in found:
@@ -145,7 +145,7 @@ def _load_newest(job: _Load, found: list[Path]) -> dict[str, Any]:
             if job.world.rank == 0:
                 log.warning("zerofx: a damaged snapshot is skipped: %s", error)
     raise SnapshotError(
-        f"none of the {len(found)} snapshots in {found[0].parent} is whole: {'; '.join(problems)}"
+        f"all {len(found)} snapshots in {found[0].parent} are damaged: {'; '.join(problems)}"
     )
 
 
@@ -153,7 +153,7 @@ class _Load(Job):
     """The steps of a load: open and check, which change nothing, and fill."""
 
     snapshot: files.OpenSnapshot | None = None
-    is_damaged = False  # rather than of another model
+    is_damaged = False  # as opposed to a snapshot of another model
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
         super().__init__(folder, model, optimizer)
@@ -161,19 +161,19 @@ class _Load(Job):
         self.names: dict[str, list[list[str]]] = {}
 
     def open(self) -> str:
-        """Open the snapshot; return what tells this save from any other."""
+        """Open the snapshot; return the identity of this save."""
         with self._damages():
             self.snapshot = files.open_snapshot(self.folder)
         return self.snapshot.identity
 
     def close(self) -> None:
-        """Let go of the snapshot."""
+        """Close the snapshot."""
         if self.snapshot is not None:
             self.snapshot.close()
             self.snapshot = None
 
     def check(self) -> None:
-        """Check everything there is to check."""
+        """Check everything that can be checked before the model is changed."""
         assert self.snapshot is not None
         manifest = self.snapshot.manifest
         self.check_model()
@@ -192,7 +192,7 @@ class _Load(Job):
 
     @contextlib.contextmanager
     def _damages(self) -> Iterator[None]:
-        """Take what raises inside for a damage of the snapshot."""
+        """Treat SnapshotErrors within the block as damage of the snapshot."""
         try:
             yield
         except SnapshotError:
@@ -200,9 +200,9 @@ class _Load(Job):
             raise
 
     def _targets(self, for_plan: bool = False) -> dict[str, Any]:
-        """Return what is to be filled: shards and states in place, the rest in new memory.
+        """Return the tensors to fill: shards and states in place, all others in new memory.
 
-        for_plan: nothing is made yet of states that the optimizer does not have.
+        for_plan: do not create states that the optimizer does not have yet.
         """
         saved_ranks = self.saved_ranks
         buffers = state.buffers_of(self.model)
@@ -254,9 +254,9 @@ class _Load(Job):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read everything into its place; the weight epoch moves on, so that no gather is stale.
+        """Read everything into its place, and count a write, so that no gathered copy is stale.
 
-        Gradients that no_sync has summed of the weights before are dropped.
+        Gradients of the old weights that no_sync has accumulated are dropped.
         """
         assert self.snapshot is not None
         try:

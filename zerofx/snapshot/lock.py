@@ -3,10 +3,10 @@
     .run.lock   {"zerofx": "lock", "host": "node7", "boot": ..., "pid": 4711, "started": ...,
                  "time": "2026-11-23 12:00:00 UTC"}
 
-The owner holds flock on the file, which the kernel drops when the process ends, however it ends. On
-its own host a dead owner's lock is therefore taken over at once. The text tells the others who the
-owner is, and decides where flock does not reach: a lock of another host is never taken over, and
-without flock the process of that number and start time is looked for.
+The owner holds flock on the file, which the kernel releases when the process ends for any reason.
+On its own host, a dead owner's lock is therefore taken over immediately. The text names the owner
+for the others, and decides if flock does not help: a lock of another host is never taken over, and
+without flock, zerofx looks for the process with that number and start time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("zerofx")
 
 _KIND = "lock"
 _MOST_BYTES = 4096
-_TRIES = 100  # to open a file that others take away in between
+_TRIES = 100  # to open a file that others may remove at the same time
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -37,7 +37,7 @@ class Lock:
     """The lock file at `path`, held from construction to `release`.
 
     Raises:
-        SnapshotError: another process has it: says which, since when, and what to do.
+        SnapshotError: another process holds it; says which, since when, and how to continue.
         OSError: the directory cannot be written to.
     """
 
@@ -47,7 +47,7 @@ class Lock:
             fd = _opened(path)
             try:
                 has_flock = _flocked(fd)
-                if not _is_at(fd, path):  # its owner released it meanwhile
+                if not _is_at(fd, path):  # its owner has released it meanwhile
                     os.close(fd)
                     continue
                 self._check_owner(fd, has_flock)
@@ -57,12 +57,12 @@ class Lock:
                 raise
             self._fd = fd
             return
-        raise SnapshotError(f"{path} changes all the time. Save when no other job saves to {place}")
+        raise SnapshotError(f"{path} keeps changing. Save when no other job saves to {place}")
 
     def _check_owner(self, fd: int, has_flock: bool | None) -> None:
-        """Raise unless the lock is free, or its owner is known to be dead.
+        """Check that the lock is free, or that its owner is dead.
 
-        has_flock: whether this process now has flock, None if the file system has none.
+        has_flock: whether this process now holds flock; None if the file system does not have it.
         """
         owner = _read(fd, self.path)
         if owner is None and has_flock is not False:
@@ -84,7 +84,7 @@ class Lock:
         log.warning("%s: taken over from %s, which has ended", self.path, said)
 
     def check(self) -> None:
-        """Raise if the lock file was removed or replaced while this process held it.
+        """Check that the lock file was not removed or replaced while this process held it.
 
         Raises:
             SnapshotError: names it.
@@ -96,7 +96,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Give the lock back and remove its file; a file that stays is taken over later."""
+        """Release the lock and remove its file; a file that remains is taken over later."""
         try:
             if _is_at(self._fd, self.path):
                 os.unlink(self.path)
@@ -122,13 +122,13 @@ def _opened(path: Path) -> int:
 
 def _foreign(path: Path) -> SnapshotError:
     return SnapshotError(
-        f"{path} is in the way: zerofx keeps a lock file under this name and did not make this "
+        f"{path} is in the way: zerofx needs this name for a lock file, and did not make this "
         "one. Move it, or save to another name"
     )
 
 
 def _flocked(fd: int) -> bool | None:
-    """Try to take flock; return None where the file system has none."""
+    """Try to take flock; return None if the file system does not have it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -148,7 +148,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _read(fd: int, path: Path) -> dict[str, Any] | None:
-    """Return what the file says of its owner, None if it is empty (a crash can leave it so)."""
+    """Return the owner that the file names; None if it is empty, as after a crash."""
     text = os.pread(fd, _MOST_BYTES, 0)
     if not text.strip(b"\0 \n"):
         return None
@@ -187,7 +187,7 @@ def _age(seconds: float) -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; None if it is gone, or not on Linux."""
+    """Return the start time of a process in the kernel's ticks; None if unknown or not Linux."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -196,7 +196,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_alive(owner: dict[str, Any] | None) -> bool:
-    """Return whether a process of this host's own still runs (a later one may have its number)."""
+    """Return whether the owner, a process of this host, still runs; its pid may be reused."""
     return (
         owner is not None
         and owner["boot"] == whoami()["boot"]

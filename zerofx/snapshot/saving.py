@@ -1,4 +1,4 @@
-"""save: prepare, plan, write, publish, each on all ranks before any goes on."""
+"""save: prepare, plan, write, publish; each step ends on all ranks before the next begins."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def save(
 ) -> Future[Path] | None:
     """Save a training run to a directory of its own; a collective call, all ranks make it.
 
-    The snapshot appears whole or not at all: one that is there is replaced only once the new one
-    is complete and on disk. The save before, if it is still being written, is waited for first.
+    The snapshot appears whole or not at all: an existing one is replaced only once the new one is
+    complete and on disk. If the previous save is still being written, this call waits for it first.
 
-    optimizer: one, or a list of several; `load` is given the same.
-    extra: what else to keep, rank 0's: numbers, strings, tensors and containers of them, such as
-        the `state_dict()` of a learning rate scheduler or of a GradScaler.
-    step: save to `folder/step-000100`, next to those of other steps, and have `folder/latest` name
-        it. `load` and `resume` of `folder` take the newest one.
-    keep: how many snapshots stay in `folder`; older ones are removed. All by default.
-    background: copy what is to be saved in host memory, and return while a thread writes it. The
-        next save or load, and the end of the process, wait for it.
+    optimizer: an optimizer, or a list of several; pass the same to `load`.
+    extra: other values to save, from rank 0: numbers, strings, tensors and containers of them, such
+        as the `state_dict()` of a learning rate scheduler or of a GradScaler.
+    step: save to `folder/step-000100`, next to the snapshots of other steps, and make
+        `folder/latest` refer to it. `load` and `resume` of `folder` use the newest one.
+    keep: how many snapshots to keep in `folder`; older ones are removed. Default: all.
+    background: copy the data to host memory, and return while a thread writes them. The next save
+        or load, and the end of the process, wait for it.
 
     Returns:
-        In the background: what gives the snapshot's path, or raises, once it is written.
+        With `background`, a future of the snapshot's path; it raises if the save has failed.
 
     Raises:
-        ArgumentError: `step` or `keep` is no such number.
-        SnapshotError: something cannot be saved, or the file system refuses; nothing is published.
-            In the background the next save or load raises what went wrong in writing.
+        ArgumentError: `step` or `keep` is not a valid number.
+        SnapshotError: a value cannot be saved, or the file system refuses; nothing is published.
+            With `background`, the next save or load raises errors of writing.
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
@@ -106,11 +106,11 @@ class _Save(Job):
         self.series = folder if step is not None else None
         self.step, self.keep = step, keep
         self.extra = {} if extra is None else extra
-        self.hidden: target.SavePlace | None = None  # of rank 0
-        self.lock: Lock | None = None  # of rank 0, for a series
+        self.hidden: target.SavePlace | None = None  # on rank 0
+        self.lock: Lock | None = None  # on rank 0, for a series
 
     def settle(self) -> None:
-        """Have the states of what steps whole parameters with their owners; a collective call."""
+        """Bring the states of whole-parameter optimizers to their owners; a collective call."""
         for optimizer in self.optimizers.values():
             if needs_whole(optimizer):
                 check_optimizer(optimizer)
@@ -125,7 +125,7 @@ class _Save(Job):
         }
 
     def prepare(self, surveys: list[dict[str, state.Survey]]) -> Path | None:
-        """Make sure that all can be saved; on rank 0 return the directory to write into."""
+        """Check that everything can be saved; on rank 0, return the directory to write into."""
         self.check_model()
         values = {}
         for name, each in self.optimizers.items():
@@ -161,11 +161,11 @@ class _Save(Job):
         return self.hidden.path
 
     def plan(self, written: Path) -> Any:
-        """Return what this rank could write."""
+        """Return the plan of everything that this rank could write."""
         if not written.is_dir():
             raise SnapshotError(
-                f"{written}, which rank 0 made, is not here; save to a file system that all ranks "
-                "share"
+                f"{written}, which rank 0 made, does not exist here; save to a file system that "
+                "all ranks share"
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
         tensors: dict[str, Any] = {"model": dict(sharded_state(self.store)), "random": random}
@@ -180,26 +180,26 @@ class _Save(Job):
         return self.steps.local()
 
     def combine(self, plans: list[Any]) -> None:
-        """Settle who writes what; on rank 0 make sure that there is space for all of it."""
+        """Decide which rank writes what; on rank 0, check that there is enough space."""
         num_bytes = self.steps.combine(plans)
         if self.world.rank == 0:
             target.check_space(self.written, num_bytes + len(self.values))
 
     @torch.no_grad()
     def hold(self, plans: list[Any]) -> None:
-        """Copy what this rank writes, so that training may go on."""
+        """Copy what this rank writes, so that training may continue."""
         self.combine(plans)
         self.steps.hold()
 
     @torch.no_grad()
     def write(self) -> tuple[list[Any], dict[str, Any]]:
-        """Write this rank's file; return what lies where, and its checksum."""
+        """Write this rank's file; return the positions of its tensors, and its checksum."""
         results = self.steps.write()
         sums = {n: files.checksum(self.written / n) for n in sorted(written_files(results))}
         return results, sums
 
     def publish(self, parts: list[tuple[list[Any], dict[str, Any]]]) -> None:
-        """On rank 0 add what is no tensor and the manifest, and give the directory its name."""
+        """On rank 0, add the other values and the manifest, and rename the directory."""
         if self.world.rank != 0:
             return
         self.steps.finish([results for results, _ in parts])
@@ -218,7 +218,7 @@ class _Save(Job):
                 series.prune(self.series, self.keep)
 
     def finish_apart(self, topic: str) -> Path:
-        """Write and publish, in a thread of every rank; return where the snapshot is."""
+        """Write and publish, in a thread of every rank; return the path of the snapshot."""
         what = f"zerofx.save to {self.folder} in the background"
         try:
             parts = together_apart(self.world, what, f"{topic}/0", self.write, SnapshotError)
@@ -229,7 +229,7 @@ class _Save(Job):
         return self.folder
 
     def tidy(self) -> None:
-        """Remove what a failed save has written (a published one has left nothing there)."""
+        """Remove files of a failed save (a published save has left none), and release the lock."""
         if self.hidden is not None:
             self.hidden.close()
         if self.lock is not None:

@@ -1,11 +1,11 @@
-"""Snapshots of one run, side by side: `run/step-000100`, `run/step-000200`, and `run/latest`.
+"""Snapshots of one run in one directory: `run/step-000100`, `run/step-000200`, and `run/latest`.
 
     run/step-000100/     a snapshot like any other
-    run/latest           a link to the one that was saved last
-    run/.series.lock     who is writing (snapshot/lock.py)
+    run/latest           a link to the snapshot that was saved last
+    run/.series.lock     the lock of the writer (snapshot/lock.py)
 
-The newest is what was saved last, whatever its step: a run that went back to step 50 goes on from
-there.
+The newest snapshot is the one that was saved last, whatever its step: a run that went back to step
+50 continues from there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MOST_BYTES = 1 << 28  # of a manifest
 
 
 def check_options(step: object, keep: object) -> None:
-    """Raise unless these are a step, and a number of snapshots to keep, or None.
+    """Check that these are a step and a number of snapshots to keep, or None.
 
     Raises:
-        ArgumentError: names the parameter and what it may be.
+        ArgumentError: names the parameter and its allowed values.
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (type(value) is not int or value < least):
@@ -46,15 +46,15 @@ def check_options(step: object, keep: object) -> None:
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Return where the snapshot of a step lies."""
+    """Return the path of the snapshot of a step."""
     return folder / f"step-{step:06d}"
 
 
 def check_place(folder: Path) -> None:
-    """Raise unless a directory may hold a series.
+    """Check that a directory may hold a series.
 
     Raises:
-        SnapshotError: it is a snapshot itself, or a file.
+        SnapshotError: it is itself a snapshot, or a file.
     """
     if (folder / MANIFEST).exists():
         raise SnapshotError(
@@ -66,7 +66,7 @@ def check_place(folder: Path) -> None:
 
 
 def snapshots_in(folder: Path) -> list[Path]:
-    """Return the snapshots of a series, newest first: the one of `latest`, then by their times."""
+    """Return the snapshots of a series: first the one of `latest`, then by time, newest first."""
     try:
         with os.scandir(folder) as entries:
             found = [folder / e.name for e in entries if _STEP.fullmatch(e.name) and e.is_dir()]
@@ -79,7 +79,7 @@ def snapshots_in(folder: Path) -> list[Path]:
 
 
 def _saved_at(snapshot: Path) -> tuple[float, str]:
-    """Return when a snapshot was saved, in seconds since 1970; 0 for one that cannot be read."""
+    """Return when a snapshot was saved, in seconds since 1970; 0 if it cannot be read."""
     path = snapshot / MANIFEST
     try:
         with open(path, "rb") as file:
@@ -94,10 +94,10 @@ def _saved_at(snapshot: Path) -> tuple[float, str]:
 
 
 def move_latest(folder: Path, name: str) -> None:
-    """Have `latest` name a snapshot: the link is replaced in one step.
+    """Make `latest` refer to a snapshot, replacing the link atomically.
 
     Raises:
-        SnapshotError: something else has the name.
+        SnapshotError: something other than a link has this name.
     """
     latest, new = folder / LATEST, folder / f".{LATEST}.{secrets.token_hex(4)}"
     if os.path.lexists(latest) and not latest.is_symlink():

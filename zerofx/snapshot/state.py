@@ -1,8 +1,8 @@
-"""What is saved of a model and its optimizer, by name, and what is filled when loading.
+"""The saved state of a model and its optimizer, by name, and the tensors that a load fills.
 
 Parameters, and optimizer states of a parameter's shape, have that shape in a snapshot, and each
-rank writes boxes of it: how they were cut is not part of what is saved, so any world size and stage
-loads it, and so does FSDP2.
+rank writes boxes of it. How they were sharded is not saved, so that any world size and stage, and
+FSDP2, can load them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from zerofx.runtime.tensors.checkpoint import FlatPiece
 from zerofx.runtime.tensors.piece import ParameterPiece, is_cut
 from zerofx.snapshot import whole_states
 
-_SHOWN = 6  # names in one error
+_SHOWN = 6  # names per error
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the model's state, shared ones under their first name.
+    """Return the buffers that belong to the model's state; shared ones have their first name.
 
-    Parameters that the plan ignores are plain tensors as they are, and come first.
+    Parameters that the plan ignores are plain tensors, and come first.
     """
     own = model.__dict__.get(SLOT)
     ignored = own.engine.store.ignored if own is not None else ()
@@ -48,7 +48,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def extra_states_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that keep state of their own kind (`get_extra_state`)."""
+    """Yield the modules that define extra state (`get_extra_state`)."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield path, module
@@ -63,10 +63,10 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def check_same_model(kind: str, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise unless both descriptions have the same names, shapes and dtypes.
+    """Check that both descriptions have the same names, shapes and dtypes.
 
     Raises:
-        SnapshotError: lists what differs.
+        SnapshotError: lists the differences.
     """
     differences = [
         *(f"{name} is only in the save" for name in saved.keys() - here.keys()),
@@ -88,7 +88,7 @@ def few(texts: list[str]) -> str:
 
 # -- the generators -------------------------------------------------------------------------------
 def one_row(states: Mapping[str, Tensor], row: int, rows: int) -> dict[str, FlatPiece]:
-    """Return each 1-D state as row `row` of a table with one row a rank."""
+    """Return each 1-D state as row `row` of a table with one row per rank."""
     return {
         key: FlatPiece.of(state, ((row * n, (row + 1) * n),), rows * n)
         for key, state in states.items()
@@ -109,17 +109,17 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
             if id(param) not in names:
                 raise SnapshotError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{list(param.shape)} that is not the model's; make the optimizer over "
-                    "model.parameters() after zerofx.compile, or keep others in one of their own"
+                    f"{list(param.shape)} that is not the model's; build the optimizer over "
+                    "model.parameters() after zerofx.compile, and another one for other parameters"
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def optimizer_tensors(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
-    """Return {parameter: {state: this rank's shard}} of all states of a parameter's shape.
+    """Return {parameter: {state: this rank's shard}} for all states of a parameter's shape.
 
-    Of an optimizer that steps whole parameters: {parameter: {number: tensor}} of what this rank
-    owns.
+    For an optimizer that steps whole parameters, return {parameter: {number: tensor}} of the states
+    that this rank owns.
     """
     if needs_whole(optimizer):
         return whole_states.numbered(whole_states.states_here(store, optimizer))
@@ -137,10 +137,10 @@ def optimizer_tensors(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]
 
 
 def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
-    """Return the rest: the groups by parameter name with their options, step counts, what else.
+    """Return everything else: groups by parameter name with options, step counts, other states.
 
     Raises:
-        SnapshotError: a state is a tensor that is neither of its parameter's shape nor one number.
+        SnapshotError: a state is a tensor that has neither its parameter's shape nor one element.
     """
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": members}
@@ -156,8 +156,8 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise SnapshotError(
                     f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
-                    f"{list(value.shape)}, the parameter {list(param.shape)}; only states of the "
-                    "parameter's shape and single numbers can be cut again for other ranks. Give "
+                    f"{list(value.shape)}, but the parameter has {list(param.shape)}; only states "
+                    "of the parameter's shape and single numbers can be sharded again. Give "
                     "zerofx.optim.whole_matrices(optimizer), whose states are saved whole"
                 )
             others.setdefault(name, {})[key] = value
@@ -167,7 +167,7 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
 def whole_values(
     optimizer: Optimizer, names: list[list[str]], surveys: Sequence[Survey]
 ) -> dict[str, Any]:
-    """Return the same of an optimizer that steps whole parameters, from what all ranks hold."""
+    """Return the same for a whole-parameter optimizer, from the surveys of all ranks."""
     groups = []
     for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         options = {k: v for k, v in group.items() if k != "params"}
@@ -181,10 +181,10 @@ def whole_values(
 
 @dataclass(frozen=True)
 class Survey:
-    """What a rank holds of an optimizer that steps whole parameters.
+    """The part of a whole-parameter optimizer that a rank holds.
 
-    states: nested states by parameter, numbers in place of tensors. options: of each group, those
-        that steps on this rank have written.
+    states: nested states by parameter, with numbers in place of tensors. options: for each group,
+        those that steps on this rank have written.
     """
 
     states: dict[str, Any]
@@ -192,14 +192,14 @@ class Survey:
 
     @classmethod
     def of(cls, store: ShardStore, optimizer: Optimizer) -> Survey:
-        """Return what this rank is to save, without the tensors."""
+        """Return what this rank has to save, without the tensors."""
         states = whole_states.states_here(store, optimizer)
         described = {name: whole_states.taken_apart(held)[0] for name, held in states.items()}
         return cls(described, whole_states.options_here(optimizer))
 
 
 def _stepped(optimizer: Optimizer, names: list[list[str]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that the optimizer has state of."""
+    """Yield the parameters for which the optimizer has states."""
     for group, members in zip(optimizer.param_groups, names, strict=True):
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
@@ -215,17 +215,17 @@ def _is_elementwise(param: Tensor, key: str, value: Any) -> bool:
 def check_same_groups(
     optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]
 ) -> None:
-    """Raise unless the saved optimizer is of this type, with the same parameters in each group.
+    """Check that the saved optimizer has this type, and the same parameters in each group.
 
     Raises:
         SnapshotError: names both types, or the parameters that differ.
     """
     kind = type(optimizer).__name__
     if saved["type"] != kind:
-        raise SnapshotError(f"the save has the state of {saved['type']}, but was given {kind}")
+        raise SnapshotError(f"the save has the state of {saved['type']}, but {kind} was given")
     groups = saved["groups"]
     if len(groups) != len(names):
-        raise SnapshotError(f"{kind} has {len(names)} groups, the save {len(groups)}")
+        raise SnapshotError(f"{kind} has {len(names)} groups, but the save has {len(groups)}")
     for number, (mine, group) in enumerate(zip(names, groups, strict=True)):
         only = sorted(set(mine) ^ set(group["params"]))
         if only:
@@ -235,7 +235,7 @@ def check_same_groups(
 
 
 def make_far_states(store: ShardStore, optimizer: Optimizer, names: Iterable[str]) -> None:
-    """Give parameters on NVMe their states there, so that loading fills these and no others."""
+    """Create the states of parameters on NVMe there, so that a load fills them in place."""
     if isinstance(optimizer, BucketOptimizer) and store.homes.nvme is not None:
         far = [n for n in names if store.pieces[n].bucket.home is Tier.NVME]
         optimizer.make_states([store.params[n] for n in far])
@@ -247,9 +247,9 @@ def optimizer_targets(
     saved: Mapping[str, Any],
     for_plan: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return a tensor to load each saved state into: the one in use, or a new one.
+    """Return a tensor to load each saved state into: the current one if it fits, or a new one.
 
-    for_plan: new ones have their form alone, and no memory.
+    for_plan: new tensors have a shape but no memory.
     """
     if needs_whole(optimizer):
         return whole_states.targets(store, optimizer, {"whole": {}, **saved}, for_plan)
@@ -276,7 +276,7 @@ def shards_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str,
 
 
 def _fits(state: Any, param: nn.Parameter) -> bool:
-    """Whether a state in use can be filled in place: it is cut like the parameter and dense."""
+    """Return whether a state can be filled in place: it is dense and sharded as the parameter."""
     if not isinstance(state, Tensor) or is_cut(state) != is_cut(param):
         return False
     if is_cut(state):
@@ -298,7 +298,7 @@ def load_optimizer(
     saved: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Give the optimizer its loaded states and options, as its own `load_state_dict` does."""
+    """Give the optimizer its loaded states and options through its own `load_state_dict`."""
     order = [name for group in names for name in group]
     if needs_whole(optimizer):
         tensors = whole_states.loaded(store, optimizer, {"whole": {}, **saved}, tensors)

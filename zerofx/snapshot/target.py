@@ -1,19 +1,19 @@
-"""The place that a save or an export is written to: checked, locked, filled, published, tidied.
+"""The target of a save or an export: checked, locked, filled, published, tidied up.
 
     run/                        the published snapshot
-    .run.lock                   who is writing (snapshot/lock.py)
+    .run.lock                   the lock of the writer (snapshot/lock.py)
     .run.saving-1f3a90c2/       being written; never read, removed by the next save
     .run.new/                   complete, about to be published
-    .run.old/                   the one before, until the new one is published
+    .run.old/                   the previous snapshot, until the new one is published
 
-Publishing is three renames: saving -> new, run -> old, new -> run. A directory that stands under
-its own name is always whole; where an interrupted save left none, `open_snapshot` reads .new, else
-.old, and the next save puts it back first.
+Publishing is three renames: saving -> new, run -> old, new -> run. A directory with its final name
+is always whole. If an interrupted save has left none, `open_snapshot` reads .new, or else .old, and
+the next save first renames it back.
 
-Every directory that zerofx makes has the file `.zerofx` in it, its mark, from the first moment to
-the last. Without mark or manifest a directory is a user's own: it is never removed, and if it has
-one of the names above, the save is refused. Files of a user's in a snapshot that is replaced are
-kept, in `run.kept-5d20c1aa/`.
+Every directory made by zerofx contains the file `.zerofx`, its mark, from the first moment to the
+last. A directory without mark or manifest belongs to the user: it is never removed, and if it has
+one of the names above, the save is refused. If a snapshot that is replaced contains files of the
+user, they are kept, in `run.kept-5d20c1aa/`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger("zerofx")
 
 MANIFEST = "zerofx.json"
 VALUES = "values.pt"
-INDEX = ".metadata"  # that of torch.distributed.checkpoint
+INDEX = ".metadata"  # written by torch.distributed.checkpoint
 MARK = ".zerofx"
 _MARK_TEXT = b"zerofx: the files of this directory are zerofx's, and it may remove them\n"
 _SAVING = re.compile(r"saving-[0-9a-f]{8}")
-# What a snapshot is made of; a file server keeps deleted files as .nfs*.
+# The files of a snapshot; a file server keeps deleted files as .nfs*.
 _OURS = re.compile(
     rf"__\d+_\d+{re.escape(DEFAULT_SUFFIX)}|{re.escape(INDEX)}(\.tmp)?|{re.escape(VALUES)}"
     rf"|{re.escape(MANIFEST)}|{re.escape(MARK)}|\.nfs\w+"
@@ -52,46 +52,46 @@ _OURS = re.compile(
 
 
 def check_call(call: str, path: object) -> None:
-    """Raise unless a function was given a path where it takes one; `call` is the right call.
+    """Check that a function was given a path where it expects one; `call` is the correct call.
 
     Raises:
         ArgumentError: it is something else, such as the model.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(
-            f"{call.partition('(')[0]} was given a {type(path).__name__} where it takes a path. "
+            f"{call.partition('(')[0]} was given a {type(path).__name__} instead of a path. "
             f"Call {call}"
         )
 
 
 def place(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a snapshot; through a link, of what it points to."""
+    """Return the absolute path of a snapshot, with links resolved."""
     return Path(os.path.realpath(folder))
 
 
 def beside(folder: Path, role: str) -> Path:
-    """Return the hidden name next to a snapshot that something of this role has."""
+    """Return the hidden path next to a snapshot for a role, such as "new" or "lock"."""
     return folder.parent / f".{folder.name}.{role}"
 
 
 # -- before the first byte ------------------------------------------------------------------------
 def check_place(folder: Path) -> None:
-    """Raise unless a snapshot may be published here: what is in the way is one, or is empty.
+    """Check that a snapshot may be published here: nothing, a snapshot, or an empty directory.
 
     Raises:
-        SnapshotError: says what is in the way, and what to give instead.
+        SnapshotError: says what has the name, and what to give instead.
     """
     while True:
         before = _number(folder)
         try:
             return _check_what_is_there(folder)
         except (SnapshotError, FileNotFoundError):
-            if _number(folder) == before:  # else another save has just published here: look again
+            if _number(folder) == before:  # otherwise another save has just published: look again
                 raise
 
 
 def _number(path: Path) -> int | None:
-    """Return the number by which the file system knows what has this name; None for nothing."""
+    """Return the inode number of a path; None if nothing has this name."""
     try:
         return os.lstat(path).st_ino
     except FileNotFoundError:
@@ -116,18 +116,18 @@ def _check_what_is_there(folder: Path) -> None:
 
 
 def _check_names(folder: Path) -> None:
-    """Raise if something of a user's has a name that a save uses for a moment."""
+    """Check that no file or directory of the user has a name that a save uses temporarily."""
     for role in ("new", "old"):
         left = beside(folder, role)
         if os.path.lexists(left) and not is_ours(left) and not _is_empty(left):
             raise SnapshotError(
-                f"{left} is in the way: a save uses this name for a moment, and zerofx did not "
+                f"{left} is in the way: a save needs this name temporarily, and zerofx did not "
                 "make this one. Move it, or save to another name"
             )
 
 
 def is_mount(path: Path) -> bool:
-    """Return whether something is mounted at a path, be it from the same file system."""
+    """Return whether something is mounted at a path, even from the same file system."""
     if os.path.ismount(path):
         return True
     try:
@@ -139,19 +139,19 @@ def is_mount(path: Path) -> bool:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raise if this user may not rename or empty a directory that a save would replace."""
+    """Check that this user may rename and empty a directory that a save would replace."""
     found, parent = folder.stat(), folder.parent.stat()
     me = os.geteuid()
     is_sticky = parent.st_mode & stat.S_ISVTX and me not in (0, found.st_uid, parent.st_uid)
     if is_sticky or not os.access(folder, os.W_OK | os.X_OK):
         raise SnapshotError(
-            f"{folder} is of user {found.st_uid}, and user {me} may not replace it. Save to "
+            f"{folder} belongs to user {found.st_uid}, and user {me} may not replace it. Save to "
             "another directory, or change its owner"
         )
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise if the file system that `folder` is on has too little space, with both numbers.
+    """Check that the file system of `folder` has enough space.
 
     Raises:
         SnapshotError: says how much is needed and how much is free.
@@ -159,16 +159,16 @@ def check_space(folder: Path, num_bytes: int) -> None:
     free = free_bytes(folder)
     if num_bytes > free:
         raise SnapshotError(
-            f"{folder}: the save takes at least {format_bytes(num_bytes)}, and "
+            f"{folder}: the save needs at least {format_bytes(num_bytes)}, but "
             f"{format_bytes(free)} are free. Free space there, or save to another file system"
         )
 
 
 # -- writing --------------------------------------------------------------------------------------
 class SavePlace:
-    """A new hidden directory to write into, and the lock of the place that it is for.
+    """A new hidden directory to write into, and the lock of the place for which it is.
 
-    parent: where both lie. name: what both are called after.
+    parent: the folder of both. name: the name from which both names are derived.
     """
 
     def __init__(self, parent: Path, name: str, what: Path) -> None:
@@ -177,7 +177,7 @@ class SavePlace:
         self.path = beside(self._named, f"saving-{secrets.token_hex(4)}")
 
     def make(self) -> Path:
-        """Remove what interrupted writers left behind, and make the directory."""
+        """Remove remains of interrupted writers, and make the directory."""
         for left in _saving(self._named):
             discard(left)
         self.path.mkdir()
@@ -185,17 +185,17 @@ class SavePlace:
         return self.path
 
     def check(self) -> None:
-        """Raise if this process no longer has the lock."""
+        """Check that this process still holds the lock."""
         self._lock.check()
 
     def close(self) -> None:
-        """Remove what was not published, and give the lock back."""
+        """Remove what was not published, and release the lock."""
         discard(self.path)
         self._lock.release()
 
 
 def begin(folder: Path) -> SavePlace:
-    """Lock the place of a save, tidy up after interrupted ones, and return where to write."""
+    """Lock the place of a save, tidy up after interrupted ones, and return the new directory."""
     check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = SavePlace(folder.parent, folder.name, folder)
@@ -236,16 +236,16 @@ def _is_empty(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a directory of zerofx's that is no longer read; only log if that fails.
+    """Remove a directory of zerofx that is no longer read; if that fails, only log it.
 
-    What zerofx did not write is kept under a name that shows. The manifest goes first, so that
-    what is left is never taken for a snapshot, and the mark last.
+    Files that zerofx did not write are kept, under a name that is not hidden. The manifest is
+    removed first, so that the rest is never taken for a snapshot, and the mark last.
     """
     if not os.path.lexists(folder):
         return
     try:
         if not is_ours(folder):
-            if _is_empty(folder):  # a writer was killed before its mark was there, or after
+            if _is_empty(folder):  # a writer was killed before it wrote the mark or after removal
                 os.rmdir(folder)
             return
         others = _remove_ours(folder)
@@ -254,7 +254,7 @@ def discard(folder: Path) -> None:
             os.rename(folder, kept)
             (kept / MARK).unlink(missing_ok=True)
             log.warning(
-                "%s: zerofx did not write %s, which lay in a snapshot that a save replaced. It is "
+                "%s: zerofx did not write %s, which was in a snapshot that a save replaced. It is "
                 "now in %s", folder, ", ".join(others[:6]), kept,
             )  # fmt: skip
             return
@@ -266,13 +266,13 @@ def discard(folder: Path) -> None:
 
 
 def _remove_ours(folder: Path) -> list[str]:
-    """Remove all but the mark; return what zerofx did not write, which stays."""
-    is_new = _SAVING.search(folder.name) is not None  # all that lies in there is ours
+    """Remove everything but the mark and files that zerofx did not write; return the latter."""
+    is_new = _SAVING.search(folder.name) is not None  # everything in it is ours
     names = sorted(os.listdir(folder), key=lambda name: name != MANIFEST)
     others = []
     if (folder / MARK).is_file():
         names.remove(MARK)
-    else:  # an older zerofx wrote it: the manifest is its mark
+    else:  # written by an older zerofx: the manifest is its mark
         names.append(names.pop(0))
     for name in names:
         path = folder / name
@@ -294,7 +294,7 @@ def _kept(folder: Path) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and see it on disk."""
+    """Write a small file, and sync it to disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -302,7 +302,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """See a file that is written on disk, or of a directory its entries."""
+    """Sync a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -311,9 +311,9 @@ def sync_file(path: Path) -> None:
 
 
 def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
-    """Raise unless all files that the manifest names are there, before another save is given up.
+    """Check that all files named by the manifest exist, before another save is given up for them.
 
-    A process that does not know of locks may have removed them.
+    A process that does not respect locks may have removed them.
 
     Raises:
         SnapshotError: names the file.
@@ -328,7 +328,7 @@ def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
 
 
 def publish(written: Path, folder: Path) -> None:
-    """Put a complete directory in the place of `folder`."""
+    """Rename a complete directory to `folder`, replacing the previous snapshot."""
     sync_file(written)
     new, old = beside(folder, "new"), beside(folder, "old")
     os.rename(written, new)

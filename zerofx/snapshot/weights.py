@@ -1,6 +1,6 @@
-"""load_weights: from files of many formats into the shards, wherever these live, part by part.
+"""load_weights: from files of many formats directly into the shards, wherever they live.
 
-`load` of a checkpoint of another library takes the same steps, for optimizer states too.
+`load` of a checkpoint of another library takes the same steps, also for optimizer states.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ log = logging.getLogger("zerofx")
 
 Name = str | tuple[str, int]
 Names = Mapping[str, Name] | Callable[[str], Name | None] | None
-_AT_ONCE_BYTES = 8 << 20  # of a file, where short ranges of a tensor are read together
-_GAP_BYTES = 64 << 10  # what lies between two of them is read, rather than skipped, up to here
-_ADAPTER = "adapter_model"  # how PEFT's files are called
+_AT_ONCE_BYTES = 8 << 20  # short ranges of a tensor are read together, up to this size
+_GAP_BYTES = 64 << 10  # gaps between such ranges are read rather than skipped, up to this size
+_ADAPTER = "adapter_model"  # the name of PEFT's files
 _SAVED_MODULES = "modules_to_save"
-# Options that say how an optimizer computes, not what: those of the given one are kept.
+# Options that affect how an optimizer computes, not the result: those of the given one are kept.
 _OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "step"})
-# Options by which kinds of optimizers, and so their states, are told apart.
+# Options that distinguish kinds of optimizers, and so their states.
 _TELLING = ("betas", "momentum")
 
 
 class Keys(NamedTuple):
-    """What a load has left alone, as torch's load_state_dict returns it."""
+    """The keys that a load left alone, as returned by torch's load_state_dict."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -60,28 +60,28 @@ def load_weights(
 ) -> Keys:
     """Load parameters and buffers from a checkpoint; a collective call, all ranks make it.
 
-    Every rank reads from the files only what it owns, and that in parts of a few MiB, straight to
-    where it lives: no host ever holds the model, or a whole tensor. Values are cast to the model's
-    formats. Everything is checked on all ranks before anything is changed. No file is run.
+    Every rank reads only what it owns, in parts of a few MiB and directly into its final memory: no
+    host ever holds the model, or a whole tensor. Values are cast to the model's formats. Everything
+    is checked on all ranks before anything is changed. No file is executed.
 
     source: safetensors (a file, an index, or the directory of a Hugging Face model or of
-        `zerofx.export`), a PEFT adapter, a file of torch.save, or a folder of DeepSpeed (ZeRO or
-        universal), of torch.distributed.checkpoint (FSDP2), or of Megatron (torch_dist). What it is
-        is found out. All ranks need to see it. See docs/checkpoints.md.
-    strict: the files must have the names of the model and no others. Of a shared parameter one of
-        its names is enough.
-    names: a mapping or a function from the model's names to those in the files, if they differ. A
-        pair (name, i) is slice i of a tensor in which layers are stacked. None leaves one alone.
+        `zerofx.export`), a PEFT adapter, a torch.save file, or a folder of DeepSpeed (ZeRO or
+        universal), torch.distributed.checkpoint (FSDP2), or Megatron (torch_dist). The format is
+        detected. All ranks must be able to read it. See docs/checkpoints.md.
+    strict: the files must have exactly the names of the model. For a shared parameter, one of its
+        names is enough.
+    names: a mapping or function from the model's names to those in the files, if they differ. A
+        pair (name, i) is slice i of a tensor of stacked layers. None leaves a tensor alone.
 
     Raises:
-        SnapshotError: names or shapes differ, or a file is not whole; names file and tensor.
+        SnapshotError: names or shapes differ, or a file is damaged; names file and tensor.
         DesyncError: a rank did not make this call; names it.
     """
     check_call("zerofx.load_weights(model, source)", source)
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
-            f"{source}: load_weights takes what zerofx.compile returned, and this is a plain "
-            f"{type(model).__name__}; use safetensors.torch.load_model"
+            f"{source}: load_weights needs a model that zerofx.compile returned, but this is a "
+            f"plain {type(model).__name__}; use safetensors.torch.load_model"
         )
     check_names(names)
     path = Path(os.path.abspath(source))
@@ -93,7 +93,7 @@ def load_weights(
 
 
 def check_names(names: object) -> None:
-    """Raise unless `names` says how names of the model are written in the files.
+    """Check that `names` maps names of the model to those in the files.
 
     Raises:
         ArgumentError: it is something else.
@@ -109,7 +109,7 @@ def names_of(world: World, source: str | os.PathLike[str], model: nn.Module) -> 
     """Return the names of all tensors that a checkpoint has for a model; a collective call.
 
     Raises:
-        SnapshotError: there are none for some rank, or a file is not whole.
+        SnapshotError: some rank finds none, or a file is damaged.
     """
     path = Path(os.path.abspath(source))
     job = _Look(path, _all_names(model))
@@ -118,20 +118,20 @@ def names_of(world: World, source: str | os.PathLike[str], model: nn.Module) -> 
 
 
 def _all_names(model: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers, of shared ones all."""
+    """Return the names of parameters and buffers, including all names of shared ones."""
     both = model.named_parameters, model.named_buffers
     return [name for each in both for name, _ in each(remove_duplicate=False)]
 
 
 class _Files:
-    """The files at a place, open on this rank."""
+    """The files at a path, open on this rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: OpenCheckpoint | None = None
 
     def _open(self, wanted: Collection[str]) -> list[tuple[str, str]]:
-        """Open the files; return what they have."""
+        """Open the files; return their content, which must be equal on all ranks."""
         self._opened = open_source(place(self._path), wanted)
         entries = self._source.entries
         return [
@@ -140,7 +140,7 @@ class _Files:
         ]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -152,7 +152,7 @@ class _Files:
 
 
 class _Look(_Files):
-    """A look at the names of the tensors."""
+    """A read of the names of the tensors only."""
 
     names: list[str]
 
@@ -161,22 +161,22 @@ class _Look(_Files):
         self._wanted = wanted
 
     def open(self) -> list[tuple[str, str]]:
-        """Open the files; return what they have."""
+        """Open the files; return their content, which must be equal on all ranks."""
         return self._open(self._wanted)
 
     def check(self) -> None:
-        """Take the names of what was there when every rank had opened its files."""
+        """Keep the names that the files had when every rank had opened them."""
         self._source.check_current()
         self.names = list(self._source.entries)
 
     def fill(self) -> None:
-        """Change nothing: a look reads no values."""
+        """Do nothing: a look reads no values."""
 
 
 class Fill(_Files):
     """One rank's part of a load: check, which changes nothing, and fill.
 
-    optimizers: whose states are loaded too.
+    optimizers: those whose states are loaded too.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Fill(_Files):
 
     # -- names ------------------------------------------------------------------------------------
     def _in_files(self, name: str, adapter: str | None) -> Name | None:
-        """Return how a name of the model is written in the files; None if it is not there."""
+        """Return the name in the files of a name of the model; None if it is not there."""
         if callable(self._names):
             return self._names(name)
         if self._names is not None:
@@ -206,24 +206,24 @@ class Fill(_Files):
         return name if adapter is None else _in_adapter(name, adapter)
 
     def _adapter(self) -> str | None:
-        """Return the model's adapter that the files are of, if they are of one."""
+        """Return the adapter of the model to which the files belong; None if to no adapter."""
         if not self._is_adapter or self._names is not None:
             return None
         adapters = getattr(self._model, "peft_config", None)
         if not isinstance(adapters, dict) or not adapters:
             raise SnapshotError(
-                f"{self._path} is a PEFT adapter, and {type(self._model).__name__} has none. Give "
-                "the model its adapters before zerofx.compile: peft.get_peft_model(model, config)"
+                f"{self._path} is a PEFT adapter, but {type(self._model).__name__} has none. Add "
+                "the adapters before zerofx.compile: peft.get_peft_model(model, config)"
             )
         if len(adapters) > 1 and "default" not in adapters:
             raise SnapshotError(
-                f"{self._path} is a PEFT adapter, and the model has {', '.join(adapters)}. Say "
-                "which by names=, a function from the model's names to those in the files"
+                f"{self._path} is a PEFT adapter, but the model has {', '.join(adapters)}. Choose "
+                "one by names=, a function from the model's names to those in the files"
             )
         return "default" if "default" in adapters else str(next(iter(adapters)))
 
     def open(self) -> list[tuple[str, str]]:
-        """Open the files; return what they have."""
+        """Open the files; return their content, which must be equal on all ranks."""
         self._is_adapter = _is_adapter(self._path)
         adapter = self._adapter()
         self._wanted: dict[str, tuple[str, int | None]] = {}
@@ -237,8 +237,8 @@ class Fill(_Files):
     def check(self) -> None:
         """Find every parameter and buffer in the files.
 
-        Files that are still there now were there when the last rank had opened its own, so all
-        ranks have the same ones. What `open` returns is alike for all exports of one model.
+        Files that are still in place now were so when the last rank had opened its own, so all
+        ranks have the same files. The result of `open` alone is equal for all exports of a model.
         """
         self._source.check_current()
         self._found.clear()
@@ -270,7 +270,7 @@ class Fill(_Files):
         ]
         hint = ""
         if self._strict and (self.keys.missing_keys or self.keys.unexpected_keys):
-            hint = "; strict=False leaves such names alone"
+            hint = "; strict=False ignores such names"
             differ += [f"{name} is only in the model" for name in self.keys.missing_keys]
             differ += [f"{name} is only in the files" for name in self.keys.unexpected_keys]
         if differ:
@@ -286,7 +286,7 @@ class Fill(_Files):
         log.info("zerofx: %s is a %s", self._path, self._source.found)
 
     def _ranges(self, name: str, entry: StoredTensor) -> Iterable[Range]:
-        """Return the flat elements that this rank reads of a tensor."""
+        """Return the flat elements of a tensor that this rank reads."""
         if name in self._store.params:
             return self._store.pieces[name].ranges
         return [(0, math.prod(entry.shape))]
@@ -294,7 +294,7 @@ class Fill(_Files):
     # -- fill -------------------------------------------------------------------------------------
     @torch.no_grad()
     def fill(self) -> None:
-        """Read what this rank owns; gradients that no_sync has summed before are dropped."""
+        """Read what this rank owns, and drop gradients that no_sync has accumulated before."""
         try:
             for name, entry in self._found.items():
                 if name in self._store.params:
@@ -325,7 +325,7 @@ class Fill(_Files):
 
 
 def _fill(local: Tensor, ranges: Iterable[Range], entry: StoredTensor) -> None:
-    """Fill a flat tensor with these ranges of an entry, one after another."""
+    """Fill a flat tensor with consecutive ranges of an entry."""
     at = 0
     for near in _neighbours(ranges, entry.dtype.itemsize):
         starts = [start for start, _ in near]
@@ -343,9 +343,9 @@ def _fill(local: Tensor, ranges: Iterable[Range], entry: StoredTensor) -> None:
 
 
 def _neighbours(ranges: Iterable[Range], itemsize: int) -> Iterator[list[Range]]:
-    """Divide ranges into those that are read in one go, with what lies between them.
+    """Group ranges that are read at once, including the gaps between them.
 
-    Of a parameter that is cut over a tensor axis a rank may have a part of every row.
+    If a parameter is cut over the tensor axis, a rank may have a part of every row.
     """
     near: list[Range] = []
     for start, stop in ranges:
@@ -374,10 +374,10 @@ class _States:
     ) -> None:
         """Find the states of every parameter that the optimizer has.
 
-        names: from how they are written in the files, and the slice, to the model's.
+        names: from (name in the files, slice) to the name in the model.
 
         Raises:
-            SnapshotError: there are none, or they are of another kind of optimizer.
+            SnapshotError: there are none, or they belong to another kind of optimizer.
         """
         saved, optimizer = source.optimizer, self._optimizer
         kind = type(optimizer).__name__
@@ -419,14 +419,14 @@ class _States:
         state.optimizer_targets(self._store, optimizer, self._saved, for_plan=True)
 
     def _check_alike(self, what: str, keys: Mapping[str, set[str]]) -> None:
-        """Raise unless all parameters have the same states, step counts among them."""
+        """Check that all parameters have the same states, including step counts."""
         kinds = {key for held in keys.values() for key in held}
-        if "exp_avg_sq" in kinds:  # whoever keeps it counts steps
+        if "exp_avg_sq" in kinds:  # every optimizer with this state counts steps
             kinds.add("step")
         for name, held in sorted(keys.items()):
             for key in sorted(kinds - held):
                 raise SnapshotError(
-                    f"{what}: {name} has no {key}, as the state of an optimizer that has "
+                    f"{what}: {name} has no {key}, but other states of the optimizer are "
                     f"{', '.join(sorted(kinds))}"
                 )
 
@@ -437,14 +437,14 @@ class _States:
                   and v.ndim}  # fmt: skip
         if shaped and param.ndim and shaped != tensors.keys():
             raise SnapshotError(
-                f"{what}: {name} has the states {', '.join(sorted(tensors))}, and "
+                f"{what}: {name} has the states {', '.join(sorted(tensors))}, but "
                 f"{type(self._optimizer).__name__} has {', '.join(sorted(shaped))}. Give the kind "
                 "of optimizer that was saved"
             )
         for key, entry in tensors.items():
             if math.prod(entry.shape) != math.prod(param.shape):
                 raise SnapshotError(
-                    f"{what}: {key} of {name} is {describe(entry)}, and the parameter "
+                    f"{what}: {key} of {name} is {describe(entry)}, but the parameter is "
                     f"{list(param.shape)}"
                 )
             for near in _neighbours(self._store.pieces[name].ranges, entry.dtype.itemsize):
@@ -457,10 +457,11 @@ class _States:
         members: Iterable[str],
         options: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Any]:
-        """Return a group's options: those that were saved, and the given ones where none were.
+        """Return a group's options: the saved ones, and the given ones that were not saved.
 
         Raises:
-            SnapshotError: its parameters were saved with different ones, or those of another kind.
+            SnapshotError: its parameters were saved with different options, or with those of
+                another kind of optimizer.
         """
         given = {k: v for k, v in self._optimizer.param_groups[number].items() if k != "params"}
         found: dict[str, Any] = {}
@@ -474,7 +475,7 @@ class _States:
                 if (key in options[name]) != (key in given):
                     has = "has" if key in options[name] else "lacks"
                     raise SnapshotError(
-                        f"{what} {has} {key} for {name}, so its optimizer was no {kind}. Give the "
+                        f"{what} {has} {key} for {name}, so its optimizer was not {kind}. Give the "
                         "kind of optimizer that was saved"
                     )
             if told_by and kept != found:
@@ -508,7 +509,7 @@ class _States:
 
 
 def _as_state(value: Any) -> Any:
-    """Return a number as optimizers keep it: a tensor of its own, which steps count up."""
+    """Return a number in the form of optimizers: a tensor of its own, which steps increment."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.tensor(float(value))
     return value.clone() if isinstance(value, Tensor) else value
@@ -516,14 +517,14 @@ def _as_state(value: Any) -> Any:
 
 # -- PEFT ------------------------------------------------------------------------------------------
 def _is_adapter(path: Path) -> bool:
-    """Return whether there is an adapter, and no whole model, at a path."""
+    """Return whether a path holds an adapter and no whole model."""
     if path.is_dir():
         return any(path.glob(f"{_ADAPTER}.*")) and not any(path.glob("model*.safetensors"))
     return path.name.startswith(f"{_ADAPTER}.")
 
 
 def _in_adapter(name: str, adapter: str) -> str | None:
-    """Return what PEFT calls a parameter in the file of an adapter; None for the base model's."""
+    """Return PEFT's name of a parameter in an adapter file; None if it is of the base model."""
     words = name.split(".")
     if adapter not in words:
         return None

@@ -1,7 +1,8 @@
 """States of optimizers that step whole parameters: tensors of any shape, in nested containers.
 
-In a snapshot each tensor is one entry, and the containers are kept with numbers in their place. So
-Shampoo's preconditioners or SOAP's lists of bases are saved by their owner and loaded by another.
+In a snapshot, each tensor is one entry, and the containers are kept with numbers in place of their
+tensors. In this way, Shampoo's preconditioners or SOAP's lists of bases are saved by their owner
+and can be loaded by another rank.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from zerofx.errors import SnapshotError
 from zerofx.runtime.store.shards import ShardStore
 from zerofx.runtime.store.whole_updates import needs_whole, updates_of
 
-_NUMBER = "zerofx.tensor"  # marks what stands in a tensor's place: {this: number, shape, dtype}
+_NUMBER = "zerofx.tensor"  # the key that marks a tensor's place: {this: number, shape, dtype}
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Have all states with their owners; a collective call."""
+    """Bring all states to their owners; a collective call."""
     updates = updates_of(optimizer)
     if updates is not None:
         updates.settle(optimizer)
 
 
 def states_here(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the states that this rank is to save, by parameter."""
+    """Return the states that this rank has to save, by parameter."""
     world = store.world
     is_sharded = updates_of(optimizer) is not None
     if world.replicate_rank if is_sharded else world.rank:
-        return {}  # another rank has the same
+        return {}  # another rank saves the same states
     return {
         name: dict(optimizer.state[param])
         for name, param in store.params.items()
@@ -49,13 +50,13 @@ def options_here(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def is_owned(optimizer: Optimizer, param: Tensor) -> bool:
-    """Tell whether this rank keeps the states of a parameter."""
+    """Return whether this rank keeps the states of a parameter."""
     updates = updates_of(optimizer)
     return updates is None or updates.owns(optimizer, param)
 
 
 def taken_apart(states: Any) -> tuple[Any, list[Tensor]]:
-    """Return nested states with numbers in place of tensors, and the tensors."""
+    """Return nested states with numbers in place of tensors, and the list of tensors."""
     found: list[Tensor] = []
 
     def take(value: Any) -> Any:
@@ -92,7 +93,7 @@ def _over_parts(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def numbered(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return {parameter: {number: tensor}} of states by parameter."""
+    """Return {parameter: {number: tensor}} for states by parameter."""
     found = {name: taken_apart(held)[1] for name, held in states.items()}
     return {
         name: {str(number): tensor for number, tensor in enumerate(tensors)}
@@ -104,9 +105,9 @@ def numbered(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 def targets(
     store: ShardStore, optimizer: Optimizer, saved: Mapping[str, Any], for_plan: bool
 ) -> dict[str, dict[str, Tensor]]:
-    """Return {parameter: {number: tensor to load into}} of the states that belong to this rank.
+    """Return {parameter: {number: tensor to load into}} for the states that belong to this rank.
 
-    for_plan: they have their form alone, and no memory.
+    for_plan: the tensors have a shape but no memory.
     """
     found: dict[str, dict[str, Tensor]] = {
         name: {
@@ -140,7 +141,7 @@ def loaded(
     saved: Mapping[str, Any],
     filled: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the states that belong to this rank, by parameter, from tensors that were filled."""
+    """Return the states that belong to this rank, by parameter, built from the filled tensors."""
     found = {
         name: put_together(saved["whole"][name], lambda number, *_, n=name: filled[n][str(number)])
         for name, _ in _here(store, optimizer, saved["whole"])
@@ -158,7 +159,7 @@ def _here(
 
 
 def check_kept_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise if whole states were saved and the optimizer is not one that takes them.
+    """Check that the optimizer accepts whole states if such were saved.
 
     Raises:
         SnapshotError: names the optimizer and the fix.

@@ -34,7 +34,7 @@ def test_an_engine_that_is_closed(tmp_path: Path, disk: Disk) -> None:
         closer.join(30)
         assert not closer.is_alive() and threading.active_count() == before
         assert torch.equal(read.wait(), x)  # what was submitted has ended
-        with pytest.raises(NvmeError, match="the engine is closed; make another"):
+        with pytest.raises(NvmeError, match="the engine is closed; create another"):
             file.submit_read(x)
         engine.close()
 
@@ -62,7 +62,7 @@ def test_files_do_not_follow_a_fork(file: Any) -> None:
         try:
             file.submit_read(torch.ones(10))
         except NvmeError as error:
-            os._exit(0 if "do not follow a fork" in str(error) else 2)
+            os._exit(0 if "do not survive a fork" in str(error) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     file.read(torch.ones(10))

@@ -38,7 +38,9 @@ def left_behind(home: Path) -> Path:
 def test_a_folder_is_made_if_only_it_is_missing(tmp_path: Path) -> None:
     assert nvme.prepare(tmp_path / "new") == tmp_path / "new"
     assert (tmp_path / "new").is_dir()
-    with pytest.raises(NvmeError, match=r"far/away: neither it nor .*far exists; make the folder"):
+    with pytest.raises(
+        NvmeError, match=r"far/away: neither it nor .*far exists; create the folder"
+    ):
         nvme.prepare(tmp_path / "far" / "away")
     assert not (tmp_path / "far").exists()
 

@@ -43,7 +43,7 @@ def test_what_was_kept_can_be_opened(kept: Any, store_engine: Any) -> None:
     with nvme.NvmeStore.open(path, engine=store_engine) as store:
         for name, x in data.items():
             assert torch.equal(store.read(name, torch.empty_like(x)).wait(), x)
-        with pytest.raises(NvmeError, match="open for reading; a cannot be written"):
+        with pytest.raises(NvmeError, match="open for reading only; a cannot be written"):
             store.write("a", data["a"])
     assert path.exists()
 

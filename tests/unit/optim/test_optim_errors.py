@@ -52,7 +52,7 @@ def test_groups_by_name_of_shards() -> None:
     [
         ([{"names": "norm.*"}], r"group 0: 'norm.\*' names none of the 5 parameters; the nearest"),
         ([{"names": ["*.bias", "0.wieght"]}], "'0.wieght' names none .* nearest are 0.weight"),
-        ([{"names": "*"}, {"names": "0.*"}], "group 1: all parameters .* in groups before it"),
+        ([{"names": "*"}, {"names": "0.*"}], "group 1: all parameters .* in earlier groups"),
     ],
 )
 def test_a_group_that_names_nothing(groups: list[dict[str, Any]], message: str) -> None:
@@ -99,7 +99,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Lamb", {"eps": -1.0}, "Invalid epsilon value: -1.0"),
     ("Lamb", {"eps": 0.0}, "eps is 0.0"),
     ("Lamb", {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-    ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff is 2.0 and max_coeff 1.0"),
+    ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff is 2.0 and max_coeff is 1.0"),
 ]
 
 

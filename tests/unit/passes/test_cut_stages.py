@@ -139,7 +139,7 @@ def test_what_cannot_be_cut_is_named() -> None:
         capture_of(Skipping(), ids, 2, ["block.2"])
     with pytest.raises(PlanError, match="must grow"):
         capture_of(Skipping(), ids, 3, ["blocks.2", "blocks.1"])
-    with pytest.raises(PlanError, match="cuts has 2 modules and pipeline is 2"):
+    with pytest.raises(PlanError, match="cuts has 2 modules, but pipeline is 2"):
         capture_of(Skipping(), ids, 2, ["blocks.1", "blocks.2"])
     with pytest.raises(PlanError, match="contradicts pipeline = 1"):
         zerofx.Plan(parallel={"micro_batches": 4})

@@ -276,16 +276,16 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
     [
         ({"parallel": {"tensor": 0}}, "Plan.parallel.tensor"),
         ({"parallel": {"tensors": 2}}, "tensor"),
-        ({"parallel": {"sequence": True}}, "set tensor, or drop sequence"),
-        ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' in groups"),
-        ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not go with tiling yet"),
+        ({"parallel": {"sequence": True}}, "Set tensor, or drop sequence"),
+        ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' for groups"),
+        ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
         (
             {"parallel": {"pipeline": 2}, "offload": {"optimizer": "cpu"}},
-            "does not go with offload",
+            "does not support offload",
         ),
         (
             {"parallel": {"tensor": 2}, "sparse_gradients": True},
-            "does not go with sparse_gradients",
+            "does not support sparse_gradients",
         ),
     ],
 )

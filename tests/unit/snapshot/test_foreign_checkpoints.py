@@ -147,7 +147,7 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     one = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for optimizer, text in (
-        (sgd, "so its optimizer was no SGD"),
+        (sgd, "so its optimizer was not SGD"),
         (one, r"up.weight and up.bias were saved with weight_decay = 0.1 and 0.0, and are both"),
     ):
         with pytest.raises(SnapshotError, match=text) as caught:
@@ -570,7 +570,7 @@ def test_adapters_by_the_names_of_peft(tmp_path: Path) -> None:
     assert zerofx.load_weights(other, tmp_path / "adapter_model.safetensors") == ([], [])
     plain, _ = compiled()
     with pytest.raises(
-        SnapshotError, match=r"is a PEFT adapter, and .*Net has none. Give the model"
+        SnapshotError, match=r"is a PEFT adapter, but .*Net has none. Add the adapters"
     ):
         zerofx.load_weights(plain, tmp_path)
     del saved["base_model.fc.lora_B.weight"]

@@ -130,7 +130,7 @@ def test_files_that_are_not_whole(tmp_path: Path, weights: Path) -> None:
     refused("no safetensors file, or is damaged: it is truncated or not JSON")
     header = json.dumps({"w": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
-    refused("w.dtype is 'F31', and should be one of 'F64'")
+    refused("w.dtype is 'F31', but should be one of 'F64'")
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
     refused(r"w of torch.float32 \[2\] has 4 bytes")

@@ -58,9 +58,11 @@ def test_another_optimizer(tmp_path: Path) -> None:
 
     zerofx.save(tmp_path / "save", *linear(make))
     refused(
-        tmp_path / "save", linear(make, torch.optim.AdamW), "has the state of SGD, but was given"
+        tmp_path / "save",
+        linear(make, torch.optim.AdamW),
+        "has the state of SGD, but AdamW was given",
     )
-    refused(tmp_path / "save", linear(make, groups=2), "SGD has 2 groups, the save 1")
+    refused(tmp_path / "save", linear(make, groups=2), "SGD has 2 groups, but the save has 1")
     model, _ = linear(make)
     some = torch.optim.SGD([model.weight], lr=0.1)
     refused(tmp_path / "save", (model, some), "group 0 of SGD has other parameters", "bias")

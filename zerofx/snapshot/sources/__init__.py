@@ -1,9 +1,9 @@
-"""What weights and optimizer states are read from: the formats of others, each streamed.
+"""Sources of weights and optimizer states: the formats of other libraries, each of them streamed.
 
-recognise.py      what lies at a path
-source.py         a checkpoint that is open, and its tensors
+recognise.py      the format of the files at a path
+source.py         an open checkpoint and its tensors
 tensor_files.py   safetensors
 torch_files.py    torch.save
-zero_files.py     DeepSpeed: ZeRO, and universal
-chunk_files.py    torch.distributed.checkpoint: FSDP2's folders, and Megatron's
+zero_files.py     DeepSpeed: ZeRO and universal
+chunk_files.py    torch.distributed.checkpoint: folders of FSDP2 and Megatron
 """

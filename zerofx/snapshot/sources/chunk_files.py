@@ -1,13 +1,13 @@
-"""Folders of torch.distributed.checkpoint, which FSDP2 writes, and Megatron as `torch_dist`.
+"""Folders of torch.distributed.checkpoint, which FSDP2 and Megatron (`torch_dist`) write.
 
-The index `.metadata` says of every tensor in which boxes it was cut and where in which file each of
-these lies, as a torch.save of its own. Names are those of a nested state dict, joined by dots:
+The index `.metadata` lists the boxes into which every tensor was cut, and the place of each box in
+a file, where it is stored with torch.save. Names are those of a nested state dict, joined by dots:
 
     {"model": ..., "optim": ...}    model.<name>, optim.state.<name>.exp_avg, optim.param_groups...
     torchtitan, Accelerate, ...     other words in front, or none
     Megatron                        <name>, optimizer.state.exp_avg.<name>
 
-Which words stand in front is found by the names that the model has.
+The words in front are found by the names that the model has.
 
 Source: torch 2.13, distributed/checkpoint; megatron-core 0.16, dist_checkpointing.
 """
@@ -41,7 +41,7 @@ from zerofx.snapshot.sources.source import Entry, OpenCheckpoint, StoredTensor, 
 from zerofx.snapshot.sources.torch_files import Inert, plain, read_torch_file, stand_in
 from zerofx.snapshot.target import INDEX
 
-# Folders in one folder that are read as one: those that Accelerate writes.
+# Folders within one folder that are read as one: those that Accelerate writes.
 PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 _COMMON = "common.pt"  # what of Megatron's is no tensor
 _STATE, _GROUPS = "state.", "param_groups."
@@ -51,7 +51,7 @@ _FIRST = ("", "model.", "module.", "state_dict.", "model_state_dict.", "app.mode
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a tensor, and where it lies."""
+    """One box of a tensor, and its place in a file."""
 
     held: HeldFiles
     file: Path
@@ -63,7 +63,7 @@ class Chunk:
 
     @cached_property
     def entry(self) -> Entry:
-        """What lies there, once its header has been read."""
+        """The stored tensor, once its header has been read."""
         found = read_torch_file(self.held, str(self.file), self.offset, self.length).content
         if not isinstance(found, Entry) or (found.dtype, found.shape) != (self.dtype, self.sizes):
             raise SnapshotError(
@@ -85,7 +85,7 @@ class Boxed:
     def _runs(self, chunk: Chunk, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first flat element, first element of the box, count): runs of a box, in order.
 
-        In a run the elements of the box follow each other in the tensor too.
+        The elements of a run are consecutive both in the box and in the tensor.
         """
         if not math.prod(chunk.sizes):
             return
@@ -96,7 +96,7 @@ class Boxed:
         strides = [math.prod(self.shape[d + 1 :]) for d in range(ndim)]
         base = chunk.offsets[cut] * strides[cut] if ndim else 0
         outer = [range(n) for n in chunk.sizes[:cut]]
-        if outer:  # begin with the first rows that may reach into start:stop
+        if outer:  # begin with the first rows that may overlap start:stop
             first = chunk.offsets[0]
             low = max(start // strides[0] - first, 0)
             high = min(-(-stop // strides[0]) - first, chunk.sizes[0])
@@ -113,13 +113,13 @@ class Boxed:
             number += 1
 
     def check(self, start: int, stop: int) -> None:
-        """Raise unless the files have these elements."""
+        """Check that the files contain these elements."""
         for chunk in self.chunks:
             if any(True for _ in self._runs(chunk, start, stop)):
                 chunk.entry.check(0, 0)
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, values) of the flat elements start:stop, a part at a time."""
+        """Yield (first element, values) of the flat elements start:stop, part by part."""
         for chunk in self.chunks:
             runs = list(self._runs(chunk, start, stop))
             if not runs:
@@ -141,7 +141,7 @@ class Boxed:
 
 
 class ChunkSource(OpenCheckpoint):
-    """A folder with an index, or several of them that Accelerate has put into one."""
+    """A folder with an index, or several such folders that Accelerate has put into one."""
 
     def _found(self) -> dict[str, StoredTensor]:
         self.found = "checkpoint of torch.distributed.checkpoint"
@@ -162,7 +162,7 @@ class ChunkSource(OpenCheckpoint):
         return entries
 
     def _indexed(self, folder: Path) -> dict[str, StoredTensor]:
-        """Return the tensors of one index; note where values lie that are no tensors."""
+        """Return the tensors of one index, and record the places of other values."""
         path = folder / INDEX
         file = self._held.stream(str(path))
         try:
@@ -223,7 +223,7 @@ class ChunkSource(OpenCheckpoint):
             )
         front = (usual or best or [""])[0]
         heads = {name.partition(".")[0] for name in self._wanted}
-        if not best:  # another model: errors are to list its names
+        if not best:  # a checkpoint of another model: errors should list its names
             front = "model." if any(key.startswith("model.") for key in tensors) else ""
             heads = {key.partition(".")[0] for key in tensors if f".{_STATE}" not in f".{key}"}
         return {
@@ -233,7 +233,7 @@ class ChunkSource(OpenCheckpoint):
         }
 
     def _states(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Sort out what belongs to the optimizer; return its copies of weights, in fp32."""
+        """Assign tensors to the optimizer; return its fp32 copies of weights."""
         copies: dict[str, StoredTensor] = {}
         for key, stored in tensors.items():
             for name, state in _state_of(key, self._wanted):
@@ -273,7 +273,7 @@ class ChunkSource(OpenCheckpoint):
         return plain(read_torch_file(self._held, str(file), offset, length).content)
 
     def _take_common(self, path: Path) -> None:
-        """Take steps and options of Megatron's optimizer, which are alike for all parameters."""
+        """Read steps and options of Megatron's optimizer, which are equal for all parameters."""
         content = read_torch_file(self._held, str(path)).content
         if not isinstance(content, dict):
             raise SnapshotError(f"{path} has a {type(content).__name__} and no state")
@@ -293,7 +293,7 @@ class ChunkSource(OpenCheckpoint):
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield every way to part a key in front of a word: ("model.", "fc.weight")."""
+    """Yield every way to split a key before a word: ("model.", "fc.weight")."""
     yield "", key
     for at, letter in enumerate(key):
         if letter == ".":
@@ -301,7 +301,7 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _state_of(key: str, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, state) if a key is that of a state, at most once."""
+    """Yield (parameter, state), at most once, if a key names a state."""
     _, is_there, rest = f".{key}".partition(f".{_STATE}")
     while is_there:
         name, _, state = rest.rpartition(".")
@@ -316,7 +316,7 @@ def _state_of(key: str, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _param_groups(value: Any, depth: int = 0) -> Sequence[dict[str, Any]]:
-    """Return the groups of a state dict, however deep they are in it."""
+    """Return the parameter groups of a state dict, at whatever depth they are."""
     if not isinstance(value, dict) or depth > 3:
         return []
     groups = value.get("param_groups")

@@ -1,4 +1,4 @@
-"""Recognise what lies at a path: whose checkpoint it is, and which reader opens it."""
+"""Recognition of checkpoints: the library that wrote the files at a path, and their reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_source(path: Path, wanted: Collection[str]) -> OpenCheckpoint:
     wanted: the names that the model's tensors should have in it.
 
     Raises:
-        SnapshotError: nothing there is read, or it is damaged.
+        SnapshotError: the path holds no supported format, or a file is damaged.
         Replaced: the files were replaced while they were opened.
     """
     kind, folder = recognise(path) or (TensorSource, path)
@@ -40,10 +40,10 @@ def open_source(path: Path, wanted: Collection[str]) -> OpenCheckpoint:
 
 
 def recognise(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
-    """Return the reader of what lies at a path, and which folder of it to read; None for others.
+    """Return the reader of the files at a path and the folder to read; None for other formats.
 
     Raises:
-        SnapshotError: a file there names a folder that is not there.
+        SnapshotError: a file there names a folder that does not exist.
     """
     if not path.is_dir():
         return _of_file(path)
@@ -60,10 +60,10 @@ def _of_file(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
 
 
 def _pointed(path: Path) -> Path | None:
-    """Return the folder that a pointer names."""
+    """Return the folder that a pointer file names."""
     for name in _POINTERS:
         pointer = path / name
-        if pointer.is_dir():  # the link that zerofx.save(step=...) keeps
+        if pointer.is_dir():  # the link that zerofx.save(step=...) makes
             return pointer
         if not os.path.lexists(pointer):
             continue
@@ -96,7 +96,7 @@ def _of_folder(path: Path) -> tuple[type[OpenCheckpoint], Path] | None:
 
 
 def _has_params(path: Path) -> bool:
-    """Return whether a folder is a universal one of DeepSpeed."""
+    """Return whether a folder is a universal folder of DeepSpeed."""
     with contextlib.suppress(NotADirectoryError, FileNotFoundError):
         return any(
             (path / zero_files.UNIVERSAL / name / "fp32.pt").is_file()

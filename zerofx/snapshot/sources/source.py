@@ -1,6 +1,6 @@
-"""A checkpoint that is read: its tensors by name, each of which gives any range of its elements.
+"""Open checkpoints: their tensors by name, each of which gives any range of its elements.
 
-entry.read(start, stop)      # a tensor that lies in one file, or is joined from parts of others
+entry.read(start, stop)      # a tensor in one file, or joined from parts of several tensors
 source.entries["fc.weight"]  # of an open checkpoint, whose files stay open until it is closed
 """
 
@@ -23,7 +23,7 @@ from zerofx.errors import SnapshotError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
 
 _AT_ONCE_BYTES = 8 << 20
-_SECOND_LOOK_S = 0.1  # after a fault, before files are found to be unchanged
+_SECOND_LOOK_S = 0.1  # after a fault, before files are considered unchanged
 
 
 class StoredTensor(Protocol):
@@ -40,19 +40,19 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def check(self, start: int, stop: int) -> None:
-        """Raise unless the files have the flat elements start:stop, without reading them."""
+        """Check that the files contain the flat elements start:stop, without reading them."""
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, values) of the flat elements start:stop, a part at a time."""
+        """Yield (first element, values) of the flat elements start:stop, part by part."""
 
 
 def describe(stored: StoredTensor) -> str:
-    """Return dtype and shape as errors show them: `float32 [64, 16]`."""
+    """Return dtype and shape for error messages: `float32 [64, 16]`."""
     return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
 
 
 def read_whole(stored: StoredTensor) -> Tensor:
-    """Return all of a small tensor."""
+    """Return the whole of a small tensor."""
     whole = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
     for first, part in stored.read(0, len(whole)):
         whole[first : first + len(part)] = part
@@ -61,9 +61,9 @@ def read_whole(stored: StoredTensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: in which open file, of what kind, and from which byte of that on.
+    """One tensor in an open file: the file, the tensor's form, and the offset of its first byte.
 
-    stride: of a tensor whose rows do not follow each other; it is read whole.
+    stride: set if rows are not consecutive; such a tensor is read whole.
     """
 
     held: HeldFiles
@@ -76,18 +76,18 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """The number of elements that it spans in the file."""
+        """The number of elements that the tensor spans in the file."""
         if self.stride is None or not math.prod(self.shape):
             return math.prod(self.shape)
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
+        """The offset after the tensor's last byte."""
         return self.offset + self.numel * self.dtype.itemsize
 
     def check(self, start: int, stop: int) -> None:
-        """Raise unless the file reaches to the tensor's end.
+        """Check that the file extends to the tensor's end.
 
         Raises:
             SnapshotError: names the file and both offsets.
@@ -100,10 +100,10 @@ class Entry:
             )
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, values) of the flat elements start:stop, a part at a time.
+        """Yield (first element, values) of the flat elements start:stop, part by part.
 
         Raises:
-            SnapshotError: the file has ended before; names it and the offset.
+            SnapshotError: the file ends before; names it and the offset.
         """
         if self.stride is not None:
             if start < stop:
@@ -115,7 +115,7 @@ class Entry:
             yield first, self._bytes(first, min(first + step, stop))
 
     def _bytes(self, first: int, last: int) -> Tensor:
-        """Return elements first:last as they lie in the file."""
+        """Return elements first:last as stored in the file."""
         file = self.held.stream(str(self.path))
         part = torch.empty(last - first, dtype=self.dtype)
         at = self.offset + first * self.dtype.itemsize
@@ -131,9 +131,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Joined:
-    """One tensor whose flat elements are ranges of other tensors, one after another.
+    """One tensor whose flat elements are consecutive ranges of other tensors.
 
-    parts: (tensor, first, last) of each range. What they have after the last element is padding.
+    parts: (tensor, first, last) of each range. Elements after the last one of the shape are
+        padding.
     """
 
     path: Path
@@ -143,12 +144,12 @@ class Joined:
 
     @staticmethod
     def of(parts: Collection[tuple[StoredTensor, int, int]], shape: Collection[int]) -> Joined:
-        """Return what these ranges make up."""
+        """Return the tensor that these ranges form."""
         first = next(iter(parts))[0]
         return Joined(first.path, first.dtype, tuple(shape), tuple(parts))
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, int, int, int]]:
-        """Yield (tensor, first, last, where the tensor's element 0 would be)."""
+        """Yield (tensor, first, last, position that the tensor's element 0 would have)."""
         at = 0
         for stored, first, last in self.parts:
             a, b = max(start, at), min(stop, at + last - first)
@@ -157,12 +158,12 @@ class Joined:
             at += last - first
 
     def check(self, start: int, stop: int) -> None:
-        """Raise unless the files have these elements."""
+        """Check that the files contain these elements."""
         for stored, first, last, _ in self._overlaps(start, stop):
             stored.check(first, last)
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, values) of the flat elements start:stop, a part at a time."""
+        """Yield (first element, values) of the flat elements start:stop, part by part."""
         for stored, first, last, shift in self._overlaps(start, stop):
             for at, part in stored.read(first, last):
                 yield at + shift, part
@@ -182,10 +183,10 @@ def slice_of(stored: StoredTensor, index: int) -> Joined:
 
 @dataclass
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer, by the names that its parameters have there.
+    """The optimizer of a checkpoint, by the names of its parameters there.
 
     tensors: states of a parameter's shape. values: states that are one number, such as steps.
-    options: those of the parameter's group. why_not: if there are no states, the reason.
+    options: the options of the parameter's group. why_not: if there are no states, the reason.
     """
 
     tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -198,12 +199,12 @@ class OpenCheckpoint(ABC):
     """A checkpoint at a path, whose files are held open until `close`.
 
     entries: every tensor of the model by its name in the files.
-    found: what this is, for people: "DeepSpeed ZeRO-3 checkpoint of 2 ranks".
-    optimizer, extra: what else there is; `extra` holds plain values.
+    found: a description for messages: "DeepSpeed ZeRO-3 checkpoint of 2 ranks".
+    optimizer, extra: the rest of the content; `extra` holds plain values.
     wanted: the names of the model's tensors, by which some formats find theirs.
 
     Raises:
-        SnapshotError: there is none, one is not whole, or a name is there twice.
+        SnapshotError: there is no checkpoint, it is damaged, or a name occurs twice.
         Replaced: the files were replaced while they were opened.
     """
 
@@ -233,7 +234,7 @@ class OpenCheckpoint(ABC):
         return True
 
     def _raise(self, error: OSError | SnapshotError) -> NoReturn:
-        """Raise an error, or `Replaced` if it may come of an export that is under way."""
+        """Raise an error, or `Replaced` if an export in progress may have caused it."""
         try:
             time.sleep(_SECOND_LOOK_S)
             self.check_current()
@@ -247,13 +248,13 @@ class OpenCheckpoint(ABC):
         raise SnapshotError(f"{where}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._held.close()
 
     def check_current(self) -> None:
-        """Raise unless the files that are open are still the ones there.
+        """Check that the open files are still those at the path.
 
-        An export removes the index before the first file of it and writes the index last: if the
+        An export removes the index before the first file of it and writes the index last. If the
         index is still there once all files are open, they are all of one export.
 
         Raises:
@@ -269,7 +270,7 @@ class OpenCheckpoint(ABC):
         self._held.check_unwritten()
 
     def _listing(self) -> list[str]:
-        """Return the names of files in a directory on which its tensors depend."""
+        """Return the names of the files in a directory that determine its tensors."""
         with contextlib.suppress(NotADirectoryError, FileNotFoundError):
             return sorted(name for name in os.listdir(self._source) if self._is_part(name))
         return []

@@ -1,7 +1,7 @@
-"""Safetensors files as they lie on disk: which tensors they hold, and parts of these read.
+"""Safetensors files: the tensors that they hold, and reading parts of them.
 
-A file is 8 bytes with the length of its header, the header in JSON (name -> dtype, shape, and where
-its bytes begin and end behind the header), and the tensors, dense and in rows.
+A file is 8 bytes with the length of its header, the header in JSON (name -> dtype, shape, begin and
+end of its bytes after the header), and the tensors, dense and in row-major order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _INDEX = schema.record({"weight_map": schema.mapping(schema.text(), schema.file_
 
 
 class TensorSource(OpenCheckpoint):
-    """A file, the files of an index, or a directory that has either.
+    """A file, the files of an index, or a directory that contains either.
 
     A directory has an index, or one or more safetensors files without one.
     """
@@ -94,7 +94,7 @@ class TensorSource(OpenCheckpoint):
         return found
 
     def _indexed(self, path: Path) -> dict[str, Entry]:
-        """Return the tensors that an index names, each from the file that it names."""
+        """Return the tensors that an index names, each from the file given there."""
         file, total = self._held.stream(str(path)), self._held.num_bytes(str(path))
         if total > _MOST_INDEX_BYTES:
             raise SnapshotError(f"{path} is no index of safetensors files: {total} bytes")
@@ -106,7 +106,7 @@ class TensorSource(OpenCheckpoint):
         return {name: files[file][name] for name, file in where.items()}
 
     def _entries(self, path: Path) -> dict[str, Entry]:
-        """Return the tensors of one file, whose header is checked against the file's length."""
+        """Return the tensors of one file, after checking its header against the file's length."""
         file, total = self._held.stream(str(path)), self._held.num_bytes(str(path))
         start = file.read(_LENGTH_BYTES)
         length = struct.unpack("<Q", start)[0] if len(start) == _LENGTH_BYTES else total
@@ -130,7 +130,7 @@ class TensorSource(OpenCheckpoint):
 
 
 def _check_tiling(path: Path, entries: dict[str, Entry], behind: int, total: int) -> None:
-    """Raise unless tensors follow each other from the header's end to the file's."""
+    """Check that tensors fill the file from the end of the header, without gaps or overlaps."""
     at, before = behind, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].end)):
         if entry.end > total:
@@ -148,9 +148,9 @@ def _check_tiling(path: Path, entries: dict[str, Entry], behind: int, total: int
 
 
 def _check_numbers(files: list[Path]) -> None:
-    """Raise unless of numbered files without an index ("-00001-of-00003") all are there.
+    """Check that numbered files without an index ("-00001-of-00003") are complete.
 
-    An export that is under way, or was interrupted, has written some of them.
+    An export that is in progress, or was interrupted, has written only some of them.
     """
     found: dict[tuple[str, int], int] = {}
     for file in files:
@@ -167,7 +167,7 @@ def _check_numbers(files: list[Path]) -> None:
 
 
 def _json(raw: bytes, path: Path, form: Form, what: str = "no safetensors file") -> dict[str, Any]:
-    """Return what JSON says of a form; `what` begins the error for anything else."""
+    """Return the content of JSON of a given form; `what` begins the error for anything else."""
     try:
         return schema.check(schema.parse_json(raw), form)  # type: ignore[no-any-return]
     except FormError as error:

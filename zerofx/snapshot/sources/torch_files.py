@@ -1,9 +1,9 @@
-"""Files of torch.save, read without running what their pickles ask for.
+"""Files of torch.save, read without running the code that their pickles refer to.
 
-`torch.load(weights_only=True)` refuses a file with one unknown class in it, such as the loss scaler
-in each of DeepSpeed's. Here every class that torch does not know is replaced by an `Inert` stand-in
-which keeps what it is given and does nothing, so that the rest can be read. Tensors are loaded to
-meta, which reads no values, and become entries that know their place in the file.
+`torch.load(weights_only=True)` refuses a file that contains an unknown class, such as the loss
+scaler in each of DeepSpeed's files. Here, every class that torch does not know is replaced by an
+`Inert` stand-in, which stores its arguments and does nothing, so that the rest can be read. Tensors
+are loaded to meta, which reads no values, and become entries that know their place in the file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = ".bin.index.json"
 _MOST_PICKLE_BYTES = 1 << 28
 _MOST_INDEX_BYTES = 1 << 30
-_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files begin that torch < 1.6 wrote
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the beginning of files by torch < 1.6
 _HEADER_BYTES = 30  # of a record, before its name
-_DEEP = 64  # of nested containers
+_DEEP = 64  # the deepest nesting of containers that is read
 _WEIGHT_MAP = schema.record({"weight_map": schema.mapping(schema.text(), schema.file_name)})
-# Under which key a file of a whole training state has its weights.
+# The keys under which a file of a whole training state may hold its weights.
 _HOLDERS = ("module", "model", "state_dict", "model_state_dict")
 
 
 class Inert:
-    """Stands in for an object of an unknown class: what it was made with, and nothing it can do."""
+    """A stand-in for an object of an unknown class: it stores its arguments and does nothing."""
 
-    path = ""  # of the class
+    path = ""  # the dotted path of the class
 
     def __new__(cls, *args: Any) -> Inert:
         self = super().__new__(cls)
@@ -49,7 +49,7 @@ class Inert:
         return self
 
     def __init__(self, *args: Any) -> None:
-        """Take anything."""
+        """Accept any arguments."""
 
     args: tuple[Any, ...]
     state: Any
@@ -59,15 +59,15 @@ class Inert:
 
 
 def stand_in(path: str) -> type[Inert]:
-    """Return a class of this dotted path that does nothing."""
+    """Return an inert class for this dotted path."""
     return type(path.rpartition(".")[2], (Inert,), {"path": path})
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file has, with an `Entry` in the place of every tensor.
+    """The content of a file, with an `Entry` in place of every tensor.
 
-    saved_as: the name that it was saved under, without suffix; "archive" if torch.save was not
+    saved_as: the name under which it was saved, without suffix; "archive" if torch.save was not
         given a path.
     """
 
@@ -106,11 +106,13 @@ class _Window(io.RawIOBase):
 def read_torch_file(
     held: HeldFiles, name: str, start: int = 0, length: int | None = None
 ) -> TorchFile:
-    """Return what torch.save wrote to bytes start:start + length of a file, by default all.
+    """Return the content of bytes start:start + length of a file, which torch.save wrote.
+
+    By default, the whole file is read.
 
     Raises:
-        OSError: it cannot be opened.
-        SnapshotError: it is not whole, or no such file; names it.
+        OSError: the file cannot be opened.
+        SnapshotError: it is truncated, damaged, or not such a file; names it.
     """
     total = held.num_bytes(name)
     length = total if length is None else length
@@ -142,18 +144,18 @@ def read_torch_file(
 
 
 def _last_words(error: BaseException) -> str:
-    """Return what torch.load says is wrong, without what it says about `weights_only`."""
+    """Return the reason that torch.load gives, without its advice about `weights_only`."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith("Check the documentation")]
     return told[-1].removeprefix("WeightsUnpickler error: ") if told else type(error).__name__
 
 
 def _records(window: Any) -> tuple[dict[int, int], str]:
-    """Return the bytes of every record by its offset, and the archive's name.
+    """Return the size in bytes of every record by its offset, and the archive's name.
 
     Raises:
-        BadZipFile: this is no archive.
-        FormError: it is not one that torch.save wrote.
+        BadZipFile: the file is not an archive.
+        FormError: the archive was not written by torch.save.
     """
     found: dict[int, int] = {}
     with zipfile.ZipFile(window) as archive:
@@ -178,7 +180,7 @@ def _records(window: Any) -> tuple[dict[int, int], str]:
 
 @dataclass(frozen=True)
 class _Describer:
-    """Puts an entry in the place of every tensor of one file."""
+    """Replaces every tensor of one file by an entry."""
 
     held: HeldFiles
     path: Path
@@ -186,7 +188,7 @@ class _Describer:
     records: Mapping[int, int]
 
     def described(self, value: Any, name: str = "", depth: int = 0) -> Any:
-        """Return nested values; `name` is where they are in the file."""
+        """Return nested values; `name` is the path to them in the file."""
         if depth > _DEEP:
             raise FormError("it is nested too deep")
         if isinstance(value, Tensor):
@@ -216,18 +218,18 @@ class _Describer:
         return entry
 
 
-# -- what users and readers ask of contents --------------------------------------------------------
+# -- checking and simplifying the content ----------------------------------------------------------
 def tensor(value: Any, where: str) -> None:
-    """Take tensors of a file; a form of zerofx.schema."""
+    """Accept tensors of a file; a form of zerofx.schema."""
     if not isinstance(value, Entry):
         raise schema.refuse(where, value, "a tensor")
 
 
 def checked(file: TorchFile, form: Form, path: Path, what: str) -> Any:
-    """Return a file's content, which has a form.
+    """Return a file's content if it has a form.
 
     Raises:
-        SnapshotError: it has not; names the file, the field, and what the file should be.
+        SnapshotError: it does not; names the file, the field, and the expected kind of file.
     """
     try:
         return schema.check(file.content, form)
@@ -248,7 +250,7 @@ def plain(value: Any) -> Any:
 
 
 class TorchSource(OpenCheckpoint):
-    """One file of torch.save that has weights by name, or a directory of Hugging Face's `.bin`."""
+    """One torch.save file with weights by name, or a directory of Hugging Face's `.bin` files."""
 
     found = "files of torch.save"
 
@@ -284,6 +286,6 @@ class TorchSource(OpenCheckpoint):
 
 
 def weights_in(folder: Path) -> Collection[Path]:
-    """Return the one file of weights that Hugging Face's libraries left in a directory, if any."""
+    """Return the single weights file of Hugging Face's libraries in a directory, if any."""
     names = ("pytorch_model.bin", "adapter_model.bin")
     return [folder / name for name in names if (folder / name).is_file()][:1]

@@ -1,4 +1,4 @@
-"""DeepSpeed's folders, as they lie on disk: those of ZeRO 0 to 3, and universal ones.
+"""DeepSpeed's folders: those of ZeRO stages 0 to 3, and universal ones.
 
     latest                                         the name of the folder below
     global_step3/mp_rank_00_model_states.pt        stages 0 to 2: weights, buffers, names, shapes
@@ -6,9 +6,9 @@
     global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's fp32 weights and states
 
 Trained weights are in flat tensors without names, one per group of parameters and rank. At stages 1
-and 2 the tensors of all ranks, one after another, are the parameters of the group one after
-another. At stage 3 each rank's tensor has its share of every parameter of the group in turn: n / N
-elements, rounded up. `param_shapes` has names and shapes in this order.
+and 2, the concatenated tensors of all ranks are the concatenated parameters of the group. At stage
+3, each rank's tensor has its share of every parameter of the group in turn: n / N elements, rounded
+up. `param_shapes` has names and shapes in this order.
 
 A universal folder (`ds_to_universal`) has `zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`, and the
 files of model states.
@@ -44,11 +44,11 @@ from zerofx.snapshot.sources.torch_files import (
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
-UNIVERSAL = "zero"  # the folder in a universal one
+UNIVERSAL = "zero"  # the folder of parameters in a universal folder
 _FP32 = "fp32.pt"
 _SLICED = re.compile(r"layer_.*|expp_rank_.*|.*_expert_.*|mp_rank_\d+_\d+_.*")
 _PIECE = re.compile(r"(.*)_(?:optim|model)_states|fp32|exp_avg|exp_avg_sq|step")
-# What model states have besides the values that a script gave to save_checkpoint.
+# The keys of model states that do not come from the script's arguments to save_checkpoint.
 _STRUCTURE = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
      "frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names",
@@ -106,14 +106,14 @@ _UNIVERSAL_OPTIM = schema.record({"param_groups": _GROUPS}, optimizer_state_dict
 
 
 def is_zero_folder(names: Sequence[str]) -> bool:
-    """Return whether a folder with files of these names is one of DeepSpeed's."""
+    """Return whether a folder with files of these names was written by DeepSpeed."""
     return any(OPTIM.fullmatch(n) or MODEL.fullmatch(n) or _SLICED.fullmatch(n) for n in names
                if n.endswith("_states.pt"))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _RankFiles:
-    """What one rank wrote: flat weights and states per group, and the groups' options."""
+    """The content written by one rank: flat weights and states per group, and group options."""
 
     path: Path
     stage: int
@@ -125,7 +125,7 @@ class _RankFiles:
 
 @dataclass
 class _Group:
-    """One group of parameters: flat weights, states, and what is one number, of all ranks."""
+    """One group of parameters: flat weights, states, and single numbers, of all ranks."""
 
     flats: list[Entry]
     states: dict[str, list[Entry]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Group:
 
 
 class _EngineFolder(OpenCheckpoint, ABC):
-    """A folder with files of model states, as both kinds have them."""
+    """A folder with files of model states, which both kinds of folders have."""
 
     def _is_part(self, name: str) -> bool:
         return name.endswith("_states.pt")
@@ -151,7 +151,7 @@ class _EngineFolder(OpenCheckpoint, ABC):
 
     # -- model states -----------------------------------------------------------------------------
     def _models(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Return the model states of all ranks; of rank 0 alone below stage 3."""
+        """Return the model states of all ranks; below stage 3, only of rank 0."""
         sliced = [n for n in self._listed if _SLICED.fullmatch(n)]
         found = {m.groups(): n for n in self._listed if (m := MODEL.fullmatch(n))}
         models = sorted({int(mp) for _, mp in found})
@@ -170,16 +170,16 @@ class _EngineFolder(OpenCheckpoint, ABC):
         return [(p, checked(self._read(p), _MODEL_FORM, p, "file of model states")) for p in paths]
 
     def _take_extra(self, first: Mapping[str, Any]) -> None:
-        """Keep what the engine counted and what the script gave to save_checkpoint."""
+        """Keep the engine's counters and the values that the script gave to save_checkpoint."""
         parts = {k: v for k, v in first.items() if k not in _STRUCTURE and not isinstance(v, Inert)}
         self.extra = plain(parts)
 
     def _buffers(
         self, path: Path, first: Mapping[str, Any], is_whole: bool
     ) -> dict[str, StoredTensor]:
-        """Return what the module has by name: everything, or below stage 3's placeholders buffers.
+        """Return the module's tensors by name: all of them, or only its buffers.
 
-        is_whole: weights are there too.
+        is_whole: the module has weights; at stage 3 it has placeholders in their place.
         """
         module = first["module"]
         buffers = set(first.get("buffer_names") or ())
@@ -187,7 +187,7 @@ class _EngineFolder(OpenCheckpoint, ABC):
         return {n: v for n, v in kept.items() if isinstance(v, Entry)}
 
     def _frozen(self, models: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, StoredTensor]:
-        """Return frozen parameters of stage 3, of which every rank has a share."""
+        """Return the frozen parameters of stage 3, of which every rank has a share."""
         shapes = models[0][1].get("frozen_param_shapes") or {}
         found: dict[str, StoredTensor] = {}
         for name, shape in shapes.items():
@@ -201,7 +201,7 @@ class _EngineFolder(OpenCheckpoint, ABC):
 
 
 class ZeroSource(_EngineFolder):
-    """A folder of DeepSpeed's engine, at ZeRO 0 to 3, of any number of ranks."""
+    """A folder of DeepSpeed's engine, at ZeRO stages 0 to 3, of any number of ranks."""
 
     def _found(self) -> dict[str, StoredTensor]:
         models = self._models()
@@ -249,7 +249,7 @@ class ZeroSource(_EngineFolder):
             count = inner["partition_count"]
         else:
             flats, base = inner["single_partition_of_fp32_groups"], inner["base_optimizer_state"]
-            said = inner.get("zero_stage", 1)  # absent from those of BF16_Optimizer
+            said = inner.get("zero_stage", 1)  # missing in files of BF16_Optimizer
             stage = said.args[0] if isinstance(said, Inert) and said.args else said
             stage = stage if stage in (1, 2) else 1
             count = max(inner["partition_count"])
@@ -278,7 +278,7 @@ class ZeroSource(_EngineFolder):
         models: Sequence[tuple[Path, dict[str, Any]]],
         path: Path,
     ) -> None:
-        """Raise unless the files of all ranks are there, and are of one checkpoint."""
+        """Check that the files of all ranks exist, and belong to one checkpoint."""
         if not ranks:
             raise SnapshotError(
                 f"{self._source}: *_optim_states.pt is missing, which has the weights in fp32. "
@@ -308,7 +308,7 @@ class ZeroSource(_EngineFolder):
                 )
 
     def _groups(self, ranks: Sequence[_RankFiles]) -> list[_Group]:
-        """Return the groups with what all ranks have of each."""
+        """Return the groups with the data of all ranks."""
         groups = []
         for number, flat in enumerate(ranks[0].flats):
             group = _Group([rank.flats[number] for rank in ranks])
@@ -343,9 +343,9 @@ class ZeroSource(_EngineFolder):
         shapes: Sequence[Shapes],
         path: Path,
     ) -> dict[str, StoredTensor]:
-        """Return parameters that follow one another through the ranks' partitions.
+        """Return parameters that are stored consecutively across the ranks' partitions.
 
-        `param_slice_mappings` says the same, and is wrong with `round_robin_gradients`.
+        `param_slice_mappings` has the same data, but is wrong with `round_robin_gradients`.
         """
         if len(groups) != len(shapes):
             raise SnapshotError(f"{path} has {len(shapes)} groups of parameters, not {len(groups)}")
@@ -406,7 +406,7 @@ class ZeroSource(_EngineFolder):
 
 
 class UniversalSource(_EngineFolder):
-    """A folder of DeepSpeed's ds_to_universal: a folder for each parameter."""
+    """A folder of DeepSpeed's ds_to_universal, with a subfolder for each parameter."""
 
     def _found(self) -> dict[str, StoredTensor]:
         models = [(path, state) for path, state in self._models_of_any() if state["param_shapes"]]
@@ -436,7 +436,7 @@ class UniversalSource(_EngineFolder):
         return entries
 
     def _models_of_any(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Return the model states of rank 0 of each slice: universal folders have no slices."""
+        """Return the model states of rank 0 of any slice: universal folders have no slices."""
         paths = [self._source / n for n in sorted(self._listed) if MODEL.fullmatch(n)]
         return [(p, checked(self._read(p), _MODEL_FORM, p, "file of model states")) for p in paths]
 
@@ -465,14 +465,14 @@ class UniversalSource(_EngineFolder):
         self.optimizer.tensors[name], self.optimizer.values[name] = tensors, values
 
     def _check_alike(self, root: Path) -> None:
-        """Raise unless all parameters have the same states."""
+        """Check that all parameters have the same states."""
         kinds = {key for held in self.optimizer.tensors.values() for key in held}
         for name, held in self.optimizer.tensors.items():
             for key in sorted(kinds - held.keys()):
                 raise SnapshotError(f"{root / name / key}.pt is missing")
 
     def _options(self, root: Path, shapes: Sequence[Shapes]) -> dict[str, Mapping[str, Any]]:
-        """Return each parameter's options; steps of stage 3 are among them."""
+        """Return each parameter's options, including the steps of stage 3."""
         path = root / "optimizer_state.pt"
         if not path.is_file():
             return {}
@@ -493,7 +493,7 @@ class UniversalSource(_EngineFolder):
 
 
 def _of_shares(name: str, shares: Sequence[tuple[Entry, int]], shape: Sequence[int]) -> Joined:
-    """Return a parameter of which each rank has an equal share, the last ones padded."""
+    """Return a parameter of which each rank has an equal share; the last shares are padded."""
     numel, count = math.prod(shape), len(shares)
     share = -(-numel // count)
     parts: list[tuple[StoredTensor, int, int]] = []
@@ -506,7 +506,7 @@ def _of_shares(name: str, shares: Sequence[tuple[Entry, int]], shape: Sequence[i
 
 
 def _across(flats: Sequence[Entry], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first, last) of elements start:stop of flat tensors one after another."""
+    """Yield (rank, first, last) of elements start:stop of consecutive flat tensors."""
     base, is_found = 0, False
     for rank, flat in enumerate(flats):
         size = math.prod(flat.shape)
@@ -520,13 +520,13 @@ def _across(flats: Sequence[Entry], start: int, stop: int) -> Iterator[tuple[int
 
 
 def _aligned(numel: int, ranks: int) -> int:
-    """Return the most elements that DeepSpeed pads so many to: to a multiple of 2 per rank."""
+    """Return the largest size to which DeepSpeed pads: a multiple of 2 per rank."""
     unit = 2 * ranks
     return -(-numel // unit) * unit
 
 
 def _same(ranks: Sequence[_RankFiles], key: str, held: Sequence[Any]) -> Any:
-    """Return a value that all ranks must have alike."""
+    """Return a value that must be equal on all ranks."""
     values = [plain(value) for value in held]
     for rank, value in zip(ranks, values, strict=True):
         if isinstance(value, Tensor) and isinstance(values[0], Tensor):
