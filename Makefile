@@ -4,6 +4,7 @@
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
 # make bench     step time against FSDP2 and DDP
+# make docs      build the documentation as a site: build/docs/index.html
 # make zoo       hundreds of models, trained compiled and plainly (hours): docs/measured.md
 #
 # docs/testing.md says which slices there are, and which commit each one last passed at.
@@ -31,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo clean
+.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo docs clean
 
 venv: $(STAMP)
 
@@ -78,5 +79,18 @@ bench: $(STAMP)
 zoo: $(STAMP)
 	$(PY) -m benchmarks.zoo $(ZOO_FLAGS)
 
+# An environment of its own, since the pages import zerofx but nothing of the tests.
+DOCS := $(VENV)-docs
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo build/docs/index.html
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
