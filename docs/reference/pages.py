@@ -1,8 +1,8 @@
 """Pages of the site that are made from code when it is built, and links into the repository.
 
 Run by mkdocs (`hooks` in mkdocs.yml). The reference of the plan, the command line and the Python
-API comes from the code itself. Pages link to files outside docs/ (examples, tests): on the site each
-of these becomes a page that shows the file.
+API comes from the code itself. Pages link to files outside docs/ (examples, tests): on the site
+each of these becomes a page that shows the file.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def plan_page() -> str:
         "parallel": Parallel,
     }
     for name, kind in kinds.items():
-        parts += [f"## {name}\n", f"`zerofx.plan.parts.{kind.__name__}`, or a dict of its fields.\n"]
+        parts += [
+            f"## {name}\n",
+            f"`zerofx.plan.parts.{kind.__name__}`, or a dict of its fields.\n",
+        ]
         parts.append(fields_of(kind))
     return "\n".join(parts)
 
@@ -125,6 +128,21 @@ SECTIONS = {
     "Hardware": ["Hardware"],
 }  # fmt: skip
 ELSEWHERE = {"Plan", "Precision", "Offload", "Machine", "capture", "nvme", "optim"}
+# Of a compiled model what zerofx adds; all else is the model's own.
+MEMBERS = {"CompiledModule": ["adopt", "no_sync", "refresh", "state_dict", "sharded_state_dict"]}
+
+
+def entry(place: str, heading: str) -> str:
+    """Return the directive that mkdocstrings replaces by the reference of an object."""
+    lines = [
+        f"::: {place}",
+        "    options:",
+        f"      heading: {heading}",
+        f"      toc_label: {heading}",
+    ]
+    if heading.rpartition(".")[2] in MEMBERS:
+        lines.append(f"      members: {MEMBERS[heading.rpartition('.')[2]]}")
+    return "\n".join(lines) + "\n"
 
 
 def api_page() -> str:
@@ -138,18 +156,18 @@ def api_page() -> str:
     ]
     for title, names in SECTIONS.items():
         lines.append(f"## {title}\n")
-        lines += [f"::: {home(name)}\n" for name in names]
-    lines += ["## Namespace\n", "What zerofx adds to a model: `model.zerofx`.\n"]
-    lines.append("::: zerofx.model.namespace.Namespace\n")
-    lines += ["## Program\n", "What `rewrite` returns, and `model.programs` holds.\n"]
-    lines += ["::: zerofx.ir.program.Planned\n", "## Optimizers\n"]
+        lines += [entry(home(name), f"zerofx.{name}") for name in names]
+        if title == "The compiler as a library":
+            lines.append(entry("zerofx.capture.capture.capture", "zerofx.capture"))
+            lines.append(entry("zerofx.ir.program.Planned", "Planned"))
+    lines += ["## model.zerofx\n", "What zerofx adds to a model is in one attribute.\n"]
+    lines += [entry("zerofx.model.namespace.Namespace", "Namespace"), "## Optimizers\n"]
     lines.append(
         "Signatures and states are those of `torch.optim`; `max_grad_norm` clips within the step.\n"
     )
-    optimizers = [n for n in zerofx.optim.__all__ if inspect.isclass(getattr(zerofx.optim, n))]
-    lines += [f"::: {getattr(zerofx.optim, n).__module__}.{n}\n" for n in sorted(optimizers)]
-    whole = zerofx.optim.whole_matrices
-    lines.append(f"::: {whole.__module__}.{whole.__name__}\n")
+    for name in zerofx.optim.__all__:
+        kind = getattr(zerofx.optim, name)
+        lines.append(entry(f"{kind.__module__}.{kind.__qualname__}", f"zerofx.optim.{name}"))
     return "\n".join(lines)
 
 
