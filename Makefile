@@ -39,6 +39,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "zerofx needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
+	@echo "installing into $(VENV): this takes a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,solver]'
 	@touch $@
@@ -83,6 +84,7 @@ zoo: $(STAMP)
 DOCS := $(VENV)-docs
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(DOCS): this takes a few minutes the first time"
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e '.[docs]'
