@@ -109,7 +109,8 @@ def cli_page() -> str:
                 continue
             record = parameter.get_help_record(context)
             left, right = record or (parameter.human_readable_name, getattr(parameter, "help", ""))
-            rows.append(f"| `{left}` | {right} |".replace("<", "&lt;"))
+            meaning = right.replace("<", "&lt;").replace("|", "\\|")
+            rows.append(f"| `{left}` | {meaning} |")
         if rows:
             lines += ["| argument or option | meaning |", "|---|---|", *rows, ""]
     return "\n".join(lines)
