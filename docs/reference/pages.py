@@ -13,19 +13,21 @@ import posixpath
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import typer  # noqa: E402
-from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
-from mkdocs.structure.files import File, Files  # noqa: E402
-from mkdocs.structure.pages import Page  # noqa: E402
 
 import zerofx  # noqa: E402
 from zerofx.plan.parts import LossScale, Parallel  # noqa: E402
 from zerofx.tools.cli import app  # noqa: E402
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown", ".txt": ""}
 
@@ -188,14 +190,19 @@ def overview() -> str:
     return re.sub(r"\]\((examples|tests)", r"](../\1", text)
 
 
+MADE = {
+    "index.md": overview,
+    "reference/plan.md": plan_page,
+    "reference/cli.md": cli_page,
+    "reference/api.md": api_page,
+}
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here, and one for each file that pages link to."""
-    made = {
-        "index.md": overview(),
-        "reference/plan.md": plan_page(),
-        "reference/cli.md": cli_page(),
-        "reference/api.md": api_page(),
-    }
+    from mkdocs.structure.files import File
+
+    made = {name: make() for name, make in MADE.items()}
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
     pages = [f for f in files.documentation_pages() if f.src_uri not in made]

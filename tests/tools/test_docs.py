@@ -7,6 +7,7 @@ README.md and docs/tutorial.md; lines that are left out (`...`) stay left out.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import os
 import re
@@ -24,6 +25,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerofx
 from zerofx.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +252,29 @@ def test_every_page_is_reached_from_the_readme() -> None:
         todo += [(page.parent / target).resolve() for target in links]
     alone = {p for p in PAGES if p.parent != ROOT} - seen
     assert {p.name for p in alone} <= {"index.md"}, "link to it"  # index.md is the site's own
+
+
+# -- The site --------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_made_from_code() -> None:
+    """Every field of a plan has its meaning, every command and public name its place."""
+    pages = runpy.run_path(str(ROOT / "docs" / "reference" / "pages.py"))
+    made = {name: make() for name, make in pages["MADE"].items()}
+    rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", made["reference/plan.md"], re.M))
+    fields = [f.name for kind in (zerofx.Plan, zerofx.Offload) for f in dataclasses.fields(kind)]
+    assert not set(fields) - rows.keys()
+    for name in (f.name for f in dataclasses.fields(zerofx.Plan)):
+        assert f"| `{name}` |" in made["reference/plan.md"]
+        assert pages["texts"](zerofx.Plan)[name], f"the docstring of Plan says nothing of {name}"
+    for command in ("schedule", "memory", "verify", "doctor"):
+        assert f"## zerofx {command}\n" in made["reference/cli.md"]
+    for name in set(zerofx.__all__) - pages["ELSEWHERE"]:
+        assert f"heading: zerofx.{name}\n" in made["reference/api.md"]
+
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    written = {p.relative_to(ROOT / "docs").as_posix() for p in PAGES if p.parent != ROOT}
+    assert sorted(listed) == sorted(written | made.keys()), "mkdocs.yml has another list of pages"
 
 
 # -- English ---------------------------------------------------------------------------------------
