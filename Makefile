@@ -31,6 +31,8 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start hundreds of processes: without stored bytecode each compiles the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo docs clean
 

@@ -287,7 +287,7 @@ def write_layout() -> None:
     LAYOUT.write_text(text[: text.index(LISTING)] + listing(), encoding="utf-8")
 
 
-COLUMNS = [Column("what", "what", "what"), Column("count", "count")]
+COLUMNS = [Column("what", "what"), Column("count", "count")]
 
 
 def main() -> None:

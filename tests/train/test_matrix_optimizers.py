@@ -86,13 +86,15 @@ def run(plan: dict[str, Any], kind: str, before: bool) -> tuple[float, int]:
     return difference(model, plain_run(kind, 4)), held
 
 
+# Muon's iterations in bf16 amplify the order in which gradients are added: 1e-6 with AVX-512,
+# 2.2e-6 with AVX2.
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2)), 3]
 )
 def test_muon_on_a_gpt_equals_one_process(pool: Pool, stage: int) -> None:
     sizes = [p.numel() for p in split(CASES["gpt"].make())[0]]
     for error, held in pool.run(2, run, {"stage": stage}, "Muon", stage != 1):
-        assert error <= 1e-6
+        assert error <= 5e-6
         assert held <= (sum(sizes) if stage == 0 else sum(sizes) / 2 + max(sizes))
 
 
@@ -103,7 +105,7 @@ def test_the_others_equal_one_process_too(pool: Pool, kind: str, before: bool) -
     assert all(error <= 1e-6 for error, _ in pool.run(2, run, {"stage": 3}, kind, before))
 
 
-# Muon's iterations in bf16 amplify the order in which gradients are added, which two axes change.
+# As above, and two axes change the order once more.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"), [("Muon", {"stage": 3}), ("Shampoo", {"stage": 2, "shard_axis_size": 2})]

@@ -202,16 +202,28 @@ class World:
         return self._shard.all_gather(out, shard, label)
 
     def reduce_scatter(
-        self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
+        self,
+        out: Tensor,
+        full: Tensor,
+        scale: float,
+        label: str = "reduce-scatter",
+        over_shards: Callable[[Axis, Tensor, Tensor, float, str], Work] | None = None,
     ) -> Work:
         """Set `out` [k] to scale * the sum over all ranks of this rank's slice of `full`.
 
         The sum runs in rank order over one axis after the other, as `policy/reduction.py` says.
 
+        over_shards: launches the reduction over the shard axis instead of `Axis.reduce_scatter`,
+            with the same arguments.
+
         Shapes: full [shard_size * k]; `out` is no part of it where there are several ranks.
         """
         first, *later = self._legs
-        work = _launch(first, out, full, 1.0 if later else scale, label)
+        own_scale = 1.0 if later else scale
+        if over_shards is not None and first[0] is self._shard:
+            work = over_shards(self._shard, out, full, own_scale, label)
+        else:
+            work = _launch(first, out, full, own_scale, label)
         for leg in later:
             its_scale = scale if leg is later[-1] else 1.0
             work = Then(work, partial(_launch, leg, out, out, its_scale, label))

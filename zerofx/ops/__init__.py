@@ -10,6 +10,8 @@ casts gradients into their buffer's format, storing casts the reduced slice to t
 left out where nothing changes. The engine takes the formats from the layout.
 """
 
+from zerofx.ops.blocks import all_gather_blocks as all_gather_blocks
+from zerofx.ops.blocks import reduce_scatter_blocks as reduce_scatter_blocks
 from zerofx.ops.buffers import sync_buffers as sync_buffers
 from zerofx.ops.gathers import all_gather as all_gather
 from zerofx.ops.gathers import param_view as param_view

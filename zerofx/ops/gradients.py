@@ -125,16 +125,17 @@ def _write_reduce(w: Function, node: fx.Node) -> tuple[str, ...]:
 
 
 def _read_reduce_scatter(r: Calls, buffer: Tensor, bucket: int, scale: float) -> Any:
-    return _read_reduce(r, reduce_scatter, buffer, bucket, scale)
+    return append_reduction(r, reduce_scatter, buffer, bucket, scale)
 
 
 def _read_all_reduce(r: Calls, buffer: Tensor, bucket: int, scale: float) -> Any:
-    return _read_reduce(r, all_reduce, buffer, bucket, scale)
+    return append_reduction(r, all_reduce, buffer, bucket, scale)
 
 
-def _read_reduce(
+def append_reduction(
     r: Calls, target: Any, buffer: Tensor, bucket: int, scale: float, *more: Any
 ) -> Any:
+    """Append a reduction of a packed buffer, and return what its wait takes."""
     b = r.bucket(bucket)
     node = r.value(buffer, "the gradient buffer")
     numel = r.layout.shard_numel(b)
@@ -151,14 +152,14 @@ def _read_reduce_scatter_rows(
     r: Calls, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
 ) -> Any:
     given = [r.value(i, "indices of rows") for i in indices]
-    return _read_reduce(r, reduce_scatter_rows, buffer, bucket, scale, given)
+    return append_reduction(r, reduce_scatter_rows, buffer, bucket, scale, given)
 
 
 def _read_all_reduce_rows(
     r: Calls, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
 ) -> Any:
     given = [r.value(i, "indices of rows") for i in indices]
-    return _read_reduce(r, all_reduce_rows, buffer, bucket, scale, given)
+    return append_reduction(r, all_reduce_rows, buffer, bucket, scale, given)
 
 
 def _write_store(w: Function, node: fx.Node) -> tuple[str, ...]:
@@ -242,7 +243,7 @@ def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     number = reduction.ROW_NUMBER_BYTES
     counts = [Payload("all_gather", exchange.part_sent(number, leg.size), number) for leg in legs]
     if rows is None:
-        return counts + _sends_reduce(program, node, rank)
+        return counts + sends_reduction(program, node, rank)
     table, item = program.layout.buckets[info(node).index].params[0], value(node).element_size()
     sizes = (rows * number, number), (rows * table.shape[1] * item, item)
     return counts + [
@@ -250,7 +251,7 @@ def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     ]
 
 
-def _sends_reduce(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
+def sends_reduction(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     """Return what a reduction sends over each axis."""
     mesh, out = program.layout.mesh, value(node)
     found = []
@@ -303,7 +304,7 @@ def _hold_grad_buffer(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...
     return p.own(node, Category.GRADIENTS, value(node), time, slot_of(node), name=name)
 
 
-def _hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
+def hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     if p.home(node) is not Tier.DEVICE:  # until it has left
         return p.own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
     if not p.reduces_apart(node):
@@ -316,7 +317,7 @@ _ROWS = "rows of a table"
 
 def _hold_rows(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return what the result lies in, and the rows of all ranks that are held until the wait."""
-    held, rows = _hold_reduced(p, node, time), _most_rows(p.program, node)
+    held, rows = hold_reduced(p, node, time), _most_rows(p.program, node)
     if rows is None:
         return held
     (leg,) = reduction.legs(p.program.layout.mesh)
@@ -680,8 +681,8 @@ def _reduction(name: str, axis: str, verb: str, read: Callable[..., Any]) -> OpS
         verb=verb,
         means=name.replace("_", "-"),
         task=_task_reduce,
-        sends=_sends_reduce,
-        hold=_hold_reduced,
+        sends=sends_reduction,
+        hold=hold_reduced,
         is_static=_is_reduced_static,
         stem="reduce",
         arrives_as=lambda wait: f"reduced_{info(wait).index}",
@@ -693,9 +694,9 @@ def _reduction(name: str, axis: str, verb: str, read: Callable[..., Any]) -> OpS
     )
 
 
-_SCATTER = _reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter)
+SCATTER = _reduction("reduce_scatter", "shard", "RS", _read_reduce_scatter)
 _ALL = _reduction("all_reduce", "replicate", "AR", _read_all_reduce)
-reduce_scatter = define(_SCATTER)
+reduce_scatter = define(SCATTER)
 all_reduce = define(_ALL)
 
 
@@ -722,7 +723,7 @@ def _by_rows(dense: OpSpec, read: Callable[..., Any]) -> OpSpec:
     )
 
 
-reduce_scatter_rows = define(_by_rows(_SCATTER, _read_reduce_scatter_rows))
+reduce_scatter_rows = define(_by_rows(SCATTER, _read_reduce_scatter_rows))
 all_reduce_rows = define(_by_rows(_ALL, _read_all_reduce_rows))
 store_grad = define(
     OpSpec(

@@ -26,6 +26,7 @@ from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
+from zerofx.passes.quantize import Quantize
 from zerofx.passes.release import Release
 from zerofx.passes.shard_gradients import ShardGradients
 from zerofx.passes.shard_parameters import ShardParameters
@@ -121,6 +122,8 @@ PLACE: list[Make] = [
     lambda s: ShardGradients(
         world_size=s.world_size // s.plan.parallel.num_shared, by_rows=s.plan.sparse_gradients
     ),
+    # once all collectives over the shard axis are there, and before anything moves or weighs them
+    lambda s: Quantize(weights=s.plan.quantized_weights, gradients=s.plan.quantized_gradients),
     # running statistics follow rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

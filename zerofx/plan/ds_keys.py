@@ -116,12 +116,18 @@ _scheduled = KeyRule("ignored", "zerofx schedules all communication ahead of tim
 _pools = KeyRule("ignored", "zerofx sizes its own buffers; see Plan.host_budget")
 _timed = KeyRule("ignored", "zerofx.record(model) measures steps, call by call")
 FEATURE = KeyRule("refused", "zerofx has nothing for it. Turn it off or remove it")
-_quantised = KeyRule(
+_quantized_nontrainable = KeyRule(
     "refused",
-    "quantised communication changes the gradients. Set it to false",
+    "zerofx codes the gathers of trained and frozen weights alike: use zero_quantized_weights",
     _switch,
     harmless=(False,),
 )
+
+
+def _quantized(field: str) -> KeyRule:
+    return KeyRule("translated", f'{field}, with numerics="fast"', _switch)
+
+
 _elements = _count(0)
 _section = KeyRule("honoured", "")
 
@@ -300,9 +306,9 @@ KEYS: dict[str, KeyRule] = {
             "save_muon_momentum_buffer_in_memory",
         )
     },
-    "zero_optimization.zero_quantized_weights": _quantised,
-    "zero_optimization.zero_quantized_nontrainable_weights": _quantised,
-    "zero_optimization.zero_quantized_gradients": _quantised,
+    "zero_optimization.zero_quantized_weights": _quantized("quantized_weights"),
+    "zero_optimization.zero_quantized_nontrainable_weights": _quantized_nontrainable,
+    "zero_optimization.zero_quantized_gradients": _quantized("quantized_gradients"),
     "zero_optimization.zeropp_loco_param": FEATURE,
     "zero_optimization.zenflow": FEATURE,
     "activation_checkpointing.cpu_checkpointing": KeyRule(

@@ -261,10 +261,11 @@ def write_yaml(value: Any, *, is_flow: bool = False) -> str:
 def read_value(source: str, what: str) -> Any:
     """Parse one YAML value, such as that of `--set field=value`; `what` starts every error."""
     try:
-        node = yaml.compose(source, _Loader)
+        loader = _Loader(source)
+        node = loader.get_single_node()
         if _num_values(node, {}) > _MOST_VALUES:
             raise ValueError(f"with its aliases written out, it has over {_MOST_VALUES} values")
-        return yaml.load(source, _Loader)
+        return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise PlanError(f"{what} is not YAML: {error}") from error
     except RecursionError:

@@ -83,6 +83,9 @@ class Plan:
     sparse_gradients: whether the gradient of a table that is only looked up (nn.Embedding or
         nn.EmbeddingBag, alone in its bucket, not tied) travels by rows where that sends less. The
         values are those of a dense reduction.
+    quantized_weights, quantized_gradients: whether gathers of parameters (stage 3), and reductions
+        of gradients, over the shard axis carry 8-bit blocks: about a quarter of fp32's bytes, for
+        slow networks. Each needs numerics="fast". Shards, states and sums keep their format.
     buffers: "rank0" (running statistics follow rank 0, as DDP's do) or "local".
     numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary
@@ -123,6 +126,8 @@ class Plan:
     outputs: str = spec_field("all", one_of("all", "loss"))
     update: str = spec_field("step", one_of("step", "in-backward"))
     sparse_gradients: bool = spec_field(False, flag)
+    quantized_weights: bool = spec_field(False, flag)
+    quantized_gradients: bool = spec_field(False, flag)
     buffers: str = spec_field("rank0", one_of("rank0", "local"))
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
     kernels: str = spec_field("inductor", one_of("inductor", "aten"))
@@ -155,6 +160,8 @@ class Plan:
             outputs: str = ...,
             update: str = ...,
             sparse_gradients: bool = ...,
+            quantized_weights: bool = ...,
+            quantized_gradients: bool = ...,
             buffers: str = ...,
             numerics: str = ...,
             kernels: str = ...,

@@ -44,6 +44,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "overflowed is known only after the last gradient, when the first parameters are "
             "updated; compute in bf16 or fp32, or use update='step'"
         )
+    yield from _against_quantized(plan)
     yield from _against_graphs(plan)
 
 
@@ -94,6 +95,28 @@ def _against_graphs(plan: Plan) -> Iterator[str]:
         yield (
             "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
             "and step counts on the host, inside what is replayed; use update='step'"
+        )
+
+
+def _against_quantized(plan: Plan) -> Iterator[str]:
+    for name, least in (("quantized_weights", 3), ("quantized_gradients", 1)):
+        if not getattr(plan, name):
+            continue
+        if plan.numerics == "bitwise":
+            yield (
+                f"Plan.{name} = True rounds values to 8 bits on their way, which numerics = "
+                "'bitwise' excludes; use numerics='fast', or drop it"
+            )
+        if plan.stage < least:
+            what = "gathers parameters in each step" if least == 3 else "shards"
+            yield (
+                f"Plan.{name} = True needs stage = {least} or above, which {what}; the plan has "
+                f"stage = {plan.stage}. Raise stage, or drop {name}"
+            )
+    if plan.quantized_gradients and plan.sparse_gradients:
+        yield (
+            "Plan.quantized_gradients = True contradicts sparse_gradients = True: a table's "
+            "gradients travel in one form; change one of them"
         )
 
 

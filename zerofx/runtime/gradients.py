@@ -18,12 +18,13 @@ from zerofx.policy import reduction
 from zerofx.policy.borrowing import Loan
 from zerofx.policy.reduction import End
 from zerofx.runtime.loss_scale import LossScaler
-from zerofx.runtime.rows import launch_rows
 from zerofx.runtime.schedule import Flight, label
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
 from zerofx.runtime.tensors.tensor import local_of
 from zerofx.runtime.views import BucketViews
+from zerofx.runtime.wire.blocks import reduce_scatter_blocks
+from zerofx.runtime.wire.rows import launch_rows
 
 if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore
@@ -207,9 +208,16 @@ class Gradients:
         self._packed[bucket] += (params,)
 
     def reduce(
-        self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor] = ()
+        self,
+        buffer: Tensor,
+        bucket: int,
+        scale: float,
+        indices: Sequence[Tensor] = (),
+        in_blocks: bool = False,
     ) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum.
+
+        in_blocks: over the shard axis, gradients travel as 8-bit blocks.
 
         indices: the rows that this backward has gradients for, if the bucket is one table. A sum of
             no_sync has others, and is reduced whole.
@@ -238,7 +246,8 @@ class Gradients:
         if indices and not summed:
             work = self._launch_rows(out, buffer, bucket, scale, indices)
         if work is None:
-            work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket])
+            coded = reduce_scatter_blocks if in_blocks else None
+            work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket], coded)
         return Flight(out, work, bucket)
 
     def _launch_rows(

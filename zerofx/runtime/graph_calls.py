@@ -127,6 +127,10 @@ class GraphCalls:
             flight = self.engine.reduce_rows(packed, bucket, scale, indices)
         else:
             flight = self.engine.reduce_scatter(packed, bucket, scale)
+        return self.reduced(flight, packed, bucket)
+
+    def reduced(self, flight: _Launched, packed: Tensor, bucket: int) -> Tensor:
+        """Return what stands for a launched reduction in a graph."""
         tensor = flight.tensor
         if tensor is None:  # summed locally, or discarded: nothing will be stored
             layout = self.engine.layout

@@ -20,6 +20,17 @@ Blocking = Generator[None, None, Any]
 Format = torch.dtype | None
 
 
+def coded(x: Tensor) -> Tensor:
+    """Return what arrives of a flat tensor that travels in blocks of 128 values and 8 bits."""
+    found = torch.empty_like(x)
+    for first in range(0, x.numel(), 128):
+        block = x[first : first + 128].float()
+        step = block.abs().max() / 127
+        codes = (block * (1 / step)).round() if step > 1e-36 else torch.zeros_like(block)
+        found[first : first + 128] = codes * step
+    return found
+
+
 class Communication(Placed, Moves):
     """One rank's side of every zerofx op, over its memory and the exchange with the others."""
 
@@ -165,7 +176,10 @@ class Communication(Placed, Moves):
             names.add(members[offset].name)
         return buffer
 
-    def _reduce(self, kind: str, packed: Tensor, bucket: int, numel: int, scale: float) -> Blocking:
+    def _reduce(
+        self, kind: str, packed: Tensor, bucket: int, numel: int, scale: float,
+        in_blocks: bool = False,
+    ) -> Blocking:  # fmt: skip
         if self._filling.get(packed.data_ptr(), (-1, set()))[0] != bucket:
             raise OracleError(f"{kind} of bucket {bucket} is given another buffer")
         size = self.layout.shard_size
@@ -177,7 +191,11 @@ class Communication(Placed, Moves):
 
         def land(parts: list[list[Tensor]]) -> None:
             mine = parts[self.place :: self.team]  # of those that have the same part of each layer
-            dest.copy_(scaled_sum([p[0][first : first + numel] for p in mine], scale))
+            slices = [p[0][first : first + numel] for p in mine]
+            if in_blocks:  # what the others send is coded
+                own = self.rank // self.team
+                slices = [x if r == own else coded(x) for r, x in enumerate(slices)]
+            dest.copy_(scaled_sum(slices, scale))
 
         self._reducing[dest.data_ptr()] = bucket
         self.packed[bucket] = self._filling[packed.data_ptr()][1]
@@ -185,6 +203,18 @@ class Communication(Placed, Moves):
 
     def _reduce_scatter(self, **given: Any) -> Blocking:
         return self._reduce("reduce-scatter", **given)
+
+    def _all_gather_blocks(
+        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
+    ) -> Blocking:
+        b = self.bucket(bucket, numel)
+        is_away = bucket in self.away.far
+        sent = self.away.sent(bucket, shard) if is_away else self._own(shard, bucket, "all-gather")
+        dest = self.memory.place(slot, b.numel, dtype or b.dtype)
+        return (yield from self.gather_into(dest, coded(sent), bucket, "all-gather of blocks"))
+
+    def _reduce_scatter_blocks(self, **given: Any) -> Blocking:
+        return self._reduce("reduce-scatter of blocks", **given, in_blocks=True)
 
     def _all_reduce(self, **given: Any) -> Blocking:
         return self._reduce("all-reduce", **given)

@@ -21,7 +21,7 @@ from zerofx.errors import PlanError, ProgramError
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import is_reduction
 from zerofx.ir.verify import verify
-from zerofx.runtime.rows import sum_rows
+from zerofx.runtime.wire.rows import sum_rows
 
 ROWS, WIDTH = 1001, 6
 DENSE = {ops.all_reduce, ops.reduce_scatter}

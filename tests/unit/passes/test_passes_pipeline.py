@@ -33,6 +33,7 @@ def test_the_order_in_reading_form() -> None:
         "shard-parameters",
         "join-sums",
         "shard-gradients",
+        "quantize",
         "sync-buffers",
         "release",
         "prefetch-gathers",

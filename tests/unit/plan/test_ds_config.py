@@ -136,7 +136,10 @@ def test_one_cycle_and_the_default_of_clipping() -> None:
     [
         ({"curriculum_learning": {"enabled": True}, "amp": {"enabled": True}},
          ["curriculum_learning = ", "amp"]),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, ["zero_quantized_weights"]),
+        (
+            {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+            ["zero_quantized_nontrainable_weights"],
+        ),
         ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op = 'sum'", "mean"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled", "bf16.enabled"]),
         ({"fp16": {"enabled": True, "min_loss_scale": 2**20}}, ["fp16.min_loss_scale"]),

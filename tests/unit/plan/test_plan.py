@@ -113,6 +113,8 @@ def test_defaults_are_the_contract() -> None:
         "outputs": "all",
         "update": "step",
         "sparse_gradients": False,
+        "quantized_weights": False,
+        "quantized_gradients": False,
         "buffers": "rank0",
         "numerics": "bitwise",
         "kernels": "inductor",

@@ -64,7 +64,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedAction:
     """One action of a stage with its time."""
 
     action: Action
@@ -105,7 +105,7 @@ def _micro(span: Span) -> int:
 
 def run_on_paper(
     orders: Sequence[Sequence[Action]], times: Sequence[StageTimes], wires: Mapping[Wire, float]
-) -> list[list[Run]]:
+) -> list[list[TimedAction]]:
     """Return when each stage runs its actions: each once the one before it is done, and all that
     it reads has come.
 
@@ -114,7 +114,7 @@ def run_on_paper(
     """
     micro_batches = 1 + max((a.micro_batch for order in orders for a in order), default=0)
     done: dict[tuple[int, Action], float] = {}
-    found: list[list[Run]] = [[] for _ in orders]
+    found: list[list[TimedAction]] = [[] for _ in orders]
     into: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for wire, us in wires.items():
         into.setdefault((wire.target, wire.graph), []).append((wire.source, us))
@@ -131,7 +131,7 @@ def run_on_paper(
                 free = found[stage][-1].end_us if found[stage] else 0.0
                 start = max([free, *arrived])
                 end = start + times[stage].of(action, micro_batches)
-                found[stage].append(Run(action, start, end))
+                found[stage].append(TimedAction(action, start, end))
                 done[stage, action] = end
                 moved = True
     assert all(len(f) == len(o) for f, o in zip(found, orders, strict=True)), "the schedule hangs"
@@ -149,7 +149,7 @@ class PipelineForecast:
 
     stages: tuple[Forecast, ...]
     times: tuple[StageTimes, ...]
-    runs: tuple[tuple[Run, ...], ...] = field(repr=False)
+    runs: tuple[tuple[TimedAction, ...], ...] = field(repr=False)
     micro_batches: int
     calls: int = 1
 

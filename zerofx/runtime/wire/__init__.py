@@ -1,0 +1,1 @@
+"""Wire forms: how a bucket's parameters and gradients travel other than whole and in full width."""
