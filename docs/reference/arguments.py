@@ -20,8 +20,8 @@ def with_heading(text: str, names: set[str], heading: str) -> str:
     lines: list[str] = []
     is_in_run = False
     for line in text.splitlines():
-        found = re.match(r"(\w+): \S", line)
-        if found and found[1] in names:
+        found = re.match(r"(\w+(?:, \w+)*): \S", line)
+        if found and names.issuperset(found[1].split(", ")):
             if not is_in_run:
                 lines += ["", heading]
             is_in_run = True

@@ -37,18 +37,18 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".md": "markdown
 
 def texts(kind: type) -> dict[str, str]:
     """Return what a class's docstring says of each of its fields."""
-    names = {f.name for f in dataclasses.fields(kind)}
+    known = {f.name for f in dataclasses.fields(kind)}
     found: dict[str, str] = {}
-    name = ""
+    names: list[str] = []  # which fields the lines are about
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
-        begun = re.match(r"\s*(\w+): (.*)", line)
-        if begun and begun[1] in names:
-            name = begun[1]
-            found[name] = begun[2]
-        elif name and line.startswith(" "):
-            found[name] += " " + line.strip()
+        begun = re.match(r"\s*(\w+(?:, \w+)*): (.*)", line)
+        if begun and known.issuperset(begun[1].split(", ")):
+            names = begun[1].split(", ")
+            found |= dict.fromkeys(names, begun[2])
+        elif line.startswith(" "):
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
         else:
-            name = ""
+            names = []
     return found
 
 

@@ -261,12 +261,11 @@ def test_pages_that_are_made_from_code() -> None:
     """Every field of a plan has its meaning, every command and public name its place."""
     pages = runpy.run_path(str(ROOT / "docs" / "reference" / "pages.py"))
     made = {name: make() for name, make in pages["MADE"].items()}
-    rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", made["reference/plan.md"], re.M))
+    rows = set(re.findall(r"^\| `(\w+)` \|", made["reference/plan.md"], re.M))
     fields = [f.name for kind in (zerofx.Plan, zerofx.Offload) for f in dataclasses.fields(kind)]
-    assert not set(fields) - rows.keys()
-    for name in (f.name for f in dataclasses.fields(zerofx.Plan)):
-        assert f"| `{name}` |" in made["reference/plan.md"]
-        assert pages["texts"](zerofx.Plan)[name], f"the docstring of Plan says nothing of {name}"
+    assert rows.issuperset(fields)
+    unsaid = {f.name for f in dataclasses.fields(zerofx.Plan)} - pages["texts"](zerofx.Plan).keys()
+    assert not unsaid, "the docstring of Plan says nothing of them"
     for command in ("schedule", "memory", "verify", "doctor"):
         assert f"## zerofx {command}\n" in made["reference/cli.md"]
     for name in set(zerofx.__all__) - pages["ELSEWHERE"]:
