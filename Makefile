@@ -4,6 +4,7 @@
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
 # make bench     step time against FSDP2 and DDP
+# make docs      build the documentation as a site: build/docs/index.html
 # make zoo       hundreds of models, trained compiled and plainly (hours): docs/measured.md
 #
 # docs/testing.md says which slices there are, and which commit each one last passed at.
@@ -33,13 +34,14 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests start hundreds of processes: without stored bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo clean
+.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo docs clean
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "zerofx needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
+	@echo "installing into $(VENV): this takes a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,solver]'
 	@touch $@
@@ -80,5 +82,19 @@ bench: $(STAMP)
 zoo: $(STAMP)
 	$(PY) -m benchmarks.zoo $(ZOO_FLAGS)
 
+# An environment of its own, since the pages import zerofx but nothing of the tests.
+DOCS := $(VENV)-docs
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(DOCS): this takes a few minutes the first time"
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo build/docs/index.html
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,315 @@
+"""The documentation: what it shows is what happens, its links lead somewhere, its English is plain.
+
+`ZEROFX_UPDATE_GOLDENS=1 pytest tests/tools/test_docs.py` writes what commands print now into
+README.md and docs/tutorial.md; lines that are left out (`...`) stay left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from zerofx.tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+UPDATES = bool(os.environ.get("ZEROFX_UPDATE_GOLDENS"))
+LEFT_OUT = "..."
+
+
+# -- Snippets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file that its title names, and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    found = re.finditer(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
+    return [Block(m[1], m[2] or "", m[3]) for m in found]
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Return each command of a console block, with the output that the page shows."""
+    parts = re.split(r"^\$ ", block.text, flags=re.M)[1:]
+    return [(head, rest.splitlines()) for head, _, rest in (p.partition("\n") for p in parts)]
+
+
+def shows(said: list[str], shown: list[str]) -> bool:
+    """Tell whether the lines that are shown are those that were said, but for lines left out."""
+    rows = [re.escape(row) + r"\n" if row != LEFT_OUT else r"(?:.*\n)*?" for row in shown]
+    if shown and shown[-1] == LEFT_OUT and len(shown) > 1:  # the last line may be the start of one
+        rows[-2:] = [re.escape(shown[-2]) + r".*\n", r"(?:.*\n)*"]
+    return re.fullmatch("".join(rows), "".join(f"{row}\n" for row in said)) is not None
+
+
+def current(said: list[str], shown: list[str]) -> list[str]:
+    """Return what a page has to show now: for each line shown, the one most like it."""
+    lines, first = [], 0
+    for row in shown:
+        if row == LEFT_OUT:
+            lines.append(row)
+            continue
+        ratio = [difflib.SequenceMatcher(None, row, other).ratio() for other in said[first:]]
+        first += ratio.index(max(ratio)) + 1
+        lines.append(said[first - 1])
+    return lines
+
+
+def check(page: Path, command: str, shown: list[str], said: str) -> None:
+    lines = [row.rstrip() for row in said.splitlines()]
+    if UPDATES and not shows(lines, shown):
+        before = "\n".join([f"$ {command}", *shown])
+        after = "\n".join([f"$ {command}", *current(lines, shown)])
+        text = page.read_text(encoding="utf-8")
+        assert text.count(before) == 1
+        page.write_text(text.replace(before, after), encoding="utf-8")
+        return
+    assert shows(lines, shown), f"{page.name} shows something else for `{command}`:\n{said}"
+
+
+def run_cli(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int | str | None, str, str]:
+    """Run the command line in this process; return its status and what it printed and logged."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands, run in this process."""
+    monkeypatch.chdir(tmp_path)
+    consoles = [b for b in blocks(README.read_text("utf-8")) if b.language == "console"]
+    found = [command for block in consoles for command in commands(block)]
+    assert len(found) == 3
+    for command, shown in found:
+        program, *rest = shlex.split(command.replace("examples/", f"{ROOT}/examples/"))
+        if program == "zerofx":
+            status, said, _ = run_cli(rest, capsys)
+            assert not status
+        elif program == "python":
+            monkeypatch.setattr(sys, "argv", rest)
+            runpy.run_path(rest[0], run_name="__main__")
+            said = capsys.readouterr().out
+        else:
+            assert program == "cat"
+            said = Path(rest[0]).read_text("utf-8")
+        check(README, command, shown, said)
+
+
+class MyModel(nn.Module):
+    """What stands for the reader's own model in README.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.fc(x) - y).square().mean()
+
+
+def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = (b.text for b in blocks(README.read_text("utf-8")) if b.language == "python")
+    model = MyModel()
+    before = model.fc.weight.detach().clone()
+    batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
+    # nothing is compiled here: that Inductor trains alike is for the tests of training
+    exec(
+        code.replace("stage=3", "stage=3, kernels='aten'"),
+        {"MyModel": lambda: model, "batches": batches},
+    )
+    assert not torch.equal(model.state_dict()["fc.weight"], before)
+    assert (tmp_path / "run" / "step100").is_dir()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_the_tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files and commands in their order, in one folder, as a reader runs them."""
+    monkeypatch.chdir(tmp_path)
+    programs = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "python": [sys.executable],
+        "ls": ["ls"],
+    }
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    patience = float(os.environ.get("ZEROFX_TEST_PATIENCE", "1"))
+    num_run = 0
+    for block in blocks(TUTORIAL.read_text("utf-8")):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+        for command, shown in commands(block):
+            program, *rest = shlex.split(command)
+            if program == "zerofx":
+                is_refused = bool(shown) and shown[0].startswith("BudgetError")
+                status, said, error = run_cli(rest, capsys)
+                assert bool(status) == is_refused, error
+                check(TUTORIAL, command, shown, error if is_refused else said)
+            else:
+                done = subprocess.run(
+                    [*programs[program], *rest], env=env, capture_output=True, text=True,
+                    timeout=90 * patience, check=False,
+                )  # fmt: skip
+                assert done.returncode == 0, done.stderr[-3000:]
+                check(TUTORIAL, command, shown, done.stdout)
+            num_run += 1
+    assert num_run == 9
+
+
+def test_code_in_the_docs_is_python() -> None:
+    """Every block that is called Python can be parsed, with `...` for what is left out."""
+    num = 0
+    for page in PAGES:
+        for block in blocks(page.read_text("utf-8")):
+            if block.language == "python":
+                ast.parse(textwrap.dedent(block.text), f"{page.name}: {block.text[:60]}")
+                num += 1
+    assert num > 20
+
+
+# -- Links -----------------------------------------------------------------------------------------
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and mkdocs both make them."""
+    found: Counter[str] = Counter()
+    names = set()
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        plain = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        name = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain))
+        names.add(f"{name}_{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text("utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        is_there = place.exists() and place.is_relative_to(ROOT)
+        if is_there and anchor and place.suffix == ".md":
+            is_there = anchor in anchors(place)
+        if not is_there:
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    """By links, over any number of pages, so that no page is written for nobody."""
+    seen: set[Path] = set()
+    todo = [README]
+    while todo:
+        page = todo.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", without_code(page.read_text("utf-8")))
+        todo += [(page.parent / target).resolve() for target in links]
+    alone = {p for p in PAGES if p.parent != ROOT} - seen
+    assert {p.name for p in alone} <= {"index.md"}, "link to it"  # index.md is the site's own
+
+
+# -- The site --------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_made_from_code() -> None:
+    """Every field of a plan has its meaning, every command and public name its place."""
+    pages = runpy.run_path(str(ROOT / "docs" / "reference" / "pages.py"))
+    made = {name: make() for name, make in pages["MADE"].items()}
+    rows = set(re.findall(r"^\| `(\w+)` \|", made["reference/plan.md"], re.M))
+    fields = [f.name for kind in (zerofx.Plan, zerofx.Offload) for f in dataclasses.fields(kind)]
+    assert rows.issuperset(fields)
+    unsaid = {f.name for f in dataclasses.fields(zerofx.Plan)} - pages["texts"](zerofx.Plan).keys()
+    assert not unsaid, "the docstring of Plan says nothing of them"
+    for command in ("schedule", "memory", "verify", "doctor"):
+        assert f"## zerofx {command}\n" in made["reference/cli.md"]
+    for name in set(zerofx.__all__) - pages["ELSEWHERE"]:
+        assert f"heading: zerofx.{name}\n" in made["reference/api.md"]
+
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    written = {p.relative_to(ROOT / "docs").as_posix() for p in PAGES if p.parent != ROOT}
+    assert sorted(listed) == sorted(written | made.keys()), "mkdocs.yml has another list of pages"
+
+
+# -- English ---------------------------------------------------------------------------------------
+
+# Words that STYLE asks to avoid, over and above those of tests/house/test_house_rules.py.
+WORDS = (
+    r"anew|nobody|for ever|how-manieth|dearest|foreseen|otherwise than|lent|lends|mend(?:s|ed|ing)?"
+)
+# How often a file still has one. A number may only shrink; a file that has none leaves the list.
+REMAIN: dict[str, int] = {
+    "docs/layout.md": 1,
+    "zerofx/analysis/memory/host_places.py": 8,
+    "zerofx/analysis/memory/memory.py": 3,
+    "zerofx/analysis/memory/storage.py": 1,
+    "zerofx/analysis/time/steps.py": 2,
+    "zerofx/ir/verify.py": 1,
+    "zerofx/ir/verify_values.py": 1,
+    "zerofx/ops/gathers.py": 2,
+    "zerofx/ops/gradients.py": 2,
+    "zerofx/runtime/gradients.py": 1,
+    "zerofx/runtime/tiers/away_shards.py": 6,
+    "zerofx/runtime/tiers/host_tier.py": 10,
+    "zerofx/runtime/tiers/nvme_home.py": 1,
+}
+
+
+@cache
+def avoided(path: Path) -> list[str]:
+    text = path.read_text("utf-8")
+    found = re.finditer(rf"(?<![\w.-])(?:{WORDS})(?![\w(-])", text, re.I)
+    return [f"{text.count(chr(10), 0, m.start()) + 1}: {m[0]}" for m in found]
+
+
+def test_words_that_are_avoided() -> None:
+    texts = [*PAGES, *sorted((ROOT / "zerofx").rglob("*.py"))]
+    found = {p.relative_to(ROOT).as_posix(): avoided(p) for p in texts}
+    more = {name: lines for name, lines in found.items() if len(lines) > REMAIN.get(name, 0)}
+    assert not more, "write it in plain English"
+    assert REMAIN.keys() <= found.keys(), "a file of the list is gone"
