@@ -85,12 +85,12 @@ def line_of(words: str) -> int:
 @pytest.mark.parametrize(
     ("name", "words", "at"),
     [
-        ("of_one_argument", "has 1 arguments, and Net.forward takes (x, y): missing", ""),
-        ("of_another_name", "has 1 arguments, labels=, and Net.forward takes (x, y): ", ""),
+        ("of_one_argument", "has an example call with 1 argument. Net.forward takes (x, y): missing", ""),
+        ("of_another_name", "has an example call with 1 argument, labels=. Net.forward takes (x, y): ", ""),
         ("of_other_columns", "must have same reduction dim, but got [2, 5] X [4, 4]", ""),
         ("that_fails", "its forward raised LookupError at {}: no such head", "raise LookupError"),
         ("that_raises", "the function raised JSONDecodeError at {}: ", "json.loads"),
-        ("that_needs", "the function needs width, and nothing but an argument named device is", ""),
+        ("that_needs", "is a function with the arguments width. Only an argument named device is", ""),
     ],
 )
 @pytest.mark.parametrize("command", [["memory"], ["predict", "--hardware", "dgx-h100"]])
@@ -105,8 +105,8 @@ def test_models_that_cannot_be_built_or_called(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("def build(:\n", "{}:1 is no Python: invalid syntax"),
-        ("import nowhere_at_all\n", "it needs 'nowhere_at_all', which is missing"),
+        ("def build(:\n", "has a syntax error at {}:1: invalid syntax"),
+        ("import nowhere_at_all\n", "needs the module 'nowhere_at_all', which is not installed"),
         ("\nsize = 1 / 0\n", "raised ZeroDivisionError at {}:2: division by zero"),
         ("raise SystemError\n", "raised SystemError at {}:1: "),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofx.analysis.time.forecast import RESERVED_BYTES
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.errors import CaptureError, PlanError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.plan.sizes import format_bytes
@@ -134,8 +134,3 @@ class Search:
         if choice.samples == self.family.samples:
             raise error
         self.refused[choice] = str(error)
-
-
-def available_bytes(hardware: Hardware) -> int:
-    """Return what programs may hold of a device."""
-    return max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.search.engine import Search, available_bytes
+from zerofx.tools.search.engine import Search
 from zerofx.tools.search.outcome import Outcome, outcome
 from zerofx.tools.search.space import Choice
 from zerofx.tools.views.timeline import format_us

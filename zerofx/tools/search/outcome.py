@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
+from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
 from zerofx.analysis.time.steps import Lane
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
@@ -71,7 +71,7 @@ class Outcome:
         h = self.hardware
         sharing = min(self.world_size, h.devices_per_node)
         host = self.host_bytes + (self.peak_bytes if h.device_type == "cpu" else 0)
-        there = max(0, h.device_memory_bytes - RESERVED_BYTES[h.device_type])
+        there = available_bytes(h)
         found = (
             Shortage("each device", self.peak_bytes, there),
             Shortage("host memory of a node", host * sharing, h.host_memory_bytes),

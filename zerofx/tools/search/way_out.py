@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.errors import ZerofxError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.plan.fields import write_yaml
 from zerofx.plan.plan import Plan
 from zerofx.tools.search.bounds import Bounds
-from zerofx.tools.search.engine import Search, available_bytes
+from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import Family, FamilyOfOne, ModelFamily, Says
 from zerofx.tools.search.nearest import (
     Nearest,
