@@ -130,10 +130,9 @@ class Look:
             found += _predicted(self.predicted)
         if self.unpriced:
             found.append(("no predicted times", self.unpriced))
-        found += [("world", str(program.world_size))]
         found += [("steps of the schedule", str(len(self.schedule.steps)))]
         if isinstance(self.program, Planned):
-            found += [("stage", str(program.plan.stage)), ("kernels", program.plan.kernels)]
+            found += [("kernels", program.plan.kernels)]
         return found
 
     def _counters(self, track: Track) -> Mapping[str, list[tuple[float, int]]]:

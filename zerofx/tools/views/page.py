@@ -167,7 +167,7 @@ def largest_storages(schedule: StepList, table: Texts) -> list[list[int]]:
     ]  # fmt: skip
 
 
-# -- The data of a page as plain values, kept small since the file contains it ----------------------
+# -- The data of a page as plain values, kept small since the file contains it ---------------------
 
 
 GRAPHS = ("forward", "backward", "step")
@@ -205,7 +205,7 @@ def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     place = {name: i for i, name in enumerate(about)}
     report = schedule.memory
     return {
-        "title": title(shown.program, shown.basis),
+        "title": title(shown.program, shown.basis).replace("   ", " · "),  # HTML joins spaces
         "lanes": [lane.value for lane in Lane],
         "verbs": meanings(),
         "graphs": GRAPHS,

@@ -68,7 +68,7 @@ function cutTip(cut) {
 }
 // Words for a name such as "backward AG b0 (2)": all-gather of bucket 0, the second in a step.
 function nameInWords(bar) {
-  const verb = VERBS[verbOf(bar.name)], place = /\b([bv])(\d+)/.exec(bar.name), time = / \((\d+)\)$/.exec(bar.name);
+  const verb = VERBS[verbOf(bar.name)], place = /\b([bv])(\d+)/.exec(bar.name), nth = / \((\d+)\)$/.exec(bar.name);
   const what = place ? `${place[1] === "b" ? "bucket" : "value"} ${place[2]}` : "";
   return [verb && what ? `${verb} of ${what}` : what, nth ? `number ${nth[1]} of this name in a step` : ""].filter(Boolean).join(", ");
 }
