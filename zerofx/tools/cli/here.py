@@ -57,8 +57,6 @@ def doctor(
 def _calibrate(out: Path | None, world: int, folder: Path | None, as_json: bool) -> None:
     """Measure this machine, and write it as hardware if `out` is given."""
     check_output("--out", out, YAML)
-    if folder is not None and not folder.is_dir():
-        raise PlanError(f"--folder {folder} is no directory. Give one on the disk to measure.")
     from zerofx.hardware import write_hardware
     from zerofx.tools.calibrate.launch import calibrate
     from zerofx.tools.calibrate.view import CalibrationView

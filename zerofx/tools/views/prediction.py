@@ -291,8 +291,7 @@ def _fitting(hardware: Hardware, peak_bytes: int) -> list[str]:
     """Return the line of a plan that fits: its peak next to the memory of a device."""
     there = available_bytes(hardware)
     return [
-        f"fits: {format_bytes(peak_bytes)} of the {format_bytes(there)} that {hardware.device} has "
-        "for a program"
+        f"fits: {format_bytes(peak_bytes)} of {format_bytes(there)} per device ({hardware.device})"
     ]
 
 
