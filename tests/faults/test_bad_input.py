@@ -85,12 +85,12 @@ def line_of(words: str) -> int:
 @pytest.mark.parametrize(
     ("name", "words", "at"),
     [
-        ("of_one_argument", "has an example call with 1 argument. Net.forward takes (x, y): missing", ""),
-        ("of_another_name", "has an example call with 1 argument, labels=. Net.forward takes (x, y): ", ""),
+        ("of_one_argument", "example call with 1 argument. Net.forward takes (x, y): missing", ""),
+        ("of_another_name", "call with 1 argument, labels=. Net.forward takes (x, y): ", ""),
         ("of_other_columns", "must have same reduction dim, but got [2, 5] X [4, 4]", ""),
         ("that_fails", "its forward raised LookupError at {}: no such head", "raise LookupError"),
         ("that_raises", "the function raised JSONDecodeError at {}: ", "json.loads"),
-        ("that_needs", "is a function with the arguments width. Only an argument named device is", ""),
+        ("that_needs", "with the arguments width. Only an argument named device is", ""),
     ],
 )
 @pytest.mark.parametrize("command", [["memory"], ["predict", "--hardware", "dgx-h100"]])
